@@ -5,7 +5,7 @@ import sys
 
 from training.interrupt import hide_ctrl_c
 
-# read when torch is loaded: threads that wait sleep, as in train.py
+# read when torch is loaded: waiting threads sleep, as in train.py
 os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"} | os.environ
 if sys.argv[0] == "-m":  # Python is looking for the module, whose imports take seconds
     hide_ctrl_c()

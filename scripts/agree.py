@@ -3,22 +3,22 @@
     python -m scripts.agree outputs/2026-01-31/12-00-00 under=naive,tiled,sdpa
 
 Reinforcement learning rolls out under one kernel and trains under another, and a server decodes
-under a third. Each rounds in its own way, so the same weights give other probabilities. The
-arguments are one run, or several (of other seeds, say), and
+under a third. Each kernel rounds differently, so the same weights give different probabilities. The
+arguments are one run or several (for example with other seeds), and
 
     under      attentions, each with options as in tiled:block_kv=16 (naive,tiled,sdpa; on a GPU
-               triton too). The first also runs in float32 without autocast: the distance of a run's
-               dtype from that is the scale to read the others by
-    sequences  held-out sequences, and prompts to go on with (8)
+               triton too). The first also runs in float32 without autocast. Compare the others'
+               differences with the distance between that and the run's dtype
+    sequences  held-out sequences, which also serve as prompts (8)
     dtype      of the matrix products: fp32, bf16, fp16 or auto, the run's own (auto)
-    tokens     tokens to generate from the first half of each, greedily (half of seq_len)
+    tokens     tokens to generate greedily from the first half of each (half of seq_len)
     device     auto, cpu or cuda (auto)
     out        the JSON file (agree.json in the first run's folder)
 
-For each pair: the difference of log p of the held-out tokens, mean and largest; how often the
-likeliest token differs; how many greedy tokens are generated before the first that differs. For
-each attention: the same difference between reading a sequence at once and token by token from a
-cache. Differences are in nats; of several runs the table shows mean and standard deviation.
+For each pair it prints the difference of log p of the held-out tokens, mean and largest; how often
+the likeliest token differs; and how many greedy tokens are equal before the first that differs. For
+each attention it prints the same difference between reading a sequence at once and token by token
+from a cache. Differences are in nats. For several runs, the table has mean and standard deviation.
 """
 
 from contextlib import nullcontext
@@ -58,22 +58,22 @@ class Options:
 
 
 class Reading(NamedTuple):
-    """What one attention makes of the held-out sequences."""
+    """The results of one attention on the held-out sequences."""
 
     name: str
     log_p: Tensor  # (B, N) float32, of the targets
     likeliest: Tensor  # (B, N) int64
     continued: Tensor  # (B, tokens) int64, greedy
-    decoding: Row | None  # log_p token by token beside log_p at once; None without cross_length
+    decoding: Row | None  # log_p token by token against log_p at once; None without cross_length
 
 
 class Loaded(NamedTuple):
-    """A run's weights, and the held-out sequences that they are asked about."""
+    """A run's weights and its held-out sequences."""
 
     trained: Trained
     inputs: Tensor  # (B, N), on the device
     targets: Tensor  # (B, N)
-    about: Row  # where and of what the figures are
+    about: Row  # facts on the run and the data of the figures
 
 
 @command
@@ -91,7 +91,7 @@ def main(options: Options) -> None:
 
 
 def ask(folder: Path, backends: dict[str, Backend], device: torch.device, options: Options) -> Row:
-    """What a run's weights say under each of them, pair by pair."""
+    """Compare a run's weights under these attentions, pair by pair."""
     trained, inputs, targets, about = load(folder, device, options.dtype, options.sequences)
     half = inputs.shape[1] // 2
     count = min(options.tokens or half, inputs.shape[1] - half)
@@ -105,7 +105,7 @@ def ask(folder: Path, backends: dict[str, Backend], device: torch.device, option
 
 
 def load(folder: Path, device: torch.device, dtype: Dtype, sequences: int) -> Loaded:
-    """Raises ValueError for a run whose documents a cache would not keep apart."""
+    """Load a run. Raises ValueError if a cache would not keep its documents apart."""
     config = read_run_config(folder)
     if config.data.documents:
         raise ValueError(f"{folder} keeps documents apart, which a cache does not; choose another")
@@ -175,7 +175,7 @@ def compare(a: Reading, b: Reading) -> Row:
         "b": b.name,
         "log_p": difference(a.log_p, b.log_p),
         "other_token": float((a.likeliest != b.likeliest).float().mean()),
-        # of each prompt; as many as were generated where none differs
+        # for each prompt: the number of tokens before the first that differs
         "equal_tokens": same,
     }
 

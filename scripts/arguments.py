@@ -1,8 +1,8 @@
-"""How every command of scripts/ and lab/ reads what is typed: key=value, as train.py does.
+"""How every command of scripts/ and lab/ reads its arguments: key=value, like train.py.
 
-A dataclass names the keys, their types and their defaults. Values of a list are separated by
-commas. Paths that a command reads may be given bare where the dataclass has a field `paths`; where
-it has a field `overrides`, settings of train.py are passed on in it.
+A dataclass names the keys, their types and their defaults. Commas separate the values of a list. If
+the dataclass has a field `paths`, arguments without a key go there. If it has a field `overrides`,
+settings of train.py go there.
 """
 
 import difflib
@@ -25,7 +25,7 @@ from training.interrupt import one_line
 Options = TypeVar("Options")
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
-# numbers with their minimum
+# a number with its minimum
 Count = Annotated[int, 1]
 Natural = Annotated[int, 0]
 
@@ -33,8 +33,8 @@ Natural = Annotated[int, 0]
 def command(
     main: Callable[[Any], None], of: Callable | None = None
 ) -> Callable[[Sequence[str] | None], None]:
-    """Makes `main(options: Options)` the command of its module, or of that of the function `of`:
-    --help prints the module's docstring, and what cannot be done ends in one line.
+    """Turn `main(options: Options)` into the command of its module, or of the module of function
+    `of`. --help prints the module's docstring, and an error ends the command with one line.
     """
     source = of or main
     file = Path(source.__code__.co_filename)
@@ -56,12 +56,12 @@ def command(
 
 
 def default(*values: Any) -> Any:
-    """The values of a key that takes a list, where none is given."""
+    """The default values of a key that takes a list."""
     return field(default_factory=lambda: list(values))
 
 
 def read_settings(options: type[Options], arguments: Iterable[str]) -> Options:
-    """The dataclass `options`, filled from key=value arguments. Raises ValueError for an unknown or
+    """Fill the dataclass `options` from key=value arguments. Raises ValueError for an unknown or
     missing key and for a value of the wrong type.
     """
     known = {each.name: each for each in fields(options)}
@@ -93,7 +93,7 @@ def read_settings(options: type[Options], arguments: Iterable[str]) -> Options:
 
 
 def unknown_key(argument: str, keys: Sequence[str]) -> str:
-    """What to write instead of an argument that no key fits."""
+    """Suggest what to write instead of an argument that fits no key."""
     written, equals, value = argument.partition("=")
     key = written.lstrip("-").replace("-", "_")
     all_keys = f"the keys are: {', '.join(keys) or 'none'}"
@@ -107,7 +107,7 @@ def unknown_key(argument: str, keys: Sequence[str]) -> str:
 
 
 def convert(declared: Field, text: str) -> Any:
-    """The value of one key. Raises ValueError for a text that is not of the field's type."""
+    """Convert the text of one key to the field's type. Raises ValueError if it does not fit."""
     kind = declared.type
     if get_origin(kind) in (UnionType, Union):  # such as int | None
         kind = next(part for part in get_args(kind) if part is not NoneType)
@@ -139,8 +139,8 @@ def convert_one(key: str, kind: Any, text: str) -> Any:
 
 
 def split(text: str) -> list[str]:
-    """At the commas between values, not between the options of one: naive,tiled:block_q=8,impl=x
-    are two.
+    """Split at the commas between values, not those between options of one value:
+    naive,tiled:block_q=8,impl=x has two values.
     """
     return re.split(r",(?![^,:=]*=)", text)
 

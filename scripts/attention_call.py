@@ -1,4 +1,4 @@
-"""One attention call on the scales and under the stopwatch: what scripts.benchmark measures of it.
+"""Measure the memory and time of one attention call, for scripts.benchmark.
 
 Dimensions: q, k, v (B, H, N, D).
 """
@@ -25,17 +25,17 @@ from training.memory import (
 )
 
 FLUSH_BYTES = 256 * 2**20  # several times the L2 cache of any GPU
-# seconds; a call that needs a longer wait waits for the GPU itself, or fills its queue
+# seconds; a call that needs a longer wait synchronises with the GPU, or fills its queue
 SHORTEST_WAIT, LONGEST_WAIT = 0.5e-3, 16e-3
-CYCLES_PER_SECOND = 2.5e9  # of a fast GPU: on others the wait is longer than asked for
+CYCLES_PER_SECOND = 2.5e9  # of a fast GPU: on others the wait is longer than requested
 ROUNDS = 4
-# of the longest length: as a share of it, and of which number it is a multiple
+# of the longest length: its relative precision, and the number that it is a multiple of
 PRECISION, MULTIPLE = 0.12, 64
 
 
 class MemoryProbe:
-    """Bytes allocated since its start, and bytes reserved from a GPU, as `with MemoryProbe(device)
-    as probe`.
+    """Measure the bytes allocated since its start, and those reserved on a GPU: `with
+    MemoryProbe(device) as probe`.
     """
 
     def __init__(self, device: torch.device):
@@ -79,13 +79,13 @@ class MemoryProbe:
 def seconds(
     function: Callable[[], Any], *, repeats: int, device: torch.device, pause_s: float = 0.0
 ) -> tuple[list[float], list[float]]:  # fmt: skip
-    """Time of each of `repeats` calls: the device's, and the host's until the call is queued. On a
+    """The times of `repeats` calls: on the device, and on the host until the call is queued. On a
     CPU they are the same.
 
-    On a GPU each call finds an empty L2 cache, and all of it is queued before the GPU comes to it,
-    behind a wait that grows until it is long enough. A call that itself waits for the GPU cannot be
-    queued: its device time has some of the host's in it. pause_s: how long the device rests before
-    each call.
+    On a GPU each call starts with an empty L2 cache, and is queued completely before the GPU
+    reaches it: a wait on the GPU comes first and grows until it is long enough. A call that
+    synchronises with the GPU cannot be queued, so its device time includes some host time. pause_s:
+    how long the device rests before each call.
     """
     times, host = [], []
     if device.type == "cpu":
@@ -108,7 +108,7 @@ def seconds(
         called = time.perf_counter()
         function()
         took = time.perf_counter() - called
-        # the GPU has begun already: what it waited for the host would count
+        # the GPU has started already: its waits for the host would count
         was_late = start.query()
         end.record()
         if was_late and wait < LONGEST_WAIT:
@@ -121,10 +121,10 @@ def seconds(
 
 
 def pairs(shape: Row) -> float:
-    """Scores of one head that the mask leaves: half of the square under a causal one, as the field
-    counts, or what a window leaves.
+    """The number of visible scores of one head. A causal mask leaves half of the square, as is
+    customary; a window leaves fewer.
     """
-    # of the tokens that attend to one another
+    # length of what attends to itself
     length = min(shape.get("documents") or shape["seq_len"], shape["seq_len"])
     window = min(shape.get("window") or length, length)
     per_document = (window * length - window**2 / 2) if shape["causal"] else length**2
@@ -134,8 +134,8 @@ def pairs(shape: Row) -> float:
 class Call:
     """One attention call on random inputs.
 
-    shape: batch, heads, seq_len, head_dim, causal, and where wanted groups (query heads for each
-    key/value head), window, and documents (tokens of each of the documents packed into a sequence).
+    shape: batch, heads, seq_len, head_dim, causal; optionally groups (query heads per key/value
+    head), window, and documents (tokens of each document packed into a sequence).
     """
 
     def __init__(self, backend: Backend, shape: Row, *, device: torch.device, dtype: torch.dtype):
@@ -153,8 +153,8 @@ class Call:
             documents = torch.arange(length, device=device) // shape["documents"]
             self.mask["document_ids"] = documents.expand(batch, -1)
         self.flops = 4 * batch * heads * shape["head_dim"] * pairs(shape)  # of the forward pass
-        # a long sequence leaves no room for a gradient that a backend without a backward pass never
-        # sees
+        # a short input: a long sequence may leave no room for a gradient that a backend without a
+        # backward pass never needs
         brief = (x[:1, :, :128].detach().requires_grad_() for x in self.inputs)
         mask = {name: x[:1, :128] if name == "document_ids" else x for name, x in self.mask.items()}
         self.trainable = not backend.unsupported_reasons(*brief, **mask)
@@ -174,11 +174,11 @@ class Call:
 
 
 class Measurement:
-    """Bytes and seconds of a call: forward without gradients, backward on its own, and training:
-    the two together.
+    """Bytes and seconds of a call: forward without gradients, backward alone, and training, which
+    is both together.
 
-    make() gives the call anew in each of ROUNDS turns, and nothing of it stays in memory: others
-    can have their turns between them.
+    make() makes the call again in each of ROUNDS turns, and nothing of it stays in memory between
+    turns: other calls take theirs there.
     """
 
     def __init__(self, make: Callable[[], Call], *, repeats: int, pause_s: float = 0.0):
@@ -189,13 +189,13 @@ class Measurement:
         self.times: dict[str, tuple[list[float], list[float]]] = {}  # the device's and the host's
 
     def turn(self) -> None:
-        """One turn's share of the timed calls, and in the first turn the bytes too."""
+        """Run one turn's share of the timed calls; the first turn also measures the bytes."""
         call = self.make()
         self.flops, self.on_gpu = call.flops, call.device.type == "cuda"
         d_out = torch.randn_like(call.inputs[0]) if call.trainable else None
         if self.turns == 0:
-            gc.collect()  # what other calls left
-            # compiles what is compiled, and lets libraries take their workspaces, which stay
+            gc.collect()  # free what other calls left
+            # warm up: compile, and let libraries allocate their lasting workspaces
             if call.trainable:
                 call.backward(call.forward(), d_out)
             call.forward_only()
@@ -223,7 +223,7 @@ class Measurement:
 
     @property
     def row(self) -> Row:
-        """What a benchmark's row says, after all turns."""
+        """The measured fields of a benchmark's row, after all turns."""
         row: Row = dict(self.bytes) | ({"pause_s": self.pause_s} if self.pause_s else {})
         for name, (times, host) in self.times.items():
             p20, *_, p80 = quantiles(times, n=5)
@@ -238,18 +238,18 @@ class Measurement:
         row["forward_tflops"] = self.flops / row["forward_seconds"] / 1e12
         if "backward" in self.times:
             row["training_seconds"] = row["forward_seconds"] + row["backward_seconds"]
-            # the backward's five products against the forward's two
+            # the backward pass has five products, the forward pass two
             row["backward_tflops"] = 2.5 * self.flops / row["backward_seconds"] / 1e12
         return row
 
 
 def measure_memory(call: Call, d_out: Tensor | None) -> dict[str, int | None]:
-    """forward: without gradients. saved: what the graph holds, out included. backward: peak while
-    it runs, the saved included.
+    """forward: without gradients. saved: memory held by the graph, including out. backward: peak of
+    the backward pass, including the saved memory.
     """
     row: dict[str, int | None] = {}
     if call.device.type == "cpu" and call.backend.name == "flex":
-        return row  # one operator there, that no dispatch mode can look into
+        return row  # one operator there, which no dispatch mode can look into
     with MemoryProbe(call.device) as probe:
         out = call.forward_only()
         row["forward_bytes"], row["forward_reserved_bytes"] = probe.take_peak()
@@ -272,8 +272,8 @@ def measure_memory(call: Call, d_out: Tensor | None) -> dict[str, int | None]:
 
 @contextmanager
 def memory_cap(gib: float | None, device: torch.device) -> Iterator[None]:
-    """Let this process have that much of the memory, as if the card were smaller; None leaves it
-    all that is free.
+    """Limit this process to `gib` GiB of memory, as if the card were smaller. None allows all free
+    memory.
     """
     release_memory(device)
     if device.type == "cpu":
@@ -294,15 +294,15 @@ def memory_cap(gib: float | None, device: torch.device) -> Iterator[None]:
 
 
 def longest(fits: Callable[[int], float | dict], *, start: int, limit_s: float) -> Row:
-    """The longest length that fits: doubling from `start`, then halving the gap until it is below
+    """Find the longest length that fits: double from `start`, then halve the gap until it is below
     PRECISION.
 
-    fits(length) returns the seconds it took, or a description of the failure. A trial that would
-    take longer than limit_s by the square of the last one's time is not made: limited_by is then
-    "time", and the length is a lower bound.
+    fits(length) returns the seconds it took, or a description of the failure. A trial is skipped if
+    it would take longer than limit_s, by the time of the last one and quadratic growth. Then
+    limited_by is "time", and the length is a lower bound.
     """
     length, best, took = start, 0, 0.0
-    failed, failure = 0, None  # the shortest length that failed, and how
+    failed, failure = 0, None  # the shortest length that failed, and its failure
     limited_by = "memory"
     while length not in (best, failed):
         if best and took * (length / best) ** 2 > limit_s:
@@ -336,7 +336,7 @@ def try_length(
     dtype: torch.dtype,
     train: bool,
 ) -> float | dict:
-    """Seconds of one forward, or forward and backward, or the out-of-memory it ended with."""
+    """Seconds of one forward, or forward and backward; or its out-of-memory error."""
 
     def run(call: Call) -> float:
         start = time.perf_counter()

@@ -1,5 +1,5 @@
-"""Peak memory and time of one attention call, forward and backward apart, over backends, lengths,
-head dims and dtypes.
+"""Measure peak memory and time of one attention call, forward and backward separately, over
+backends, lengths, head dims and dtypes.
 
     python -m scripts.benchmark attention=naive,tiled,sdpa seq_len=256,512 out=benchmark.json
     python -m scripts.benchmark max_length=true memory_gib=8,24 out=longest.json
@@ -15,38 +15,38 @@ Arguments are key=value, lists with commas; all have a default:
                   heads
     groups        query heads that share a key/value head, grouped-query attention (1)
     window        keys that a query sees, its own included
-    documents     sequences are packed from documents of so many tokens
+    documents     tokens of each document that sequences are packed from
     causal        false: no causal mask (true)
     dtype         auto, fp32, bf16, fp16 (auto)
     device        auto, cpu or cuda (auto)
-    repeats       timed calls of each; fewer where one takes long (20)
+    repeats       timed calls of each; fewer if one takes long (20)
     pause         seconds of rest before each timed call (0)
     allow_broken  time backends whose results are wrong, and mark their rows (false)
     max_length    search the longest sequence instead of timing (false)
     memory_gib    max_length: with this much memory (all)
     limit_s       max_length: no single trial longer than this (20)
     out           write the rows to this JSON file
-    append        keep the rows that the file has, if the same code on the same machine made them
+    append        keep the file's rows, if the same code on the same machine made them
 
-A backend whose results are wrong is not timed, unless allow_broken=true. A verdict is kept for the
-same commit, options and machine. Memory is the peak above what was allocated before the call: q, k,
-v and the incoming gradient are inputs, not the attention's. On a GPU it is that of PyTorch's
-allocator, with what it reserved; on a CPU that of the tensors that operators make.
+A backend whose results are wrong is not timed, unless allow_broken=true. The check's verdict is
+kept for the same commit, options and machine. Memory is the peak above what was allocated before
+the call: q, k, v and the incoming gradient do not count. On a GPU it is the memory of PyTorch's
+allocator, also as reserved; on a CPU, that of the tensors that operators make.
 
-Time is the median with the 20th and 80th percentile, after a warm-up; the backward's is its own,
-over a graph that is kept. The backends take turns, a quarter of the timed calls each, so that a
-drifting clock hits all alike. On a GPU it is the device's time alone, by events: each call is
-queued behind a short wait, so that the GPU never waits for the host, and finds nothing in the L2
-cache (which takes 256 MiB). A card at its power limit lowers its clock: on an H200 after some 30 ms
-of calls of the fastest kernels. Then a kernel's time depends on what ran before it; with pause=
-every call starts on a rested card. The host's time of an eager call stands beside it, in the file
-as forward_host_seconds and backward_host_seconds: where it is the longer one, calls in a row take
-as long as that, unless a CUDA graph replays them. TFLOP/s count the scores that the mask leaves; in
-a backward pass five products for the forward's two. Running out of memory is a result: the row says
-how much was asked for.
+Time is the median with the 20th and 80th percentile, after a warm-up. The backward pass is timed
+alone, over a graph that is kept. The backends take turns, a quarter of the timed calls each, so
+that a drifting clock affects all alike. On a GPU, events measure only the device's time. Each call
+is queued behind a short wait, so that the GPU never waits for the host, and starts with an empty L2
+cache (flushing takes 256 MiB). A card at its power limit lowers its clock: an H200 does after some
+30 ms of the fastest kernels. Then a kernel's time depends on what ran before it; with pause= every
+call starts on a rested card. The host's time of an eager call is printed beside it, and is in the
+file as forward_host_seconds and backward_host_seconds. If it is the longer one, consecutive calls
+take that long, unless a CUDA graph replays them. TFLOP/s count the scores that the mask leaves, and
+five products in a backward pass for two in a forward pass. Running out of memory is a result: the
+row says how much was requested.
 
-max_length=true searches the longest sequence, of forward alone and of forward and backward, by
-doubling and then halving the gap to 12%; memory_gib= does so as if the card were smaller.
+max_length=true searches the longest sequence, for forward alone and for forward and backward. It
+doubles the length, then halves the gap to 12%. memory_gib= does so as if the card were smaller.
 """
 
 import contextlib
@@ -116,19 +116,19 @@ class Options:
 def wrong_results(
     backend: Backend, *, device: torch.device, dtype: torch.dtype, where: Row
 ) -> list[str]:
-    """The properties in which a backend's results are red, by a quick check that is kept for the
-    same code on the same machine.
+    """The properties that a backend fails in a quick check. Its verdict is kept for the same code
+    on the same machine.
     """
     from conformance.properties import red_properties
 
     file = verdict_file(backend, dtype, where)
     if file and file.is_file():
         return json.loads(file.read_text())["red"]
-    # on a GPU this compiles every kernel: minutes
+    # on a GPU this compiles every kernel, which takes minutes
     print(f"checking the results of {backend.name} in {dtype_name(dtype)} first", file=sys.stderr)
     red = red_properties(backend, device=device, dtype=dtype)
     if file:
-        with contextlib.suppress(OSError):  # it is checked again next time
+        with contextlib.suppress(OSError):  # otherwise it is checked again next time
             file.parent.mkdir(parents=True, exist_ok=True)
             verdict = {"attention": backend.name, "options": dict(backend.options), "red": red}
             write_json(file, verdict)
@@ -136,9 +136,7 @@ def wrong_results(
 
 
 def verdict_file(backend: Backend, dtype: torch.dtype, where: Row) -> Path | None:
-    """Where the verdict is kept; None for a backend of your own, and where no commit names the
-    code.
-    """
+    """The verdict's file; None for a backend of your own, or if no commit identifies the code."""
     shipped = BACKENDS.get(backend.name)
     if where["commit"] is None or where["dirty"] or not shipped or shipped.fn is not backend.fn:
         return None
@@ -149,7 +147,7 @@ def verdict_file(backend: Backend, dtype: torch.dtype, where: Row) -> Path | Non
 
 
 def complaint(text: str, red: dict[torch.dtype, list[str]]) -> str:
-    """Why a backend with red properties is not timed."""
+    """Why a backend that fails these properties is not timed."""
     dtype, properties = next(item for item in red.items() if item[1])
     return (
         f"{text} is wrong in {dtype_name(dtype)}, so its speed means nothing: red in "
@@ -159,8 +157,8 @@ def complaint(text: str, red: dict[torch.dtype, list[str]]) -> str:
 
 
 def kept_rows(path: Path, where: Row) -> list[Row]:
-    """The rows of an earlier run. Raises ValueError for one by another commit or version, or on
-    another machine.
+    """The rows of an earlier run. Raises ValueError if another commit, version or machine made
+    them.
     """
     if not path.exists():
         return []
@@ -194,7 +192,7 @@ def shape_of(options: Options, head_dim: int, length: int) -> Row:
 
 @command
 def main(options: Options) -> None:
-    # a graph that is kept for timing must not give its buffers away
+    # a graph that is kept for timing must not donate its buffers
     torch._functorch.config.donated_buffer = False
     device = pick_device(options.device)
     dtypes = list(dict.fromkeys(pick_dtype(name, device) for name in options.dtype))
@@ -219,7 +217,7 @@ def main(options: Options) -> None:
     wrong = []
     for text, found in red.items():
         if any(found.values()) and not options.allow_broken:
-            # the others are measured none the less
+            # still measure the others
             wrong.append(complaint(text, found))
             del backends[text]
     if not backends:
@@ -251,8 +249,8 @@ def measured(
     device: torch.device,
     dtype: torch.dtype,
 ) -> list[Row]:
-    """The rows of one shape with their measurements, or with how a backend ran out of memory, or
-    why it does not take it.
+    """The rows of one shape: with measurements, with how a backend ran out of memory, or with why
+    it does not take the shape.
     """
     under_way = {}
     for text, backend in backends.items():
@@ -287,7 +285,7 @@ def search(
     device: torch.device,
     dtype: torch.dtype,
 ) -> list[dict]:
-    """One row for each memory size and pass: the longest sequence that ran."""
+    """The longest sequence that ran, one row for each memory size and pass."""
     first, rows = row["seq_len"], []
     for gib, train in product(options.memory_gib or [None], (False, True)):
         result = {key: value for key, value in row.items() if key != "seq_len"}

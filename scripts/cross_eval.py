@@ -2,19 +2,20 @@
 
     python -m scripts.cross_eval multirun/2026-01-31_12-00-00
 
-A broken attention can have a loss curve as good as exact attention's, and weights that are of no
-use under any other. This shows it: each run's checkpoint is evaluated under exact attention (sdpa),
-under every attention that some run was trained with, and, where no_rescale is among them, at half
-and at double each of its tile sizes. The arguments are runs, sweeps or folders of either, and
+A broken attention can have a loss curve as good as exact attention's, but weights that are useless
+under any other attention. This command shows it. It evaluates each run's checkpoint under exact
+attention (sdpa) and under every attention that some run was trained with. If no_rescale is among
+them, it also uses half and double each of its tile sizes. The arguments are runs, sweeps or folders
+of either, and
 
-    under      other judges: sdpa,no_rescale:block_kv=16,pkg.module:BACKEND
+    under      judge by these instead: sdpa,no_rescale:block_kv=16,pkg.module:BACKEND
     sequences  held-out sequences to evaluate on (as many as the run itself: its eval_sequences)
     device     auto, cpu or cuda (auto)
     out        the JSON file (cross_eval.json in the folder of the runs)
 
-Prints the matrix, writes every single figure to the JSON file, and draws the means over seeds to a
-PNG beside it. Runs that failed, ran out of memory or never ended are left out, with a line each.
-Given a cross_eval.json it only prints and draws.
+It prints the matrix, writes every figure to the JSON file, and draws the means over seeds to a PNG
+beside it. Runs that failed, ran out of memory or never ended are left out, with a line each. For a
+cross_eval.json as argument it only prints and draws.
 """
 
 import math
@@ -64,9 +65,9 @@ class Checkpoint(NamedTuple):
     folder: Path
     config: RunConfig
     summary: Row
-    # what sets it apart from the other runs, besides attention and seed
+    # what differs from the other runs, besides attention and seed
     setting: dict[str, str]
-    backends: dict[int, Backend]  # by the step after which it was used
+    backends: dict[int, Backend]  # attention by the step after which it was used
 
 
 @command
@@ -97,7 +98,7 @@ def measure(options: Options) -> Path:
             new_rows, fingerprint = judge(
                 checkpoint, judges, base=base, sequences=options.sequences, device=device
             )
-        except (ValueError, OSError) as error:  # damaged weights, or a corpus that is not here
+        except (ValueError, OSError) as error:  # damaged weights, or a missing corpus
             leave_out(checkpoint.folder, error)
             continue
         rows += new_rows
@@ -105,7 +106,7 @@ def measure(options: Options) -> Path:
         release_memory(device)
     if not rows:
         raise ValueError("no checkpoint could be evaluated")
-    # a matrix without a figure must not take the place of one that has some
+    # do not overwrite a file that has figures with one that has none
     if all(row["status"].startswith("refused") for row in rows):
         name, status = rows[0]["evaluated_under"]["name"], rows[0]["status"]
         raise ValueError(f"nothing could be evaluated, nothing is written: {name} {status}")
@@ -116,7 +117,7 @@ def measure(options: Options) -> Path:
 
 def load_checkpoints(folders: Sequence[Path]) -> list[Checkpoint]:
     """Every run below the folders whose weights can be loaded; the others are left out with a line
-    each. Raises ValueError where none can be.
+    each. Raises ValueError if there is none.
     """
     summaries = list(runs_below(folders).values())
     checkpoints = []
@@ -162,10 +163,10 @@ def parse_judge(text: str) -> Backend:
 
 
 def default_judges(checkpoints: Sequence[Checkpoint], device: torch.device) -> list[Backend]:
-    """Exact attention, whatever a run was trained under, and no_rescale at half and double its
-    tiles; each once.
+    """Exact attention, every attention that a run was trained under, and no_rescale at half and
+    double its tiles; each once.
 
-    Tiles of another size are another judge for a broken attention alone.
+    Another tile size changes the result only of a broken attention.
     """
     used = [backend for checkpoint in checkpoints for backend in checkpoint.backends.values()]
     for backend in [backend for backend in used if backend.name == "no_rescale"]:
@@ -181,7 +182,7 @@ def default_judges(checkpoints: Sequence[Checkpoint], device: torch.device) -> l
         if backend.exact:
             options = {name: value for name, value in options.items() if name not in TILES}
         unique.setdefault((backend.name, str(options)), backend)
-    # in the order of the table of backends, no_rescale from small tiles to large
+    # order as in the table of backends, no_rescale from small tiles to large
     order = list(dict.fromkeys(["sdpa", *BACKENDS, *(backend.name for backend in used)]))
     return sorted(
         unique.values(), key=lambda each: (order.index(each.name), each.options.get("block_kv", 0))
@@ -189,7 +190,7 @@ def default_judges(checkpoints: Sequence[Checkpoint], device: torch.device) -> l
 
 
 def described(backend: Backend) -> Row:
-    """Name and options, without those that only a backward pass reads."""
+    """A backend's name and options, without those that only a backward pass reads."""
     return {
         "name": backend.name,
         "options": {key: value for key, value in backend.options.items() if key != "detach_max"},
@@ -204,7 +205,7 @@ def judge(
     sequences: int | None,
     device: torch.device,
 ) -> tuple[list[Row], str]:
-    """One row a judge, and the fingerprint of the data."""
+    """One row per judge, and the fingerprint of the data."""
     config = checkpoint.config
     data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
     config = replace(config, device=device.type)
@@ -244,8 +245,8 @@ def outcome(
     batch_size: int,
     accuracy: bool,
 ) -> Row:
-    """loss, accuracy and status of one cell; a judge that cannot take this model is refused, and
-    says why.
+    """loss, accuracy and status of one cell. A judge that cannot take this model gets the status
+    "refused" with the reason.
     """
     nothing = {"loss": None, "accuracy": None}
     try:

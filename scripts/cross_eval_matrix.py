@@ -1,5 +1,5 @@
-"""The matrix of scripts/cross_eval.py, from the rows of its JSON: as text and as a heat map.
-Measures nothing.
+"""Show the matrix of scripts/cross_eval.py from the rows of its JSON, as text and as a heat map.
+This module measures nothing.
 """
 
 import json
@@ -29,8 +29,7 @@ def read_rows(path: Path) -> list[Row]:
     raise ValueError(f"{path} is no cross_eval.json with rows in it")
 
 
-# from the lowest to the highest colour at the least: the noise of exact attentions must not look
-# like a defect
+# least range of the colour scale: the noise of exact attentions must not look like a defect
 LEAST_SPAN = {"loss": 0.2, "accuracy": 0.1}
 NO_FIGURE = "#e4e4e8"
 
@@ -38,7 +37,7 @@ NO_FIGURE = "#e4e4e8"
 class Cell(NamedTuple):
     """The runs of one row, judged by one attention."""
 
-    values: list[float]  # of those that came out finite
+    values: list[float]  # results that are finite
     others: list[str]  # non-finite, refused
 
     def text(self, form: str) -> str:
@@ -49,15 +48,15 @@ class Cell(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """NaN where nothing came out finite."""
+        """The mean of the finite results; NaN if there is none."""
         return fmean(self.values or [math.nan])
 
 
 class Matrix(NamedTuple):
     metric: str  # loss or accuracy
     judges: list[str]
-    cells: dict[str, list[Cell]]  # by what the row was trained under
-    own: dict[str, set[int]]  # the judges a row was trained under
+    cells: dict[str, list[Cell]]  # by the attention of the training
+    own: dict[str, set[int]]  # places of the judges that a row was trained under
 
     @property
     def form(self) -> str:
@@ -65,7 +64,7 @@ class Matrix(NamedTuple):
 
     @property
     def scale(self) -> tuple[float, float]:
-        """The lowest and the highest value of the colours, from the best mean on."""
+        """The lowest and the highest value of the colour scale, which starts at the best mean."""
         means = [cell.mean for row in self.cells.values() for cell in row if cell.values] or [0.0]
         low, high, span = min(means), max(means), LEAST_SPAN[self.metric]
         if self.metric == "loss":
@@ -74,10 +73,10 @@ class Matrix(NamedTuple):
 
 
 def build_matrices(rows: list[Row]) -> list[Matrix]:
-    """One of losses for runs on text, one of accuracies for runs on last_write, where there are
-    such runs.
+    """One matrix of losses for runs on text, and one of accuracies for runs on a synthetic task, if
+    there are such runs.
     """
-    # a run on last_write has some judge that is exact, and so some accuracy
+    # a run on a task has an exact judge, and so an accuracy
     scored = {row["run"] for row in rows if row["accuracy"] is not None}
     chosen = grouped(rows, lambda row: "accuracy" if row["run"] in scored else "loss")
     return [build_matrix(name, chosen[name]) for name in ("loss", "accuracy") if name in chosen]
@@ -106,7 +105,7 @@ def build_matrix(metric: str, rows: list[Row]) -> Matrix:
 
 
 def count_of_runs(group: list[Row]) -> str:
-    """2 runs, 1 ended early: step 300"""
+    """For example: 2 runs, 1 ended early: step 300"""
     steps = {row["run"]: row["step"] for row in group}
     early = {row["run"] for row in group if row.get("trained", "completed") != "completed"}
     count = f"{len(steps)} runs" if len(steps) > 1 else "1 run"
@@ -121,7 +120,7 @@ def _is_exact(name: str) -> bool:
 
 
 def is_same(a: Row, b: Row) -> bool:
-    """One attention, be it an exact one by tiles of two sizes."""
+    """Whether both are the same attention; tile sizes do not matter for an exact one."""
     return key(a) == key(b) or (a["name"] == b["name"] and _is_exact(a["name"]))
 
 
@@ -139,8 +138,8 @@ def key(attention: Row) -> tuple[Any, ...]:
 
 
 def labels(attentions: list[Row]) -> dict[tuple[Any, ...], str]:
-    """A name for each: with the options that are not the backend's own defaults, or in which those
-    of one name differ.
+    """A label for each attention: its name, with options that differ from the defaults or among
+    attentions of that name.
     """
     names = {}
     for attention in attentions:
@@ -150,7 +149,7 @@ def labels(attentions: list[Row]) -> dict[tuple[Any, ...], str]:
         words = [name]
         for option, value in options.items():
             varied = len({str(other.get(option)) for other in same}) > 1
-            # tiles matter only where the attention is broken, and there those of keys do
+            # tiles matter only if the attention is broken, and then only those of keys
             is_tile = option == "block_q" or (option == "block_kv" and _is_exact(name))
             if varied or (not is_tile and value != usual.get(option, value)):
                 words.append(f"{option}={value}")
@@ -159,7 +158,7 @@ def labels(attentions: list[Row]) -> dict[tuple[Any, ...], str]:
 
 
 def trained_label(row: Row, names: dict[tuple[Any, ...], str]) -> str:
-    """What a row was trained under, and the settings in which the runs differ."""
+    """The label of a row: the attention of the training, and the settings in which runs differ."""
     trained = row["trained_under"]
     label = names[key(trained)]
     if "switch_to" in trained:
@@ -169,7 +168,7 @@ def trained_label(row: Row, names: dict[tuple[Any, ...], str]) -> str:
 
 
 def in_text(rows: list[Row]) -> str:
-    """The matrices as text, a judge a column."""
+    """The matrices as text, with a column per judge."""
     blocks = []
     for matrix in build_matrices(rows):
         lines = [[f"held-out {matrix.metric}: trained under", *matrix.judges]]
@@ -181,7 +180,7 @@ def in_text(rows: list[Row]) -> str:
 
 
 def reasons(rows: list[Row]) -> list[str]:
-    """Why judges refused, each once."""
+    """The reasons why judges refused, each once."""
     refused = [row for row in rows if str(row["status"]).startswith("refused")]
     return list(
         dict.fromkeys(f"{row['evaluated_under']['name']} {row['status']}" for row in refused)
@@ -190,8 +189,8 @@ def reasons(rows: list[Row]) -> list[str]:
 
 @plain_text()
 def draw(rows: list[Row], path: Path) -> None:
-    """The matrices as heat maps. A thick frame: the attention of the training. Hatched: not finite,
-    or refused.
+    """The matrices as heat maps. A thick frame marks the attention of the training, hatching a
+    result that is not finite or was refused.
     """
     matrices = build_matrices(rows)
     heights = [len(matrix.cells) for matrix in matrices]
@@ -210,7 +209,7 @@ def draw_matrix(axes: Any, matrix: Matrix) -> Any:
 
     means = [[cell.mean for cell in row] for row in matrix.cells.values()]
     low, high = matrix.scale
-    # dark is good, for both
+    # dark is good for both metrics
     colors = colormaps["viridis" if matrix.metric == "loss" else "viridis_r"]
     colors = colors.with_extremes(bad=NO_FIGURE)
     image = axes.imshow(means, cmap=colors, aspect="auto", vmin=low, vmax=high)

@@ -1,5 +1,5 @@
-"""Save the comparison of a project's runs as a wandb workspace: variants beside one another,
-against tokens, a line for each variant and seq_len, mean and band over seeds.
+"""Save the comparison of a project's runs as a wandb workspace: a curve against tokens for each
+variant and seq_len, with mean and band over seeds.
 
     python -m scripts.dashboard entity=me project=tilegpt dry_run=true
 
@@ -9,10 +9,9 @@ Arguments are key=value:
     project  where the runs are (tilegpt)
     group    one sweep only: the group of its runs, as '2026-11-22_21-09-10 break_it'
     name     of the workspace (attentions compared)
-    dry_run  true: print the workspace as JSON, in the form in which wandb keeps it, and send
-             nothing (false)
+    dry_run  true: print the workspace as wandb's JSON, and send nothing (false)
 
-Never asks for a key. docs/wandb.md says more.
+It never asks for a key. docs/wandb.md says more.
 """
 
 import json
@@ -24,7 +23,7 @@ from scripts.arguments import command
 from scripts.tables import Row
 from training.loggers import installed, reachable
 
-SAVE_TIMEOUT = 60.0  # seconds: wandb itself would go on trying
+SAVE_TIMEOUT = 60.0  # seconds; wandb itself would keep trying
 
 
 @dataclass
@@ -68,7 +67,7 @@ SECTIONS = {
     ],
 }
 MEMORY = list(SECTIONS).index("Memory and speed")
-# the setting of a run by which every panel groups: its variant and seq_len
+# the run's setting by which every panel groups: its variant and seq_len
 CURVE = "curve.value"
 # columns of the list of runs
 PINNED = (
@@ -106,13 +105,13 @@ def main(options: Options) -> None:
 
 
 def view(options: Options) -> Row:
-    """The workspace in the form in which wandb keeps it, as the package wandb-workspaces sends it;
-    what is left out is at wandb's default.
+    """The workspace in wandb's own form, as the package wandb-workspaces sends it. Fields that are
+    left out keep wandb's defaults.
     """
     sections = [
         _section(title, [_line(plot) for plot in plots]) for title, plots in SECTIONS.items()
     ]
-    # one point a run: the figure that shows which attention is linear
+    # one point per run: this figure shows which attention is linear
     memory = {
         "chartTitle": "peak memory (GiB) against seq_len",
         "xAxis": "config:seq_len.value",
@@ -124,7 +123,7 @@ def view(options: Options) -> Row:
     settings = PANEL_SETTINGS | {
         "xAxis": "tokens",
         "xAxisActive": True,
-        # the default of 10 runs is less than a sweep of three attentions and four seeds
+        # the default, 10 runs, is too few for a sweep of three attentions and four seeds
         "maxRuns": 100,
         "pointVisualizationMethod": "bucketing-gorilla",
         "tooltipNumberOfRuns": "default",
@@ -222,13 +221,13 @@ def _panel(kind: str, config: Row) -> Row:
 
 
 def save(options: Options) -> str:
-    """Save and return the address. ValueError without a key, without an answer, or where wandb
-    refuses.
+    """Save the workspace and return its address. Raises ValueError without a key, without an
+    answer, or if wandb refuses.
     """
-    # no reports of its own errors and no chatter, unless the user asks for them
+    # no error reports to wandb and no chatter, unless the user wants them
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     os.environ.setdefault("WANDB_SILENT", "true")
-    os.environ.pop("WANDB_MODE", None)  # of runs
+    os.environ.pop("WANDB_MODE", None)  # meant for runs
     if not installed("wandb"):
         raise ValueError("the package wandb is missing: pip install wandb")
     import requests
@@ -270,7 +269,7 @@ def save(options: Options) -> str:
             f"wandb's server {settings.base_url} took longer than {SAVE_TIMEOUT:.0f} s; nothing "
             "is known to be saved"
         ) from None
-    except requests.RequestException as error:  # no JSON is one too
+    except requests.RequestException as error:  # includes answers that are not JSON
         raise ValueError(f"{refused}: {error}") from None
     saved = (content.get("data") or {}).get("upsertView")
     if not saved:

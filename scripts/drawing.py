@@ -1,4 +1,4 @@
-"""What figures of scripts/ and lab/ share: panels without a screen, files that are whole."""
+"""Helpers for the figures of scripts/ and lab/: draw without a screen, write only whole files."""
 
 import io
 from pathlib import Path
@@ -6,13 +6,13 @@ from typing import Any
 
 from training.files import write_file
 
-# CSS: invert(1) hue-rotate(180deg), black paper made that of GitHub's dark pages
+# CSS's invert(1) hue-rotate(180deg), with black replaced by the background of GitHub's dark pages
 HUES = ((-0.574, 1.43, 0.144), (0.426, 0.43, 0.144), (0.426, 1.43, -0.856))
 DARK_PAPER = (13 / 255, 17 / 255, 23 / 255)
 
 
 def new_figure(*grid: int, size: tuple[float, float], **settings: Any) -> tuple[Any, Any]:
-    """A figure and its axes, as pyplot.subplots() gives them; nothing needs to be closed."""
+    """A figure and its axes, like pyplot.subplots(), but nothing needs to be closed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
@@ -27,8 +27,8 @@ def save_figure(figure: Any, path: Path, *, dpi: int) -> Path:
 
 
 def for_both_papers(path: Path) -> None:
-    """Write the picture a second time for dark pages, NAME_dark.png: light and dark are swapped,
-    the hues stay. Both get a palette, which makes the files small.
+    """Write the picture again for dark pages, as NAME_dark.png: light and dark swap, the hues stay.
+    Both files get a palette, which makes them small.
     """
     import numpy as np
     from PIL import Image

@@ -7,12 +7,12 @@ Arguments are key=value:
     run   the run's directory, or one of its checkpoints, such as RUN/checkpoint.best
     out   the folder to write; it must be empty or absent
 
-The folder holds config.json, generation_config.json, model.safetensors, and the tokenizer unless
-the data were no text. `train.py init_from=my_model` begins with these weights. Models with learned
-positions become GPT2LMHeadModel. model=modern becomes Qwen3ForCausalLM, and LlamaForCausalLM if it
-was trained with model.qk_norm=false; with windows of one width in some layers or all, Qwen3 too, or
-without QK-norm MistralForCausalLM and MinistralForCausalLM. What none can express is refused with
-the reasons.
+The folder holds config.json, generation_config.json, model.safetensors, and a tokenizer if the data
+is text. `train.py init_from=my_model` starts from these weights. Models with learned positions
+become GPT2LMHeadModel. model=modern becomes Qwen3ForCausalLM, or with model.qk_norm=false
+LlamaForCausalLM. With windows of one width in some or all layers it also becomes Qwen3, or without
+QK-norm MinistralForCausalLM or MistralForCausalLM. A model that none of them can express is refused
+with the reasons.
 """
 
 import json
@@ -38,7 +38,7 @@ class Options:
 
 
 def export(options: Options) -> list[Path]:
-    """The files that were written."""
+    """Write the folder; return its files."""
     from safetensors.torch import save_file
 
     config, out = replace(read_run_config(options.run), device="cpu"), options.out
@@ -57,7 +57,7 @@ def export(options: Options) -> list[Path]:
     for name, content in files.items():
         write_file(out / name, content)
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-    # safetensors creates files that only their owner can read
+    # safetensors creates files that only the owner can read
     shutil.copymode(out / "config.json", out / "model.safetensors")
     if not trained.model.backend.exact:
         print(
