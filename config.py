@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-# fields of AttentionConfig that are options of backends, with their defaults; each has some of them
+# fields of AttentionConfig that are options of backends, with defaults; each backend has some
 BACKEND_OPTIONS = {
     "kernel": "auto",
     "splits": "auto",
@@ -77,14 +77,13 @@ class AttentionConfig:
     block_q: int | None = None
     # keys of a tile
     block_kv: int | None = None
-    # ring and its defects: how many ranks one process plays
+    # ring and its defects: number of ranks that one process simulates
     ranks: int | None = None
     # tile loops: dtype of the statistics, "float32" or "input" (q's dtype)
     softmax_dtype: str | None = None
     # triton: portable, hopper (Gluon kernels for sm_90) or auto
     kernel: str | None = None
-    # triton, decoding: among how many programs the keys of a head are shared: a number, fixed or
-    # auto
+    # triton, decoding: number of programs that share the keys of a head; a number, fixed or auto
     splits: str | None = None
     # no_max, no_rescale: "tiled" in plain PyTorch, or "triton", chosen on a GPU
     impl: str | None = None
@@ -94,8 +93,7 @@ class AttentionConfig:
     backend: str | None = None
     # every backend: a query sees this many of the most recent keys, its own included; None is all
     window: int | None = None
-    # which layers have the window, repeated over the layers: in SSSL three have it, S, and one sees
-    # all keys, L
+    # which layers have the window, repeated over the layers: S has it, L sees all keys, as in SSSL
     pattern: str | None = None
     # in place of window and pattern: the window of each layer, such as [64,null,64,null]
     windows: list[int | None] | None = None
@@ -103,7 +101,7 @@ class AttentionConfig:
     softcap: float | None = None
     # any other change of the scores: an attention.ScoreMod, as pkg.module:NAME
     score_mod: str | None = None
-    # a learnable logit a head in the denominator, so that a query may attend to nothing
+    # a learnable logit per head in the denominator, so that a query may attend to nothing
     sinks: bool | None = None
     # step after which another attention takes over; None is never
     switch_at: int | None = None
@@ -165,7 +163,7 @@ class AttentionConfig:
             )
 
     def layer_windows(self, num_layers: int) -> list[int | None]:
-        """The window of each layer. Raises ValueError for another number of attention.windows."""
+        """The window of each layer. Raises ValueError for a wrong number of attention.windows."""
         if self.windows is None:
             pattern = self.pattern or "S"
             letters = (pattern[layer % len(pattern)] for layer in range(num_layers))
@@ -178,7 +176,7 @@ class AttentionConfig:
         return self.windows
 
     def function(self) -> dict[str, Any]:
-        """The settings that say which function the layers compute, where they are set."""
+        """Those settings that are set and say which function the layers compute."""
         return self._set(FUNCTION_SETTINGS)
 
     @property
@@ -223,7 +221,7 @@ class ModelConfig:
     bias: bool = True
     # the output layer shares the token embedding
     tie_embeddings: bool = True
-    # on embeddings and residual branches, never on attention weights
+    # dropout rate on embeddings and residual branches, never on attention weights
     dropout: float = 0.0
     # standard deviation of the initial weights
     init_std: float = 0.02
@@ -269,7 +267,7 @@ class ModelConfig:
     @property
     def kv_heads(self) -> int:
         """The number of key/value heads."""
-        # not written into the field: Hydra uses this instance's values as the defaults of every
+        # not written into the field, because Hydra uses this instance's values as defaults of every
         # other choice
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
@@ -303,9 +301,9 @@ class DataConfig:
     max_documents: int | None = None
     # share of documents that are held out whole, chosen by a hash of their path
     val_fraction: float = 0.05
-    # attention stays inside a document if several are packed into one sequence; positions go on
+    # attention stays inside a document if a sequence packs several; positions count on across them
     documents: bool = False
-    # refuse any other data than these; env.json of a run holds its own as data_fingerprint
+    # refuse data with another fingerprint; env.json of a run has its data_fingerprint
     fingerprint: str | None = None
     # folder of the token stores; None is ~/.cache/tilegpt (or TILEGPT_CACHE)
     cache_dir: str | None = None
@@ -347,7 +345,7 @@ class DataConfig:
         return self.num_pairs or (64 if seq_len == 512 else max(1, seq_len // 16))
 
     def check_length(self, seq_len: int) -> None:
-        """Raise ValueError where no sequence of this length has a question with an answer."""
+        """Raise ValueError if no sequence of this length has a question with an answer."""
         if self.source not in SYNTHETIC_SOURCES:
             return
         pairs = self.pairs(seq_len) if self.source == "recall" else 1
@@ -371,7 +369,7 @@ class TokenizerConfig:
 
     # byte (256 + end of text), bpe (8,192 ranks shipped with the project) or gpt2 (tiktoken)
     name: str = "byte"
-    # rows of the model's embedding; None is the tokenizer's own number; nanoGPT has 50304 for gpt2
+    # rows of the model's embedding; None is the tokenizer's own number; nanoGPT uses 50304 for gpt2
     vocab_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -392,7 +390,7 @@ class OptimConfig:
     schedule: str = "cosine"
     # steps of the linear warm-up from 0, at most a tenth of the run
     warmup_steps: int = 100
-    # on matrices only
+    # weight decay, on matrices only
     weight_decay: float = 0.1
     # adamw: decay of the mean gradient
     beta1: float = 0.9
@@ -405,7 +403,7 @@ class OptimConfig:
     # largest global gradient norm; 0 switches clipping off
     grad_clip: float = 1.0
     # QK-clip: after a step, scale down q and k of a head whose largest score passed this; 0 is
-    # off; every step then takes the scores that else a logged step takes
+    # off; with it, every step computes the largest scores, and not only logged steps
     qk_clip: float = 0.0
     # adds this times the mean squared log-sum-exp of the logits to train/loss; 0 is off
     z_loss: float = 0.0
@@ -446,7 +444,7 @@ class ParallelConfig:
     # how they share it: heads (each attends for its heads), ring (keys go round), gather (keys are
     # gathered), or auto: heads as far as they divide, a ring for the rest
     how: str = "auto"
-    # seconds that a rank waits for another; the first one may start wandb or draw meanwhile
+    # seconds that a rank waits for another; meanwhile the first one may start wandb or draw
     timeout: int = 600
 
     def __post_init__(self) -> None:
@@ -477,11 +475,11 @@ class RunConfig:
     batch_size: int | str = 16
     # tokens of one optimizer step, by gradient accumulation; None is one pass
     tokens_per_step: int | None = None
-    # of the initial weights and the order of the data
+    # seed of the initial weights and of the order of the data
     seed: int = 0
     # auto (a GPU if there is one), cpu or cuda
     device: str = "auto"
-    # of the matrix products: auto (bf16 on a GPU that has it, else fp32), fp32, bf16 or fp16
+    # dtype of the matrix products: auto (bf16 on a GPU that has it, else fp32), fp32, bf16 or fp16
     dtype: str = "auto"
     # torch.compile: auto (on a GPU), true or false
     compile: str = "auto"
@@ -505,7 +503,7 @@ class RunConfig:
     keep: int = 2
     # tokens of the sample printed at the end; 0 is no sample
     sample_tokens: int = 256
-    # settings that may be given though this run does not read them; a sweep fills it
+    # settings that may be given even if this run does not read them; a sweep fills this list
     left_out: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:

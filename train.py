@@ -27,13 +27,13 @@ from config import RunConfig, register
 from training.command_line import launch
 
 register()
-# waiting threads must sleep: where another program shares a core, spinning costs several times the
-# speed. The user's own values win
+# waiting threads must sleep: if another program shares a core, spinning makes a run several times
+# slower. The user's own values win
 os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"} | os.environ
 
 
 def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
-    """One run, from settings to files. `summary` fills on the way, so an error loses nothing."""
+    """One run, from settings to files. It fills `summary` as it goes, so an error loses nothing."""
     # imported here, so that --help and a mistyped key are answered without loading torch
     from training.checkpoint import Checkpoints
     from training.files import read_metrics
@@ -68,7 +68,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
         for result in stepper.steps(stop=interrupt):
             step, due, row = result.step, result.due, recorder.row(result)
 
-            # Look before the update: these weights have given this loss.
+            # Look before the update: these weights produced this loss.
             row |= monitor.inspect(result)
             if result.diverged:
                 stepper.restore_gradients(result)
@@ -76,7 +76,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
             else:
                 stepper.update(result)
 
-            # Evaluate, at a switch under the next attention too: val/loss_switched.
+            # Evaluate; at a switch, under the next attention too: val/loss_switched.
             switch_to = run.schedule[step] if due.switch else None
             if due.evaluate:
                 row |= run.evaluate(also={"_switched": switch_to} if switch_to else {})

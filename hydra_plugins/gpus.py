@@ -1,10 +1,10 @@
-"""hydra/launcher=gpus: the jobs of a sweep side by side, each a process with GPUs of its own.
+"""hydra/launcher=gpus: runs the jobs of a sweep in parallel, each a process with its own GPUs.
 
     python train.py -m hydra/launcher=gpus attention=triton,sdpa seed=0,1
     python train.py -m hydra/launcher=gpus hydra.launcher.slots=2 attention=tiled,naive
 
-A job is the command that runs it alone in its folder of the sweep. So it begins with fresh memory,
-and no end of a job is the end of another. What a job prints is in its output.log.
+Each job is started by the command that runs it alone, in its folder of the sweep. So it begins with
+fresh memory, and a job that crashes ends no other. What a job prints goes to its output.log.
 """
 
 import os
@@ -31,9 +31,9 @@ class GpusLauncherConf:
     """The options hydra.launcher.*"""
 
     _target_: str = "hydra_plugins.gpus.GpusLauncher"
-    gpus: list[int] | None = None  # as PyTorch numbers them; None: all that it sees
-    slots: int | None = None  # without a GPU: how many jobs at a time, on the CPU
-    ranks: int = 1  # GPUs of a job, each with a process; torchrun starts them
+    gpus: list[int] | None = None  # by PyTorch's numbers; None: all that it sees
+    slots: int | None = None  # how many jobs run at a time on the CPU, without GPUs
+    ranks: int = 1  # GPUs per job, each with its own process, which torchrun starts
 
 
 ConfigStore.instance().store(
@@ -74,7 +74,7 @@ class GpusLauncher(Launcher):
         except ValueError as error:
             forget_sweep(self.sweep_dir)
             raise SystemExit(f"error: {error}") from None
-        if self.slots:  # from this process too, which checks the jobs
+        if self.slots:  # hide GPUs from this process too, which checks the jobs
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
     def find_places(self) -> list[str]:
@@ -105,7 +105,7 @@ class GpusLauncher(Launcher):
                 f"hydra.launcher.gpus={numbers} must name one GPU or more, each once, of 0 to "
                 f"{count - 1}, as PyTorch numbers those it sees"
             )
-        # whoever started this process may have given it a part of the host, by number or UUID
+        # the variable may already limit this process to some of the GPUs, by number or UUID
         names = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "")
         names = names.split(",") if names else [str(number) for number in range(count)]
         return [names[number] for number in numbers]
@@ -113,7 +113,7 @@ class GpusLauncher(Launcher):
     def ranks_of(self, config: Any = None) -> int:
         """How many processes train a job together, each on a GPU or slot of its own.
 
-        Raises ValueError where it takes more than there are.
+        Raises ValueError if it takes more than there are.
         """
         context = config.parallel.context if config else 1
         ranks = max(self.ranks, context)
@@ -154,7 +154,7 @@ class GpusLauncher(Launcher):
                         ended[job.number] = self.end(job, process.returncode, signals.came)
             except OSError as error:  # a full disk
                 raise SystemExit(f"error: {error}; the jobs that still ran save and end") from None
-            finally:  # an error of this process leaves none behind
+            finally:  # if this process fails, its jobs end too
                 for process in running:
                     process.terminate()
                     process.wait()
@@ -173,7 +173,7 @@ class GpusLauncher(Launcher):
                 config.hydra.job.id = config.hydra.job.num = number
             try:
                 ranks = self.ranks_of(config)
-            except ValueError as error:  # of another sweeper's choice
+            except ValueError as error:  # another sweeper has not checked it
                 raise SystemExit(f"error: {error}") from None
             own = [each for each in overrides if each not in shared] or overrides
             own = [each for each in own if key_of(each) != "left_out"]
@@ -209,11 +209,11 @@ class GpusLauncher(Launcher):
                 stdin=DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # or a terminal's Ctrl-C would reach it too
+                start_new_session=True,  # else a terminal's Ctrl-C would reach it too
             )
 
     def end(self, job: Job, code: int, stopped: bool) -> JobReturn:
-        """Record how a job ended, and say so."""
+        """Record and print how a job ended."""
         from training.outcome import Objective
         from training.sweep import read_run, record_job, remark
 
@@ -235,7 +235,7 @@ class GpusLauncher(Launcher):
 
 
 def reason(code: int, log: Path) -> str:
-    """Why a process ended that wrote no summary."""
+    """Why a process ended without writing a summary."""
     if code < 0:
         return f"killed by signal {-code}"
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]

@@ -64,9 +64,9 @@ class OwnAttentionPath(SearchPathPlugin):
 class CheckedSweeper(Sweeper):
     """Runs every combination of the values, like Hydra's basic sweeper, but checks all jobs first.
 
-    A setting that only some of the jobs read is left out of the others. Of jobs that are the same
-    without it, one runs. Variants that differ in several settings, or in different ones, are named
-    in a recipe, and each is combined with all other values:
+    A setting that only some of the jobs read is left out of the others. If jobs are the same
+    without it, only one of them runs. A recipe can name variants, each with several settings of its
+    own. Every variant is combined with all other values:
 
         hydra:
           sweeper:
@@ -76,9 +76,9 @@ class CheckedSweeper(Sweeper):
               pattern: {attention.window: 256, attention.pattern: SSSL}
               alibi: {model.positions: alibi}
 
-    runs the three with seed 0, then with seed 1. What a variant sets holds against the params and
-    the command line. hydra.sweeper.variants.pattern={attention.window:64} changes one, and
-    hydra.sweeper.variants.alibi=null takes one out.
+    runs the three with seed 0, then with seed 1. A variant's settings override the params and the
+    command line. hydra.sweeper.variants.pattern={attention.window:64} changes a variant, and
+    hydra.sweeper.variants.alibi=null removes one.
     """
 
     def __init__(self, params: DictConfig | None, variants: DictConfig | None = None):
@@ -117,7 +117,7 @@ class CheckedSweeper(Sweeper):
         if not given:
             return [list(job.values()) for job in jobs]
         variants = [own for each in given for own in self.grid(each)]
-        # the variants take turns, so that a sweep that is stopped has the same seeds of all
+        # the variants take turns, so that a stopped sweep has the same seeds of every variant
         both = [(job | own).values() for job in jobs for own in variants]
         return [list(job) for job in dict.fromkeys(map(tuple, both))]
 
@@ -146,8 +146,8 @@ class CheckedSweeper(Sweeper):
     def checked(self, jobs: list[list[str]]) -> list[dict[str, Any]]:
         """The jobs to launch, each with left_out= for the settings that it does not read.
 
-        A job is its overrides, and what it is named by; see begin_sweep(). Ends the program with
-        all reasons if a job cannot run.
+        See begin_sweep() for the entries of a job. Ends the program with all reasons if a job
+        cannot run.
         """
         from training.command_line import key_of
         from training.settings import is_asked, settle, unread
@@ -234,8 +234,8 @@ class CheckedSweeper(Sweeper):
 
         check_logger(config.logger)
         schedule = check_schedule(config)
-        # the nodes of a cluster may have devices that this machine lacks, and where jobs have GPUs
-        # of their own, this process must take no memory of them
+        # cluster nodes may have devices that this machine lacks; and if jobs have GPUs of their
+        # own, this process must not take memory of these
         basic = self.config.hydra.launcher._target_.endswith(".BasicLauncher")
         if basic or getattr(self.launcher, "slots", None):  # on the CPU
             device = pick_device(config.device)
@@ -243,7 +243,7 @@ class CheckedSweeper(Sweeper):
 
 
 def named_by(config: "RunConfig") -> dict[str, Any]:
-    """What a job is called after, in the index of the sweep."""
+    """The entries of the sweep's index from which a job gets its name."""
     from training.names import attention_names
 
     attentions = attention_names(config.attention)
