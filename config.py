@@ -176,7 +176,7 @@ class AttentionConfig:
         return self.windows
 
     def function(self) -> dict[str, Any]:
-        """Those settings that are set and say which function the layers compute."""
+        """The settings of the layers' function that are set."""
         return self._set(FUNCTION_SETTINGS)
 
     @property

@@ -61,7 +61,7 @@ class Tokenizer(Protocol):
 
 
 class TrainingData(Protocol):
-    tokenizer: Tokenizer | None  # None where the tokens stand for no text
+    tokenizer: Tokenizer | None  # None if the tokens are not text
     vocab_size: int
     # a hash of the corpus, the held-out share, the tokenizer, and whether documents are kept apart:
     # losses can be compared only where fingerprints are equal

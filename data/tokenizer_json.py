@@ -82,7 +82,7 @@ def tokenizer_files(tokenizer: Tokenizer, *, max_length: int) -> dict[str, str]:
         **dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT),
     }
     files = {"tokenizer.json": whole, "tokenizer_config.json": about}
-    if tokenizer.name == "gpt2":  # what GPT-2 was published with
+    if tokenizer.name == "gpt2":  # GPT-2 was published with these
         files["vocab.json"] = vocabulary | {END_OF_TEXT: tokenizer.end_of_text}
     written = {name: json.dumps(content, ensure_ascii=False) for name, content in files.items()}
     if tokenizer.name == "gpt2":

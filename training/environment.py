@@ -23,7 +23,7 @@ PACKAGES = (
     "safetensors",
     "wandb",
 )
-PEERS = ("flash-attn-4",)  # recorded where they are installed: scripts.benchmark measures them
+PEERS = ("flash-attn-4",)  # recorded if installed, because scripts.benchmark measures them
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -114,7 +114,7 @@ def _gpu(device: torch.device) -> Row:
 
 
 def _output(*command: str) -> str | None:
-    """What a command prints, or None where it is missing, fails or hangs."""
+    """What a command prints, or None if it is missing, fails or hangs."""
     try:
         return subprocess.run(
             command, capture_output=True, text=True, check=True, timeout=10

@@ -98,7 +98,7 @@ def evaluate_under(
             "eval_sequences= or seq_len="
         )
     parts = list(zip(*(x.split(batch_size) for x in batch), strict=True))
-    sums = torch.zeros(len(parts), 2, dtype=torch.float64)  # of losses, of right answers
+    sums = torch.zeros(len(parts), 2, dtype=torch.float64)  # losses, right answers
     columns = ranks.columns(targets.shape[1])
     with model.use_backend(attention), model.sharded(ranks.shards), autocast:
         for i in range(ranks.rank // ranks.context, len(parts), ranks.data):

@@ -65,7 +65,7 @@ class AttentionMonitor:
         if it is due.
 
         attention/max_score is the largest finite score of the step's whole batch, and
-        attention/max_score_by_head that of each layer and head, None where it is not finite.
+        attention/max_score_by_head that of each layer and head, None if it is not finite.
         """
         # an attention that computes another function cannot be compared with softmax attention
         compares = self.has_room and self.model.backend.claims_softmax

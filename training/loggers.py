@@ -51,7 +51,7 @@ class LoggedRun(NamedTuple):
 def build_logger(config: LoggerConfig, *, run_dir: Path, resume: bool, **names: Any) -> "Logger":
     """Build and start the logger that `config` names. names: the other fields of LoggedRun.
 
-    Raises ValueError where logger=tensorboard or logger=trackio is not installed; any other failure
+    Raises ValueError if logger=tensorboard or logger=trackio is not installed; any other failure
     is a warning.
     """
     check_logger(config)

@@ -213,7 +213,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def describe_out_of_memory(error: BaseException, device: torch.device | str) -> dict:
     """The requested and the free memory in GiB, and the first line of the error.
 
-    A value is None where PyTorch's message lacks it.
+    A value is None if PyTorch's message lacks it.
     """
     message = str(error)
     asked = _gib(r"(?:[Tt]ried to allocate|Unable to allocate) ([\d.]+) (bytes|[KMGTP]iB)", message)

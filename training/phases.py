@@ -118,7 +118,7 @@ class Phase:
         self.name, self.words, self.began, self.patience = name, words, began, 2
 
 
-_current = Phases()  # of the run in this process; code outside of a run has one that nobody reads
+_current = Phases()  # of the run in this process; outside of a run, nobody reads it
 process_began: float | None = None  # set by train.py for the first run of its process
 
 

@@ -129,7 +129,7 @@ class StepShape:
     ranks: int = 1  # that add up their gradients
     # ranks share the heads of a sequence (attention/context.py), and seq_len is a rank's part
     shares_heads: bool = False
-    window: int | None = None  # the widest of the layers; None where one sees all keys
+    window: int | None = None  # the widest of the layers; None if one sees all keys
     softcap: float | None = None
 
     def __post_init__(self) -> None:

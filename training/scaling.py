@@ -62,7 +62,7 @@ class Link:
     """How long a rank takes to send. It can receive as much at the same time."""
 
     name: str
-    gb_per_s: float = 0.0  # of a link that was not measured, at any size
+    gb_per_s: float = 0.0  # speed at any size, for a link that was not measured
     # {name of the call: ((bytes sent, seconds), ...)}, beginning with (0, latency)
     measured: dict[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
 
@@ -244,7 +244,7 @@ class RanksPlan:
     context: int  # ranks that share each sequence
     heads: int  # ... and of these, those that share its heads
     passes: int  # of a rank, in one step
-    pass_tokens: int  # of a rank
+    pass_tokens: int  # of a rank, in one pass
     step_seconds: float
     tokens_per_sec: float
     speedup: float  # over one GPU that takes the same step
@@ -299,7 +299,7 @@ def plan_ranks(
     forwards = 2 if model.checkpoint == "block" else 1
     # while a ring computes with its last block of keys, no message is under way
     beside = 0.0 if how == "gather" else (keys - 1) / keys * compute.attention / calls
-    share = FORWARD / (1 + FORWARD * (forwards - 1))  # of attention's time, one forward pass
+    share = FORWARD / (1 + FORWARD * (forwards - 1))  # a forward pass's share of attention's time
     exposed = calls * messages.exposed_seconds(
         share * beside,
         (1 - forwards * share) * beside,

@@ -179,7 +179,7 @@ def attention_schedule(
 
 
 def kernel_inputs(config: RunConfig, *, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """What decides the choice of kernels; see kernel_choice()."""
+    """The inputs that decide the choice of kernels; see kernel_choice()."""
     changes = needed_features(config).keys() & {"softcap", "alibi_slopes", "score_mod"}
     sizes = {"head_dim": config.model.head_dim, "score_mod": " ".join(changes)}
     return {"dtype": dtype, "device": device, **sizes}

@@ -52,7 +52,7 @@ class StepResult(NamedTuple):
     loss: float  # nats, the mean over the step's passes
     lr: float
     grad_norm: float  # before clipping
-    max_scores: list[list[float]] | None  # of each layer and head; None where no row is due
+    max_scores: list[list[float]] | None  # of each layer and head; None if no row is due
     passes: Sequence[Pass]  # of this rank
     sequences: Callable[[], Sequence[Pass]]  # passes with whole sequences, if ranks share them
     loss_scale: float  # the weight of one sequence in the loss that was differentiated

@@ -73,7 +73,7 @@ class SweepSummary(Callback):
 
     def on_run_start(self, config: Any, **kwargs: Any) -> None:
         folder = own_folder(config, "run")
-        # pathlib raises an error where the name is too long
+        # pathlib would raise an error if the name is too long
         saved = os.path.isdir(folder / LATEST)
         command = shlex.quote(f"resume={folder}")
         go_on = f"go on with it by {command}" if saved else "delete it, as it saved nothing"
@@ -236,7 +236,7 @@ def own_folder(config: Any, kind: str) -> Path:
 def claim(folder: Path, mark: str | None, key: str, go_on: str = "") -> IO:
     """Create and lock the folder of a run or sweep, before Hydra writes to it.
 
-    Ends the program where that fails, or where the folder holds the file `mark` of an earlier run;
+    Ends the program if that fails, or if the folder holds the file `mark` of an earlier run;
     mark=None allows a resume. `key` is the setting that names the folder, `go_on` another way out
     for a folder in use.
     """
@@ -293,7 +293,7 @@ def read_sweep(folder: Path) -> list[Row]:
     for run_dir in _run_dirs(Path(folder)):
         indexed = _index(run_dir.parent).get(run_dir.name, {})
         row = indexed | read_run(run_dir)
-        # of a job that died before its summary, only the index has the status
+        # if a job died before its summary, only the index has its status
         if row["status"] == "unfinished":
             row["status"] = indexed.get("status", "unfinished")
         rows.append(row)

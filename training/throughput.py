@@ -1,4 +1,4 @@
-"""How fast a run is: by the wall clock, by its steps alone, and in a line for whoever waits."""
+"""Measures how fast a run is, by the wall clock and by its steps alone, and shows its progress."""
 
 import contextlib
 import time
@@ -55,7 +55,7 @@ class WallClock:
         return found
 
     def tokens_per_sec(self, tokens: int) -> float | None:
-        """Of all steps so far; None before the first is done."""
+        """The speed of all steps so far; None before the first is done."""
         if self._began is None or tokens == self._began[0]:
             return None
         return (tokens - self._began[0]) / (self.clock() - self._began[1])
@@ -179,7 +179,7 @@ class Throughput:
 
 
 class Progress:
-    """What a person reads while a run goes on.
+    """The lines that show the progress of a run.
 
     for step in ...:
         train(); due = progress.step(step)

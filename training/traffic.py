@@ -1,5 +1,5 @@
-"""What one attention call moves through a GPU's memory, how much it computes for it, and which
-tiles fit on the chip.
+"""Counts the bytes that one attention call moves through a GPU's memory, its FLOPs, and the bytes
+of its tiles on the chip.
 
 Dimensions: B sequences, H heads, N queries and keys, D head dim.
 

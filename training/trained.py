@@ -1,4 +1,4 @@
-"""What a run has learned: its settings and its weights, from its directory."""
+"""Loads what a run has learned, its settings and its weights, from its directory."""
 
 from contextlib import AbstractContextManager
 from pathlib import Path
