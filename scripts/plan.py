@@ -1,29 +1,29 @@
-"""What a run will need before it runs: memory part by part, which cards it fits, and the traffic of
-its attention; or its speed on many GPUs.
+"""Predict what a run needs before it starts: memory part by part, the cards that it fits, and the
+memory traffic of its attention; or its speed on many GPUs.
 
     python -m scripts.plan model=gpt2 tokenizer=gpt2 seq_len=8192 attention=naive,triton gpu=a100-40
     python -m scripts.plan model=gpt2 seq_len=1024 batch_size=8 tokens_per_step=524288 ranks=2,8,64
 
-Takes train.py's own settings (model=, seq_len=, batch_size=, dtype=, tokenizer=, compile=,
-experiment=, ...), and of its own:
+It takes train.py's settings (model=, seq_len=, batch_size=, dtype=, tokenizer=, compile=,
+experiment=, ...), and these:
 
-    attention   several names, separated by commas (naive,tiled,sdpa,triton)
+    attention   names, separated by commas (naive,tiled,sdpa,triton)
     batch_size  auto, with tokens_per_step=N, plans for one sequence; the table of cards says how
                 many fit
     gpu         the card to plan for: b200, h200, h100, a100-80, a100-40, l40s, l4, rtx4090, rtx3090
-                (the one that is here, else h200); device=cpu plans for a CPU
+                (the one in this machine, else h200); device=cpu plans for a CPU
     measure     true: also build the model, run three steps here, and print the error of the
                 prediction
     out         write everything to this JSON file
-    ranks       several numbers of GPUs (2,8,64): step time, bytes sent and memory of each, for
-                attention=triton. tokens_per_step=N, or else batch_size, is that of all GPUs
+    ranks       numbers of GPUs (2,8,64): step time, bytes sent and memory for each, for
+                attention=triton. tokens_per_step=N, or else batch_size, is the total of all GPUs
     link        between the GPUs of a host: nvlink, another name in results/links_h200.json, or the
                 GB/s that a GPU reaches (nvlink)
-    network     between hosts, likewise (infiniband400)
+    network     between hosts, given like link (infiniband400)
     per_host    GPUs of a host (8)
 
-Bytes are counted from the code (training/plan.py says how exactly, and what is not modelled). A
-card loses 0.7 GiB to the CUDA context.
+The bytes are calculated from the code (training/plan.py says how exactly, and what is not
+modelled). A card loses 0.7 GiB to the CUDA context.
 """
 
 import re
@@ -82,11 +82,11 @@ class Options:
     link: str | None = None
     network: str | None = None
     per_host: Count | None = None
-    overrides: list[str] = field(default_factory=list)  # train.py's own settings
+    overrides: list[str] = field(default_factory=list)  # settings of train.py
 
 
 def vocab_size_of(config: RunConfig) -> int:
-    """Without reading a corpus, and without downloading GPT-2's vocabulary to count it."""
+    """The vocabulary's size, without reading a corpus or downloading GPT-2's vocabulary."""
     from data import build_data, build_tokenizer
 
     if config.data.source in SYNTHETIC_SOURCES:
@@ -99,8 +99,8 @@ def vocab_size_of(config: RunConfig) -> int:
 
 
 def device_and_dtype(config: RunConfig) -> tuple[str, torch.dtype]:
-    """What is planned for: a GPU, unless a CPU is asked for. Raises ValueError for a dtype that
-    this GPU lacks.
+    """The device (a GPU unless a CPU is requested) and dtype to plan for. Raises ValueError for a
+    dtype that this GPU lacks.
     """
     device = "cpu" if config.device == "cpu" else "cuda"
     if config.dtype == "auto":
@@ -138,8 +138,8 @@ def plan_all(options: Options) -> dict[str, Planned]:
 
 
 def predict_run(run: Row) -> float:
-    """GiB that are predicted for a run as summary.json records it, by its overrides; for comparison
-    with its memory/peak_gib.
+    """The predicted GiB of a run in a summary.json, from its overrides, to compare with its
+    memory/peak_gib.
     """
     config = compose(*run["overrides"])
     backend = get_backend(config.attention.backend_name, **run["options"])
@@ -149,11 +149,11 @@ def predict_run(run: Row) -> float:
 
 
 def largest_batch(planned: Planned, vocab_size: int, gib: float) -> int:
-    """Sequences of one pass that fit into that much memory; 0 for none."""
+    """How many sequences of one pass fit into `gib` GiB; 0 for none."""
     config, backend, _, device, dtype = planned
 
     def fits(batch_size: int) -> bool:
-        # as many passes a step as planned
+        # with as many passes a step as planned
         tokens = config.accumulation_steps * batch_size * config.seq_len
         more = replace(config, batch_size=batch_size, tokens_per_step=tokens)
         return predict_peak_bytes(more, vocab_size, backend, dtype, device).peak / GIB <= gib
@@ -175,15 +175,15 @@ def call_traffic(backend: Backend, device: str, call: traffic.Call) -> traffic.T
 
 
 def attention_call(planned: Planned, window: int | None = None) -> traffic.Call:
-    """One call of the run."""
+    """One attention call of the run."""
     config, model, element = planned.config, planned.config.model, planned.dtype.itemsize
     shape = config.batch_size, model.num_heads, config.seq_len, model.head_dim
     return traffic.Call(*shape, element, window=window)
 
 
 def traffic_of(planned: Planned) -> tuple[traffic.Traffic, traffic.Traffic]:
-    """Of one attention call of the run, under its widest window: by the accounting that is often
-    printed, and counted.
+    """The traffic of one attention call of the run, under its widest window: by the formula that is
+    often printed, and counted.
     """
     where = planned.backend, planned.device
     printed = traffic.printed_naive if kind_of(*where) == MATERIALISED else traffic.printed_fused
@@ -192,7 +192,7 @@ def traffic_of(planned: Planned) -> tuple[traffic.Traffic, traffic.Traffic]:
 
 
 def measure_peak(planned: Planned, vocab_size: int) -> int:
-    """Bytes at the worst moment of a training step on this machine, as a run counts them."""
+    """Peak bytes of a training step on this machine, counted as in a run."""
     config = planned.config
     device = pick_device(config.device)
     if device.type != planned.device:
@@ -217,7 +217,7 @@ def measure_peak(planned: Planned, vocab_size: int) -> int:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    # AdamW's moments come with the first step, and libraries take their workspaces
+    # the first step allocates AdamW's moments and libraries' workspaces
     for _ in range(2):
         step()
     meter = MemoryMeter(device)
@@ -326,7 +326,7 @@ def print_for_gpu(planned: dict[str, Planned], vocab_size: int, gpu: str) -> Non
 
 
 def check_ranks_alone(options: Options) -> None:
-    """Raise ValueError for keys that a plan with ranks=, or one without, does not read."""
+    """Raise ValueError for keys that this plan, with or without ranks=, does not read."""
     given = {key: value for key, value in vars(options).items() if value}
     if not options.ranks:
         unread = given.keys() & {"link", "network", "per_host"}

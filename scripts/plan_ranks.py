@@ -1,7 +1,6 @@
 """The table of `python -m scripts.plan ranks=...`: one step on many GPUs, from measured links.
 
-The speed of one GPU and the links between two are read from results/; training/scaling.py
-calculates the rest.
+The speed of one GPU and of the links comes from results/; training/scaling.py calculates the rest.
 """
 
 import json
@@ -20,7 +19,7 @@ from training.scaling import Hosts, Link, RanksPlan, Speed, fit_speed, plan_rank
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 LINKS, STEPS, PARTS = "links_h200.json", "nanogpt_h200.json", "profile_h200.json"
-BLOCKS = "triton:kernel=portable"  # the kernels that attend to a block of the keys
+BLOCKS = "triton:kernel=portable"  # the kernels for attention to a block of the keys
 MIB = 2**20
 
 
@@ -32,7 +31,7 @@ def read(name: str) -> Row:
 
 
 def read_link(key: str, text: str, *, gpus: int = 1) -> Link:
-    """`text`: the name of a link, or a number of GB/s that each GPU reaches. gpus: how many share a
+    """Read a Link from `text`: its name, or the GB/s that each GPU reaches. gpus: how many share a
     host's port. Raises ValueError for any other text.
     """
     links = read(LINKS)["links"]
@@ -54,14 +53,14 @@ def read_link(key: str, text: str, *, gpus: int = 1) -> Link:
 
 
 def points(latency_us: float, rows: list[dict[str, float]]) -> tuple[tuple[float, float], ...]:
-    """Bytes sent and their seconds, from an empty message on."""
+    """Pairs of bytes sent and seconds, starting with an empty message."""
     sizes = [row["sent_mib"] * MIB for row in rows]
     seconds = [size / row["gb_per_s"] / 1e9 for size, row in zip(sizes, rows, strict=True)]
     return (0.0, min(latency_us / 1e6, seconds[0])), *zip(sizes, seconds, strict=True)
 
 
 def measured_speed(who: str = "triton") -> Speed:
-    """Of one H200, from GPT-2's steps at three lengths, by the attention that took them."""
+    """The speed of one H200, from measured steps of GPT-2 at three lengths with attention `who`."""
     file, profile = read(STEPS), read(PARTS)
     rows = [row for row in file["speed"] if row["who"] == who]
     fields = {key: value for key, value in profile["model"].items() if key != "max_seq_len"}
@@ -86,7 +85,7 @@ def plan_table(
     network: str,
     per_host: int,
 ) -> list[RanksPlan]:
-    """Prints the table of one GPU and of each number in `ranks`, and where its figures are from."""
+    """Print the table for one GPU and each number in `ranks`, and the sources of its figures."""
     check_measured(backend, dtype)
     hosts = Hosts(read_link("link", link), read_link("network", network, gpus=per_host), per_host)
     speed = measured_speed()
@@ -150,7 +149,7 @@ def sources(
     speed: Speed,
     hosts: Hosts,
 ) -> list[str]:
-    """Sentences on what was measured, what is calculated, and what is left out."""
+    """Sentences that say what was measured, what is calculated, and what is left out."""
     largest = plans[-1]
     measured = [
         f"Measured: steps of GPT-2 124M on one H200 (results/{STEPS}), which the fit behind this "

@@ -1,16 +1,16 @@
-"""Draw what scripts.benchmark measured: memory against length, time and speed-up, the roofline, and
-the longest sequences.
+"""Draw the results of scripts.benchmark: memory against length, time and speed-up, the roofline,
+and the longest sequences.
 
     python -m scripts.plots results/memory_h200.json out=outputs/plots baseline=naive
 
 The arguments are files of scripts.benchmark, and
 
-    out       a folder for the figures (the file's own)
-    baseline  the variant that speed-ups are against (naive where it was measured, else the first)
+    out       a folder for the figures (the file's folder)
+    baseline  the variant that speed-ups compare with (naive if it was measured, else the first)
 
 FILE.json becomes FILE_memory.png, FILE_time.png and FILE_roofline.png, or FILE_longest.png for a
-search of the longest sequence. Only what was measured is drawn. The lines of a roofline are a data
-sheet's, and say so.
+search of the longest sequence. It draws only measurements, except that a roofline's ceilings come
+from a data sheet, as their labels say.
 """
 
 import json
@@ -54,9 +54,7 @@ class Options:
 
 
 class Variant(NamedTuple):
-    """Rows that are one curve: a backend with its options, and a dtype and shape where these
-    vary.
-    """
+    """The rows of one curve: a backend with its options, and its dtype and shape if these vary."""
 
     label: str
     name: str  # of the backend
@@ -64,7 +62,7 @@ class Variant(NamedTuple):
     style: Row  # a color and a marker
 
     def plot(self, axes: Any, points: Iterable[tuple[float, float]], **style: Any) -> None:
-        """One curve, in the order of its points; nothing where there are none."""
+        """Plot one curve through the points in their order; nothing if there are none."""
         if points := sorted(points):
             axes.plot(*zip(*points, strict=True), **self.style | style)
 
@@ -84,7 +82,7 @@ def variants(rows: list[Row]) -> list[Variant]:
     for label, color in variant_colors(names).items():
         place = [variant.name for variant in found].count(names[label])
         style = {"color": color, "marker": MARKERS[place % len(MARKERS)]}
-        # rows of a search have no length of their own
+        # rows of a search have no seq_len
         own = sorted(by_label[label], key=lambda row: row.get("seq_len", 0))
         found.append(Variant(label, names[label], own, style))
     return found
@@ -103,7 +101,7 @@ def measured_on(data: Row) -> str:
 
 
 def shape_words(rows: list[Row]) -> str:
-    """What all rows share: batch 1, 16 heads of 64, bfloat16, causal."""
+    """What all rows share, such as: batch 1, 16 heads of 64, bfloat16, causal."""
     words = {"batch": "batch {}", "heads": "{} heads", "head_dim": "of {}", "dtype": "{}"}
     values = {key: {row[key] for row in rows} for key in words}
     parts = [form.format(*values[key]) for key, form in words.items() if len(values[key]) == 1]
@@ -127,8 +125,8 @@ def length_axis(axes: Any, rows: list[Row], *, ylabel: str) -> None:
 
 
 def plain_ticks(axis: Any) -> None:
-    """1, 2, 5, 10 ... beside a logarithmic axis, and never fewer than two of them; decades alone
-    where there are many.
+    """Ticks 1, 2, 5, 10 ... on a logarithmic axis, at least two of them; only decades if there are
+    many.
     """
     from matplotlib.ticker import LogLocator
 
@@ -143,8 +141,8 @@ def plain_ticks(axis: Any) -> None:
 
 
 def picture(draw: Callable[..., Any]) -> Callable[..., Path | None]:
-    """Makes `draw(data)` a function of data and path that saves what it drew under LOOK. It gives
-    None where there is nothing to draw.
+    """Turn `draw(data)` into a function of data and path that draws in the style LOOK and saves the
+    file. The function returns None if there is nothing to draw.
     """
 
     @wraps(draw)
@@ -168,7 +166,7 @@ def note(axes: Any, text: str, where: tuple[float, float], offset: tuple[int, in
 
 
 def growth(points: list[tuple[int, float]]) -> str:
-    """How the last two points grow: as N^1, or as N^2."""
+    """The growth between the last two points as a power, such as N^1 or N^2."""
     if len(points) < 2:
         return ""
     (n, a), (m, b) = points[-2:]
@@ -176,7 +174,7 @@ def growth(points: list[tuple[int, float]]) -> str:
 
 
 def striped(curves: list[dict[int, float]]) -> list[Any]:
-    """A line style for each curve: curves that coincide become stripes of one line, so that none
+    """A line style for each curve. Curves that coincide become stripes of one line, so that none
     hides another.
     """
     found = []
@@ -194,10 +192,10 @@ def striped(curves: list[dict[int, float]]) -> list[Any]:
 
 @picture
 def draw_memory(data: Row) -> Any:
-    """Peak above the inputs against length, with the exponent of the last doubling of both passes
-    together; thin the forward pass alone.
+    """Peak memory above the inputs against length, with the exponent of the last doubling. The
+    curve is for both passes, the thin one for the forward pass alone.
 
-    A square stands where a variant ran out, at what it asked for.
+    A square marks where a variant ran out of memory, at the amount that it requested.
     """
     rows = [row for row in data["rows"] if "seq_len" in row]
     rows = [row for row in rows if "oom" in row or row.get("forward_bytes")]
@@ -234,8 +232,8 @@ def draw_memory(data: Row) -> Any:
 
 @picture
 def draw_time(data: Row, *, baseline: str | None = None) -> Any:
-    """Median time with its 20th to 80th percentile, and how many times faster than the baseline,
-    forward and backward apart.
+    """Median time with its 20th to 80th percentile, and the speed-up over the baseline, for forward
+    and backward separately.
     """
     rows = [row for row in data["rows"] if "forward_seconds" in row and done(row)]
     if not rows:
@@ -276,7 +274,7 @@ def draw_percentiles(axes: Any, variant: Variant, column: str) -> None:
 
 
 def pick_baseline(curves: list[Variant], baseline: str | None) -> Variant:
-    """Raises ValueError for one that was not measured."""
+    """The baseline's curve. Raises ValueError if it was not measured."""
     wanted = baseline or "naive"
     for variant in curves:
         if wanted in (variant.label, variant.rows[0]["attention"], variant.name):
@@ -288,8 +286,8 @@ def pick_baseline(curves: list[Variant], baseline: str | None) -> Variant:
 
 
 def intensity(row: Row, device: str) -> float | None:
-    """FLOPs a byte of device memory, of the forward pass, by training.traffic; None for a backend
-    that is not in the table.
+    """FLOPs per byte of device memory in the forward pass, by training.traffic; None for a backend
+    that is not in its table.
     """
     try:
         backend = parse_backend(row["attention"])
@@ -302,11 +300,10 @@ def intensity(row: Row, device: str) -> float | None:
 
 @picture
 def draw_roofline(data: Row) -> Any:
-    """Measured forward TFLOP/s over the FLOPs a byte that a variant's accesses come to, under the
-    data sheet's ceilings.
+    """Measured forward TFLOP/s against a variant's FLOPs per byte of memory access, under the data
+    sheet's ceilings.
 
-    A point above the slope is not faster than the memory: its repeated reads were served by a
-    cache.
+    A point above the slope is not faster than the memory: a cache served its repeated reads.
     """
     gpu = data["environment"]["hardware"].get("gpu") or ""
     rows = [row for row in data["rows"] if "forward_tflops" in row and done(row)]
@@ -322,7 +319,7 @@ def draw_roofline(data: Row) -> Any:
         axes.plot(*zip(*points, strict=True), **style)
         for end, offset in ((0, (7, -9)), (-1, (7, 0))):
             where = log10(points[end][0]), log10(points[end][1])
-            # one length for points that lie close together
+            # label only one length where points lie close together
             if all(abs(where[0] - x) > 0.2 or abs(where[1] - y) > 0.08 for x, y in noted):
                 length = short_length(variant.rows[end]["seq_len"])
                 note(axes, length, points[end], offset, fontsize=7)
@@ -358,8 +355,8 @@ def draw_ceilings(axes: Any, tflops: float, bandwidth: float, xs: list[float]) -
 
 @picture
 def draw_longest(data: Row) -> Any:
-    """The longest sequence against memory. An open marker: the search ended at its time limit, more
-    would have fitted.
+    """The longest sequence against memory. An open marker means that the search hit its time limit,
+    so more would fit.
     """
     hardware = data["environment"]["hardware"]
     everything = hardware.get("gpu_memory_gib") or hardware.get("memory_gib")
@@ -370,7 +367,7 @@ def draw_longest(data: Row) -> Any:
     figure, panels = new_figure(1, 2, size=(10.4, 4.3))
     sizes = sorted({row["memory_gib"] for row in rows})
     titles = {"forward": "forward", "training": "forward and backward"}
-    # the ends of a label, and the faces of its markers
+    # what limited a search: the end of its label, and the face of its markers
     limits = {
         "memory": ("", {}),
         "time": (", at least (time limit)", {"markerfacecolor": "none"}),
@@ -406,8 +403,8 @@ def draw_longest(data: Row) -> Any:
 
 
 def draw(file: Path, folder: Path, *, baseline: str | None = None) -> list[Path]:
-    """Every figure that the file has measurements for. Raises ValueError for a file that is not a
-    benchmark's.
+    """Draw every figure that the file has measurements for. Raises ValueError if the file is not
+    from scripts.benchmark.
     """
     try:
         data = json.loads(file.read_text())

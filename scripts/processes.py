@@ -1,8 +1,8 @@
-"""Calls side by side, each in a process of its own: what it breaks does not reach another, and no
-signal leaves one behind.
+"""Run calls in parallel, each in its own process: a crash does not affect the others, and a signal
+leaves no process behind.
 
-Ctrl-C at a terminal goes to every process. These do not hear it, nor do the compilers that they
-start, which would each print a traceback: who waits for them ends them.
+Ctrl-C at a terminal goes to every process. These processes and the compilers that they start ignore
+it, since each would print a traceback. The parent ends them instead.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ Job = tuple[Any, ...]
 
 
 class Died(Exception):
-    """The process of this job ended without an answer."""
+    """The process of a job ended without an answer."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -30,10 +30,12 @@ class Died(Exception):
 def in_processes(
     function: Callable[..., Any], jobs: Iterable[Job], limit: int
 ) -> Generator[tuple[Job, Any]]:
-    """function(*job) of each, in the order in which they end; `limit` at once. Raises Died."""
+    """Yield (job, function(*job)) in the order in which jobs end; `limit` run at a time. Raises
+    Died.
+    """
     context, waiting = get_context("spawn"), deque(jobs)
-    running: dict[Connection, tuple[BaseProcess, Job]] = {}  # by the pipe of the answer
-    resource_tracker.ensure_running()  # whose start would let Ctrl-C through again
+    running: dict[Connection, tuple[BaseProcess, Job]] = {}  # by the pipe of their answers
+    resource_tracker.ensure_running()  # started now: its start would unblock Ctrl-C
     try:
         while waiting or running:
             while waiting and len(running) < limit:
@@ -42,7 +44,7 @@ def in_processes(
                 with signals_wait():
                     running[ours] = process, waiting.popleft()
                     process.start()
-                theirs.close()  # else the end of the process would not be heard
+                theirs.close()  # otherwise the end of the process would go unnoticed
             ready = wait(list(running))
             for ours in [pipe for pipe in running if pipe in ready]:
                 process, job = running[ours]
@@ -62,7 +64,9 @@ def in_processes(
 
 @contextlib.contextmanager
 def signals_wait() -> Iterator[None]:
-    """Until the block ends; in a process that is started inside, until work() hears them."""
+    """Block signals until the end of the block; in a process started inside, until work() unblocks
+    them.
+    """
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
@@ -75,7 +79,7 @@ def signals_wait() -> Iterator[None]:
 
 
 def kill(process: BaseProcess) -> None:
-    """With its compilers, once it has a group of its own; see work()."""
+    """Kill the process, and its compilers if it already has its own group; see work()."""
     if process.pid is None:
         return
     with contextlib.suppress(ProcessLookupError, AttributeError):
@@ -93,7 +97,7 @@ def work(answer: Connection, function: Callable[..., Any], job: Job) -> None:
 
 
 def end_with_parent() -> None:
-    """However that ends: nobody waits for the answer any more."""
+    """End this process when its parent ends, in any way: nobody waits for the answer then."""
     parent = parent_process()
     assert parent is not None
     parent.join()

@@ -1,22 +1,22 @@
-"""Where a training step goes: a torch.profiler trace of N real steps, and a table of their parts
-that adds up to the step.
+"""Show where the time of a training step goes: a torch.profiler trace of N real steps, and a table
+of parts that adds up to the step.
 
     python -m scripts.profile device=cpu seq_len=128 batch_size=4 steps=2
 
-Takes train.py's own settings (attention=, model=, seq_len=, batch_size=, optim=, dtype=, compile=,
-experiment=, ...), and of its own:
+It takes train.py's settings (attention=, model=, seq_len=, batch_size=, optim=, dtype=, compile=,
+experiment=, ...), and these:
 
     steps    steps of the table (10)
-    warmup   steps before them, of which the first compiles (5)
+    warmup   steps before them; the first compiles (5)
     out      a folder for trace.json.gz (chrome://tracing, ui.perfetto.dev) and profile.json
              (outputs/profile)
 
-On a GPU the table is of its time: kernels, and between them what it waited for: messages of other
-ranks, data, or the host. Under torchrun each rank writes its own files, and the first prints.
-On a CPU it is of operators, and between them Python. Recording slows a step down, on a CPU most:
-"unrecorded" is the same step without it. Where attention is made of plain operators and compiled
-(naive), what it does besides products of stacked matrices is fused with other things and counts
-there.
+On a GPU the table shows the GPU's time: kernels, and what it waits for between them, which is
+messages of other ranks, data, or the host. Under torchrun each rank writes its own files, and the
+first rank prints. On a CPU the table shows operators, and Python between them. Recording slows a
+step down, most of all on a CPU: "unrecorded" is the same step without it. If attention consists of
+plain operators and is compiled (naive), everything but its batched products is fused with other
+operators and counts there.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read when torch is loaded: no word of its own
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read when torch is loaded; keeps Kineto silent
 
 import torch
 import torch._inductor.config
@@ -49,7 +49,7 @@ from training.ranks import leave, of_environment
 from training.run import Run, build_run
 from training.step import Stepper
 
-NEVER = 2**62  # an interval that no run reaches
+NEVER = 2**62  # an interval longer than any run
 
 
 @dataclass
@@ -57,11 +57,11 @@ class Options:
     steps: Count = 10
     warmup: Count = 5
     out: Path = Path("outputs/profile")
-    overrides: list[str] = default()  # train.py's own settings
+    overrides: list[str] = default()  # settings of train.py
 
 
 def in_a_range(backend: Backend) -> Backend:
-    """The same attention, each call of which is a named range."""
+    """The same attention, with each call in a named range."""
 
     def attend(*args: Any, **kwargs: Any) -> Any:
         with record_function(ATTENTION):
@@ -73,14 +73,14 @@ def in_a_range(backend: Backend) -> Backend:
 class Job(NamedTuple):
     run: Run
     facts: Row
-    step: Callable[[], None]  # takes the next step
+    step: Callable[[], None]  # runs the next step
 
 
 @contextlib.contextmanager
 def build(config: RunConfig, steps: int) -> Iterator[Job]:
-    """A run of train.py's that has nothing to do but its steps: no metrics, evaluation or saves.
+    """A run of train.py with only its steps: no metrics, evaluation or saves.
 
-    Raises ValueError for what has nothing to do with one step.
+    Raises ValueError for settings that do not affect a single step.
     """
     if config.resume:
         raise ValueError(
@@ -90,7 +90,7 @@ def build(config: RunConfig, steps: int) -> Iterator[Job]:
         raise ValueError(
             "batch_size=auto: name the number that train.py chose, it prints it at the start"
         )
-    # otherwise code compiled for a CPU would not show
+    # otherwise code compiled for a CPU would not appear in the trace
     torch._inductor.config.cpp.enable_kernel_profile = True
     never = {"log_every": NEVER, "checkpoint_every": NEVER, "eval_every": 0, "diagnose_every": 0}
     facts: Row = {}
@@ -119,8 +119,8 @@ def wait(device: torch.device) -> None:
 
 
 def unrecorded_ms(job: Job, steps: int) -> list[float]:
-    """Milliseconds of each of `steps` steps without the profiler: between the ends of what they
-    queue on a GPU, by the clock on a CPU.
+    """Milliseconds of each of `steps` steps without the profiler. On a GPU, between the ends of the
+    steps' queued work; on a CPU, by the clock.
     """
     on_gpu = job.run.device.type == "cuda"
     wait(job.run.device)
@@ -144,8 +144,8 @@ def unrecorded_ms(job: Job, steps: int) -> list[float]:
 
 
 def record(job: Job, steps: int, path: Path) -> None:
-    """Write the trace of `steps` steps, each a range. Two are lost: the profiler starts up in the
-    first, the last ends the one before.
+    """Write the trace of `steps` steps, each in a range. Two more steps run: the profiler starts up
+    in the first, and the last one marks the end of the one before.
     """
     activities = [ProfilerActivity.CPU]
     if job.run.device.type == "cuda":
@@ -154,7 +154,7 @@ def record(job: Job, steps: int, path: Path) -> None:
         "activities": activities,
         "schedule": schedule(wait=0, warmup=1, active=steps + 1, repeat=1),
         "on_trace_ready": lambda profiler: profiler.export_chrome_trace(str(path)),
-        # without it torch 2.11 warns of a second cycle, which there is not
+        # without it, torch 2.11 warns about a second cycle that does not exist
         "acc_events": True,
     }
     with profile(**settings) as profiler:
@@ -167,8 +167,8 @@ def record(job: Job, steps: int, path: Path) -> None:
 
 
 def summarise(parts: list[dict[str, float]]) -> list[Row]:
-    """One row a part, and the step last: mean and standard deviation over the steps in ms, and its
-    share of the step.
+    """One row per part, and one for the step at the end: mean and standard deviation over the steps
+    in ms, and the share of the step.
     """
     columns = {part: [each[part] for each in parts] for part in PARTS}
     columns["step"] = [sum(each.values()) for each in parts]

@@ -1,14 +1,14 @@
-"""From a torch.profiler trace to the parts of a training step: which of them each moment of a step
-belongs to.
+"""Divide a torch.profiler trace into the parts of a training step, so that each moment of a step
+belongs to one part.
 
-On a GPU the time is the device's: each kernel, less what ran beside an earlier one, and between
-kernels that of messages between ranks, and the host's. On a CPU it is the own time of each
-operator, and between operators Python's; data and optimizer have theirs with them. Either way the
-parts add up.
+On a GPU this is the device's time: each kernel, less its overlap with an earlier one; between
+kernels, messages between ranks, waits for data, and the host. On a CPU it is the own time of each
+operator, and Python's time between operators; data and optimizer include their Python time. Either
+way the parts add up to the step.
 
-A kernel belongs to a part by its name, or by the operators and ranges inside which the host
-launched it. An operator of the backward pass also counts as inside those of the forward pass whose
-gradient it computes: the profiler numbers both alike.
+The part of a kernel follows from its name, or from the operators and ranges in which the host
+launched it. An operator of the backward pass also counts as inside the operators of the forward
+pass whose gradient it computes: the profiler gives both the same number.
 """
 
 import re
@@ -38,11 +38,11 @@ PARTS = (
 ) = PARTS  # fmt: skip
 
 STEP = "step"  # the range of one step
-# the range of one attention call, where the model runs operator by operator
+# the range of one attention call, if the model is not compiled
 ATTENTION = "attention call"
 PHASES = (DATA, "forward", "backward", OPTIMIZER)  # the ranges within a step
 
-# kernels of attention: ours, FlashAttention's, PyTorch's memory-efficient ones, cuDNN's with its
+# attention kernels: ours, FlashAttention's, PyTorch's memory-efficient ones, cuDNN's with its
 # helpers, FlexAttention's
 ATTENTION_KERNELS = re.compile(
     r"^(intervals|forward|query_ranges|delta|dkdv|dq|dkdvdq|backward)_kernel"
@@ -52,8 +52,8 @@ BACKWARD_KERNELS = re.compile(
     r"^(query_ranges|delta|dkdv|dq|dkdvdq|backward)_kernel"
     r"|bwd|backward|bprop|cutlassb_|compute_dot_do_o|convert_dq|fmha_reduce"
 )
-# operators of attention. Only an attention of plain operators multiplies batches of matrices:
-# everything else here is one matrix
+# attention operators. Only an attention of plain operators multiplies batches of matrices: all
+# other products here are single matrices
 ATTENTION_OPS = re.compile(
     r"^attention call$|::_?flash_attention|::tile_loop|scaled_dot_product"
     r"|::_(efficient|cudnn)_attention|flex_attention|^aten::bmm$"
@@ -76,13 +76,13 @@ class Range:
     start: float  # microseconds
     stop: float
     thread: Any
-    # the number that an operator of the forward pass shares with its gradient's
+    # the number that an operator of the forward pass shares with its gradient's operator
     sequence: int | None = None
     parent: "Range | None" = None
     inside: float = 0.0  # microseconds spent in its children
 
     def stack(self) -> list["Range"]:
-        """Itself and what it lies in, innermost first."""
+        """This range and all ranges around it, innermost first."""
         found, each = [], self
         while each is not None:
             found.append(each)
@@ -93,16 +93,16 @@ class Range:
 def part_of(
     kernel: str, operators: Sequence[str], gradient_of: Sequence[str] = (), phase: str = ""
 ) -> str:
-    """The part that a kernel belongs to, or an operator where `kernel` is "".
+    """The part of a kernel, or of an operator if `kernel` is "".
 
-    operators: the names that it was launched in, innermost first. gradient_of: those of the forward
-    pass whose gradient it computes. phase: the name in PHASES in whose range it was launched, ""
-    where that is unknown.
+    operators: names of the operators around its launch, innermost first. gradient_of: names of the
+    forward operators whose gradient it computes. phase: the range in PHASES of its launch, "" if
+    unknown.
     """
     name, lower = kernel.lower(), [operator.lower() for operator in operators]
     if MESSAGE_KERNELS.search(name):
         return MESSAGES
-    # read ahead, a batch is copied during any phase
+    # a prefetched batch may be copied in any phase
     if phase == DATA or name.startswith("memcpy htod"):
         return DATA
     if phase == OPTIMIZER or any(OPTIMIZER_NAMES.search(each) for each in (name, *lower)):
@@ -111,8 +111,8 @@ def part_of(
         return BACKWARD if BACKWARD_KERNELS.search(name) else FORWARD
     calls = [each for each in lower if ATTENTION_OPS.search(each)]
     if calls:
-        # a call that is repeated during the backward pass is a forward pass all the same; only its
-        # range shows that
+        # a call that is recomputed in the backward pass still counts as forward; only its range
+        # shows that
         in_backward = phase == "backward" and ATTENTION not in calls
         backward = in_backward or any("backward" in each for each in calls)
         return BACKWARD if backward else FORWARD
@@ -129,7 +129,7 @@ def part_of(
 class Trace:
     """The host's ranges by thread, the kernels, and where each was launched."""
 
-    # of a thread, by start
+    # by thread, sorted by start
     ranges: dict[Any, list[Range]] = field(default_factory=dict)
     # correlation: thread and time
     launches: dict[int, tuple[Any, float]] = field(default_factory=dict)
@@ -140,7 +140,7 @@ class Trace:
 
     @classmethod
     def read(cls, events: Iterable[Row]) -> "Trace":
-        """`events` are the traceEvents of a Chrome trace."""
+        """Read the traceEvents of a Chrome trace."""
         trace = cls()
         for event in events:
             if event.get("ph") != "X" or "dur" not in event:
@@ -160,15 +160,15 @@ class Trace:
             ranges.sort(key=lambda each: (each.start, -each.stop))
             _nest(ranges)
         trace.kernels.sort(key=lambda kernel: kernel[1])
-        # of the operators that carry a number in the forward pass, the last to start has made the
-        # node of the graph
+        # of the forward operators with the same number, the last to start has made the node of the
+        # graph
         for each in trace.by_start():
             if each.sequence is not None and each.sequence >= 0 and not _in_backward(each):
                 trace.made_by[each.sequence] = each
         return trace
 
     def by_start(self) -> list[Range]:
-        """The ranges of all threads."""
+        """The ranges of all threads, sorted by start."""
         return sorted(chain(*self.ranges.values()), key=lambda each: each.start)
 
     def steps(self) -> list[Range]:
@@ -193,8 +193,8 @@ class Trace:
 
 
 def _nest(ranges: list[Range]) -> None:
-    """Find each range's parent, and add its time to it. `ranges` are of one thread, by start, the
-    longer first.
+    """Find each range's parent and add the range's time to the parent's `inside`. `ranges` are of
+    one thread, sorted by start, longer ones first.
     """
     open_ranges: list[Range] = []
     for each in ranges:
@@ -215,8 +215,8 @@ def _in_backward(each: Range) -> bool:
 
 
 def parts_of_steps(events: Iterable[Row]) -> tuple[list[dict[str, float]], bool]:
-    """Milliseconds of each part, step by step, and whether they are a GPU's. The last step of a
-    GPU's trace only ends the one before.
+    """Milliseconds of each part in each step, and whether they are GPU time. The last step of a
+    GPU's trace only marks the end of the one before.
 
     Raises ValueError for a trace without steps.
     """
@@ -242,7 +242,7 @@ def _of_cpu(trace: Trace, steps: list[Range]) -> list[dict[str, float]]:
 def _part_on_cpu(trace: Trace, each: Range, phase: str) -> str:
     if phase in (DATA, OPTIMIZER):
         return phase
-    # a range, a node of the autograd graph or a function in Python spends its own time in Python
+    # the own time of ranges, autograd nodes and Python functions is Python's
     is_operator = re.match(r"(?!autograd::)\w+::|graph_\d+_cpp_", each.name)
     return trace.part("", each, phase) if is_operator else GAPS
 
@@ -254,14 +254,14 @@ def _phase(stack: Iterable[Range]) -> str:
 def _of_gpu(trace: Trace, steps: list[Range]) -> list[dict[str, float]]:
     main = steps[0].thread
     starts = [step.start for step in steps]
-    # a step begins on the GPU where the first kernel that its forward pass launches does; a copy of
-    # its batch may run beside the step before, and what was launched before the recording is of no
-    # step that it knows
+    # a step begins on the GPU with the first kernel that its forward pass launches. A copy of its
+    # batch may overlap with the step before. Kernels launched before the recording belong to no
+    # recorded step
     begins: dict[int, float] = {}
     placed, messages = [], []
     for name, start, stop, correlation in trace.kernels:
         thread, launched = trace.launches.get(correlation, (None, start))
-        # the main thread waits in the backward pass while another launches it
+        # in the backward pass the main thread waits while another thread launches
         at_main = trace.at(main, launched)
         phase = _phase(at_main.stack()) if at_main else ""
         number = bisect_right(starts, launched) - 1
@@ -276,12 +276,14 @@ def _of_gpu(trace: Trace, steps: list[Range]) -> list[dict[str, float]]:
     found = [dict.fromkeys(PARTS, 0.0) for _ in bounds[1:]]
 
     def add(part: str, start: float, stop: float) -> None:
-        """Split where a step begins; what lies outside all steps is dropped."""
+        """Add a span to `part`, split at the beginnings of steps. Time outside all steps is
+        dropped.
+        """
         for number, (begin, end) in enumerate(pairwise(bounds)):
             found[number][part] += max(0.0, min(stop, end) - max(start, begin)) / 1000
 
     waits = [(each.start, each.stop) for each in trace.ranges[main] if each.name == DATA]
-    # what the GPU does while it computes nothing: the first that fits
+    # reasons why the GPU is idle; the first that fits counts
     idle = [(MESSAGES, messages), (DATA, waits), (GAPS, [(-inf, inf)])]
 
     def add_idle(start: float, stop: float, reasons: list[tuple[str, list]]) -> None:

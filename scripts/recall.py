@@ -1,20 +1,20 @@
-"""Recall by length: up to which length, and over which distance, a trained run finds its answer.
+"""Measure recall by length: up to which length and distance a trained run finds its answer.
 
     python -m scripts.recall multirun/2026-01-31_12-00-00 lengths=64,128,256,512
 
-For runs on data=last_write, recall or needle. Each run's checkpoint answers the held-out questions
-of its task, drawn anew at each length, under its own attention. The arguments are runs, sweeps or
-folders of either, and
+This is for runs on data=last_write, recall or needle. Each run's checkpoint answers held-out
+questions of its task, newly drawn for each length, with its own attention. The arguments are runs,
+sweeps or folders of either, and
 
     lengths    tokens of a sequence (64,128,256,512)
     sequences  held-out sequences of each length (as many as the run itself: its eval_sequences)
     device     auto, cpu or cuda (auto)
     out        the JSON file (recall.json in the folder of the runs)
 
-Prints accuracy for each variant and length, and the first of the lengths at which less than one
-half is right. Writes the settings of the runs to the JSON file, and a row for each run and length
-with what was right by the distance of question and answer. Draws both beside it, for light paper
-and dark.
+It prints the accuracy of each variant and length, and the first length at which less than half is
+right. The JSON file gets the settings of the runs, and for each run and length a row with the
+correct answers by distance between question and answer. The figures beside it have a light and a
+dark version.
 """
 
 import os
@@ -62,7 +62,7 @@ def main(options: Options) -> None:
     out = options.out or base / "recall.json"
     check_writable(out)
     lengths = sorted(set(options.lengths))
-    # all runs are checked before the first one is asked
+    # check all runs before the first one answers
     configs = [[config_at(each, length) for length in lengths] for each in checkpoints]
     names = name_runs([each.summary for each in checkpoints])
     rows = []
@@ -88,12 +88,12 @@ def measure(
     sequences: int | None,
     device: torch.device,
 ) -> Iterator[Row]:
-    """A row for each length, of which there is one in each of the settings."""
+    """One row for each of `configs`, which have one length each."""
     own = checkpoint.config
     data = [build_data(each.data, each.tokenizer, seq_len=each.seq_len, seed=0) for each in configs]
     trained = load_trained(checkpoint.folder, replace(own, device=device.type), data[0].vocab_size)
     for config, task in zip(configs, data, strict=True):
-        # as many tokens a pass as in training
+        # as many tokens per pass as in training
         size = max(1, int(own.batch_size) * own.seq_len // config.seq_len)
         yield {
             "attention": trained.model.backend.name,
@@ -106,8 +106,8 @@ def measure(
 
 
 def config_at(checkpoint: Checkpoint, length: int) -> RunConfig:
-    """The settings of a run with sequences of another length. Raises ValueError where its model or
-    its task does not have it.
+    """The settings of a run with sequences of another length. Raises ValueError if its model or
+    task does not allow it.
     """
     config, model = checkpoint.config, checkpoint.config.model
     if config.data.source not in SYNTHETIC_SOURCES:
@@ -122,14 +122,14 @@ def config_at(checkpoint: Checkpoint, length: int) -> RunConfig:
             "alibi"
         )
     longer = replace(model, max_seq_len=max(model.max_seq_len, length))
-    # of the training's tokens_per_step no other length need be a divisor
+    # another length need not divide the training's tokens_per_step
     return replace(config, model=longer, seq_len=length, tokens_per_step=None)
 
 
 @torch.no_grad()
 def ask(trained: Trained, data: SyntheticData, *, sequences: int, batch_size: int) -> Row:
-    """How many held-out questions there were and how many answers were right: by the distance of
-    question and answer, in doublings (1, 2 to 3, 4 to 7, ...), and the accuracy over all.
+    """The number of held-out questions and of right answers, by distance between question and
+    answer in doublings (1, 2 to 3, 4 to 7, ...), and the accuracy over all.
     """
     drawn, right = data.held_out(sequences), []
     model, device = trained.model.eval(), next(trained.model.parameters()).device
@@ -145,7 +145,7 @@ def ask(trained: Trained, data: SyntheticData, *, sequences: int, batch_size: in
 
 
 def variants(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The rows by variant, with the length of its training where there are several."""
+    """The rows by variant. Names include the training length if there are several."""
     several = len({row["trained_at"] for row in rows}) > 1
 
     def name(row: Row) -> str:
@@ -155,13 +155,13 @@ def variants(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def accuracies(rows: Sequence[Row]) -> dict[int, list[float]]:
-    """Of each seed, by length."""
+    """The accuracy of each seed, by length."""
     by_length = grouped(sorted(rows, key=itemgetter("length")), itemgetter("length"))
     return {length: [row["accuracy"] for row in own] for length, own in by_length.items()}
 
 
 def lost_at(rows: Sequence[Row]) -> int | None:
-    """The first length at which less than one half is right, as a mean over seeds."""
+    """The first length at which the mean accuracy over seeds is below one half."""
     found = accuracies(rows).items()
     return next((length for length, values in found if fmean(values) < 0.5), None)
 
@@ -177,8 +177,8 @@ def in_text(rows: Sequence[Row]) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Accuracy against length, and at the longest length against the distance of the answer. Lines
-    are means over seeds, dots the seeds.
+    """Draw accuracy against length, and at the longest length against the distance of the answer.
+    Lines are means over seeds, dots are single seeds.
     """
     longest = max(row["length"] for row in rows)
     by_variant = variants(rows)

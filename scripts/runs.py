@@ -1,4 +1,4 @@
-"""The runs that a command is given: folders of runs, sweeps, or folders of either."""
+"""Find the runs in a command's arguments: folders of runs, sweeps, or folders of either."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,7 +8,7 @@ from training.sweep import read_sweep
 
 
 def runs_below(folders: Iterable[Path]) -> dict[Path, Row]:
-    """What training.sweep.read_sweep() knows of each run, by the run's folder. A run below two of
+    """What training.sweep.read_sweep() says about each run, by the run's folder. A run below two of
     the folders counts once. Raises ValueError for a path that is not a folder.
     """
     for folder in folders:

@@ -1,4 +1,4 @@
-"""Let a trained run write: a prompt, and what the model makes of it.
+"""Let a trained run write: it continues a prompt.
 
     python -m scripts.sample run=$(dirname $(ls -dt outputs/*/*/checkpoint | head -1)) \
         prompt="def main("
@@ -6,14 +6,14 @@
 Arguments are key=value; every key but `run` has a default:
 
     run          the run's directory, or one of its checkpoints, such as RUN/checkpoint.best
-    prompt       text to go on from; empty (the default) starts a document
+    prompt       text to continue; empty (the default) starts a document
     tokens       how many to write (200)
     temperature  0 always takes the likeliest token (0.8)
-    top_k        draw among the k likeliest tokens only; 0 for all (50)
+    top_k        draw only among the k likeliest tokens; 0 for all (50)
     seed         of the draws (0)
     attention    another attention than the run's, with its own default options
     device       auto, cpu or cuda (auto)
-    cache        keep keys and values between tokens (true, where the attention allows it)
+    cache        keep keys and values between tokens (true, if the attention allows it)
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Rows of figures: in groups, as tables for a terminal, and several measurements in words."""
+"""Rows of figures: group them, print them as tables, and summarise repeated measurements."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
@@ -7,11 +7,11 @@ from typing import Any
 
 from training.files import Row as Row
 
-Cell = Callable[[list[Row]], str]  # of a table, from the rows of its line
+Cell = Callable[[list[Row]], str]  # the text of a table's cell, from the rows of its line
 
 
 def grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
-    """The items by their key, in the order in which the keys appear."""
+    """The items grouped by their key, in the order in which the keys appear."""
     groups: dict[Any, list[Any]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -19,7 +19,7 @@ def grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[A
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns of one width: the first on the left, the others on the right."""
+    """Align columns: the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
@@ -27,7 +27,7 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def mean_and_deviation(values: Sequence[float], form: str) -> str:
-    """1.234 ± 0.005: the mean and, of several, their standard deviation; a dash for none."""
+    """1.234 ± 0.005: the mean, and the standard deviation of several values; a dash for none."""
     if not values:
         return "-"
     mean = form.format(fmean(values))
@@ -37,12 +37,12 @@ def mean_and_deviation(values: Sequence[float], form: str) -> str:
 
 
 def by(rows: Iterable[Row], *names: str) -> dict[Any, list[Row]]:
-    """The rows in groups with equal values of these names."""
+    """The rows grouped by their values of these names."""
     return grouped(rows, itemgetter(*names))
 
 
 def table(title: str, groups: Mapping[Any, list[Row]], columns: Mapping[str, Cell]) -> str:
-    """A line a group, under the title its name or names."""
+    """A table with one line per group; the column `title` has the group's name or names."""
     lines = [[title, *columns]]
     for group, rows in groups.items():
         names = group if isinstance(group, tuple) else (group,)
@@ -51,12 +51,12 @@ def table(title: str, groups: Mapping[Any, list[Row]], columns: Mapping[str, Cel
 
 
 def values(rows: Iterable[Row], name: str) -> list[Any]:
-    """Of the rows that have it."""
+    """The values of `name` in the rows that have it."""
     return [row[name] for row in rows if name in row]
 
 
 def spread(name: str, form: str) -> Cell:
-    """A column of means and standard deviations."""
+    """A table column with mean and standard deviation."""
     return lambda rows: mean_and_deviation(values(rows, name), form)
 
 

@@ -1,15 +1,15 @@
-"""Watch one attention call tile by tile, or a ring of ranks hop by hop: what each step adds, how
-the sums are corrected, and where a broken one breaks.
+"""Watch one attention call tile by tile, or a ring of ranks hop by hop: what each step adds, how it
+corrects the sums, and where a broken attention breaks.
 
     python -m scripts.trace attention=no_max dtype=fp16 inputs=large
 
-Prints the steps of one query and writes a page that replays them, exact beside broken.
-Arguments are key=value; every key has a default, and the first thing to look at is
-an example of eight keys that can be followed by hand:
+It prints the steps of one query and writes a page that replays them, exact beside broken. Arguments
+are key=value, and every key has a default. The default inputs are an example of eight keys that can
+be followed by hand:
 
     attention      a tile loop or a ring: its name, or pkg.module:NAME for your own (no_rescale;
                    with run=, the run's)
-    dtype          fp32, bf16 or fp16, of q, k and v (fp32; with run=, what the run computes in)
+    dtype          fp32, bf16 or fp16, of q, k and v (fp32; with run=, the run's)
     softmax_dtype  of a tile loop: float32, or input to keep scores and sums in dtype too (float32)
     inputs         worked, or random ones: normal, large, growing, spike, huge, negative, up, down,
                    ties, ones (worked)
@@ -22,7 +22,7 @@ an example of eight keys that can be followed by hand:
     block_kv       keys of a tile (16; 4; with run=, the run's)
     ranks          of a ring: how many share the sequence (4; 2 for the worked example; with run=,
                    the run's)
-    row            the query to follow (the first that breaks in the last tile of queries that does)
+    row            the query to follow (the first to break in the last tile of queries that breaks)
     run            a run's directory: take the q, k and v of its trained weights on held-out data
     layer          of the run (0)
     head           of the run (0)
@@ -66,7 +66,7 @@ WORKED_Q = [
 ]
 WORKED_SCORES = [0.8, 0.3, -0.1, 0.5, 1.2, -0.4, 0.6, 0.1]  # of the first query
 WORKED_COLUMNS = ("weight of\nkeys 0–3", "weight of\nkeys 4–7", "mean\nposition", "sum of\nweights")
-# the tensor that breaks, in words
+# the broken tensor, in words
 CAUSES = {
     "scores": "a score is not finite",
     "p": "p = exp(score - what is subtracted) passes the largest {dtype}",
@@ -76,7 +76,7 @@ CAUSES = {
 }
 
 
-# the capture of a trained model has a shape of its own; run=DIR takes one of any model
+# the captured "trained" inputs have their own shape; run=DIR captures those of any model
 INPUTS = ("worked", *(name for name in ADVERSARIAL if name != "trained"))
 
 
@@ -130,21 +130,21 @@ class Call(NamedTuple):
     v: Tensor
     causal: bool
     scale: float
-    source: str  # where q, k and v come from, in words
-    attention: str  # what to use unless asked otherwise
+    source: str  # the origin of q, k and v, in words
+    attention: str  # the default for attention=
     block_q: int
     block_kv: int
     row: int | None = None
     ranks: int = RANKS
-    columns: tuple[str, ...] | None = None  # what the entries of an output row mean
+    columns: tuple[str, ...] | None = None  # meaning of the entries of an output row
     function: dict[str, Any] = {}  # window, softcap, ... of a run's layer
 
 
 def worked_example() -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v (1, 1, 8, 4): two tiles of four keys, in which the first query's scores are
+    """q, k, v (1, 1, 8, 4): two tiles of four keys, for which the first query has the scores
     WORKED_SCORES.
 
-    The columns of v make an output readable: see WORKED_COLUMNS.
+    The columns of v give the output a meaning: see WORKED_COLUMNS.
     """
     q = torch.tensor(WORKED_Q, dtype=torch.float64)
     k = q.flip(0)
@@ -171,7 +171,7 @@ def made_call(options: Options) -> Call:
 
 
 def captured_call(options: Options) -> Call:
-    """q, k and v of one head of a trained run on held-out data, as its own attention meets them."""
+    """q, k and v of one head of a trained run on held-out data, as its own attention gets them."""
     layer, head, sequence = options.layer or 0, options.head or 0, options.sequence or 0
     config = replace(read_run_config(options.run), device=options.device)
     if config.data.documents:
@@ -248,7 +248,7 @@ def plays_ring(backend: Backend) -> bool:
 
 
 def pick_backend(name: str) -> Backend:
-    """The backend, or a ValueError that says which ones show what they do."""
+    """The backend. Raises ValueError, which lists the backends that can be traced."""
     backend = get_backend(name)
     if not backend.observable and not plays_ring(backend):
         traceable = ", ".join(
@@ -262,8 +262,8 @@ def pick_backend(name: str) -> Backend:
 
 
 def look(options: Options) -> tuple[Call, Backend, Trace | RingTrace]:
-    """Make or capture the inputs, and trace the backend on them beside the exact one with the same
-    tiles and ranks.
+    """Make or capture the inputs, and trace the backend on them beside the exact backend with the
+    same tiles and ranks.
     """
     call = captured_call(options) if options.run is not None else made_call(options)
     shared: dict[str, Any] = {
@@ -280,7 +280,7 @@ def look(options: Options) -> tuple[Call, Backend, Trace | RingTrace]:
         shared |= {"softmax_dtype": options.softmax_dtype or "float32"}
     backend = backend.configured(**shared)
     row = options.row
-    # under a causal mask the first query sees one key, and a ring has nothing to merge
+    # under a causal mask, the first query sees one key and a ring has nothing to merge
     if row is None and not (call.causal and plays_ring(backend)):
         row = call.row
     if row is not None and not 0 <= row < call.q.shape[2]:
@@ -307,7 +307,7 @@ def headline(call: Call, backend: Backend) -> str:
 
 
 def verdict(found: Trace | RingTrace, dtype: torch.dtype) -> str:
-    """What came out, and where it began, in a sentence each."""
+    """One sentence on the result, and one on where it first went wrong."""
     counts = Counter(fate for fate in found.fates if fate != "right")
     if not counts:
         return "Every row is as close to exact attention as rounding allows."

@@ -1,5 +1,5 @@
-"""The HTML page of scripts/trace.py: trace.html with the numbers of a trace in it, and the script
-that draws such a trace. Needs nothing but a browser.
+"""The HTML page of scripts/trace.py: trace.html with the numbers of a trace and the script that
+draws it. The page needs only a browser.
 """
 
 import json
@@ -17,10 +17,10 @@ TEMPLATE = Path(__file__).with_name("trace.html")
 
 
 def render_page(found: Trace, about: dict[str, Any]) -> str:
-    """The page. `about` is what any page has, see scripts.trace.
+    """The page. `about` holds what every page has, see scripts.trace.
 
-    A tile of queries with too many numbers is cut to the rows around the one to follow. Raises
-    ValueError where that one has too many.
+    A tile of queries with too many numbers is cut to the rows around the followed one. Raises
+    ValueError if that row alone has too many.
     """
     rows = rows_that_fit(found)
     kept = slice(rows.start - found.rows.start, rows.stop - found.rows.start)
@@ -46,7 +46,7 @@ def render_page(found: Trace, about: dict[str, Any]) -> str:
 
 def fill(script: str, data: dict[str, Any]) -> str:
     """The page of `data`, drawn by `script`."""
-    # a browser ends the script at the first </script, wherever it stands
+    # a browser ends the script at the first </script, even inside a string
     embedded = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     drawn = TEMPLATE.read_text().replace("/*PAGE*/", TEMPLATE.with_name(script).read_text(), 1)
     return drawn.replace("/*DATA*/null", embedded, 1)
@@ -66,13 +66,13 @@ def rows_that_fit(found: Trace) -> range:
 
 
 def around(row: int, rows: range, count: int) -> range:
-    """`count` of `rows`, with `row` in their middle where that is possible."""
+    """`count` of `rows`, with `row` in the middle if possible."""
     start = min(max(row - count // 2, rows.start), rows.stop - count)
     return range(start, start + count)
 
 
 def lane(step: Step | None, error: Tensor, kept: slice) -> dict[str, Any] | None:
-    """What one backend made of one tile; None where it skips the tile."""
+    """One backend's numbers for one tile; None if it skips the tile."""
     if step is None:
         return None
     return {

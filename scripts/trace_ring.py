@@ -1,5 +1,5 @@
-"""What scripts/trace.py prints and writes of a ring of ranks: who holds which keys, hop by hop, and
-what each merge made of a query.
+"""The output of scripts/trace.py for a ring of ranks: who holds which keys in each hop, and what
+each merge does to a query.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from scripts.trace_page import MAX_NUMBERS, around, causes, fill, numbers
 
 SHOWN = 4  # entries of acc and of the output
 MAX_RANKS = 32  # the page has a cell for each rank and hop
-# the quantity that breaks, in words
+# the broken quantity, in words
 WHY = {
     "block": "the sums of the block itself are not finite",
     "alpha": "what multiplies the past passes the largest number of its dtype",
@@ -24,7 +24,7 @@ WHY = {
 
 
 def first_merge(found: RingTrace) -> str:
-    """Where the finite range was left, in a sentence."""
+    """A sentence on where the finite range was left."""
     assert found.first is not None
     query, hop, cause, score = found.first
     rank = found.ranks[query]
@@ -36,7 +36,7 @@ def first_merge(found: RingTrace) -> str:
 
 
 def ring_sentence(found: RingTrace) -> str:
-    """What all ranks compute, and what goes round."""
+    """A sentence on what all ranks compute, and what they send."""
     pairs = sorted({sum(cell.pairs for cell in hops) for hops in found.cells})
     text = f"Every rank computes {pairs[0]} pairs of query and key."
     if len(pairs) > 1:
@@ -52,7 +52,7 @@ def ring_sentence(found: RingTrace) -> str:
 
 
 def ring_table(found: RingTrace) -> str:
-    """Who holds what, and the followed row hop by hop."""
+    """A table of who holds which keys, and of the followed row, hop by hop."""
     i, hops = found.row, range(len(found.cells))
     cells = [
         [f"of {cell.source}: {spans(cell.keys) or '-'} ({cell.pairs} pairs)" for cell in row]
@@ -82,7 +82,7 @@ def ring_table(found: RingTrace) -> str:
 
 
 def spans(positions: list[int]) -> str:
-    """Positions in a row as one: 0, 1, 6, 7 is "0-1, 6-7"."""
+    """Join consecutive positions: 0, 1, 6, 7 becomes "0-1, 6-7"."""
     parts: list[list[int]] = []
     for x in positions:
         if parts and x == parts[-1][1] + 1:
@@ -93,8 +93,8 @@ def spans(positions: list[int]) -> str:
 
 
 def render_ring(found: RingTrace, about: dict[str, Any]) -> str:
-    """The page. `about` is what any page has, see scripts.trace. Of many queries it shows those
-    around the one to follow.
+    """The page. `about` holds what every page has, see scripts.trace. If there are many queries, it
+    shows those around the followed one.
     """
     world, num_queries = len(found.cells), len(found.fates)
     count = min(num_queries, MAX_NUMBERS // (2 * world * (3 * SHOWN + 9)))
@@ -125,7 +125,7 @@ def render_ring(found: RingTrace, about: dict[str, Any]) -> str:
 
 
 def lane(hop: Hop, error: Tensor, kept: slice) -> dict[str, Any]:
-    """What one backend made of one hop."""
+    """One backend's numbers for one hop."""
     block, state = hop.block, hop.state
     figures = {
         "block_max": block.row_max[:, 0],

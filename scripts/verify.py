@@ -1,13 +1,13 @@
-"""Hold a backend, or all of them, to the properties of attention: the matrix, and whether it is as
-it should be.
+"""Check one backend or all against the properties of attention; print the matrix, and whether every
+cell is as documented.
 
     python -m scripts.verify attention=tiled
 
-Green: every check of the property stays in its budget, which is relative to naive attention's own
-error against float64. Red: one does not. A broken backend documents what it is red in. The exit
-code is 0 where every cell is green, red as documented, or does not apply: the backend refuses such
-inputs, or with exact=False does not claim what is of softmax alone. Arguments are key=value, and
-all have a default:
+Green: every check of the property stays within its budget, which is relative to naive attention's
+own error against float64. Red: a check exceeds it. A broken backend documents the properties in
+which it is red. A property does not apply if the backend refuses its inputs, or if the backend has
+exact=False and the property is only of softmax. The exit code is 0 if every cell is green, red as
+documented, or does not apply. Arguments are key=value, and all have a default:
 
     attention  a name, pkg.module:BACKEND, either with options as in tiled:block_q=16,block_kv=32,
                several with commas between, or all (all)
@@ -16,20 +16,19 @@ all have a default:
                GPU (auto)
     cases      random shapes besides the adversarial inputs (100)
     seed       of the random shapes (0)
-    context    processes that share every sequence (1); on GPUs one each
-    how        their way: ring, heads or gather, as parallel.how (ring)
-    target     instead of attention: pkg.module:NAME of a Backend that is distributed itself, called
+    context    processes that share every sequence (1); on GPUs, one GPU each
+    how        how they share it: ring, heads or gather, as parallel.how (ring)
+    target     instead of attention: pkg.module:NAME of a Backend that is itself distributed, called
                in each process with its tokens
-    layout     of target's tokens: zigzag (of 2 W chunks the r-th from both ends) or contiguous
-               (zigzag)
-    processes  that examine side by side, each some properties in one dtype (1); on a GPU compiling
-               takes the time, and each needs up to 9 GiB of it
-    out        write every cell to this JSON file; the columns of other backends in it stay, if they
-               were measured alike. It is written as the cells come, and what was asked for and is
-               not there yet is listed under "missing": the same command goes on with that
-               (with context=1)
+    layout     of target's tokens: zigzag (rank r has the r-th of 2 W chunks from both ends) or
+               contiguous (zigzag)
+    processes  how many run in parallel, each for some properties in one dtype (1). On a GPU most of
+               the time is compilation, and each process needs up to 9 GiB of its memory
+    out        write every cell to this JSON file; columns of other backends stay, if they were
+               measured alike. The file grows as cells are done and lists the rest under "missing":
+               the same command continues there (with context=1)
 
-Triton runs on a CPU where TRITON_INTERPRET=1 is set (minutes).
+Triton runs on a CPU if TRITON_INTERPRET=1 is set (minutes).
 """
 
 import contextlib
@@ -60,8 +59,8 @@ from training.files import check_writable, write_json
 from training.interrupt import Ending
 from training.sharing import RINGS
 
-# of a column in one dtype, for processes side by side: a start takes seconds. Where these are fewer
-# than the processes, each property is a part
+# parts of a column in one dtype, for parallel processes: starting one takes seconds. If there are
+# fewer parts than processes, each property is a part
 PARTS = 3
 
 
@@ -94,8 +93,8 @@ class Options:
 
 
 def pick_backends(names: list[str], device: torch.device) -> dict[str, Backend]:
-    """Column to backend. What a backend also has in kernels that run on this device gets a column
-    of its own.
+    """The backends by the names of their columns. A backend's other implementations that run on
+    this device get their own columns.
     """
     found = {}
     for given in BACKENDS if names == ["all"] else names:
@@ -120,13 +119,13 @@ def pick_dtypes(names: list[str], device: torch.device) -> list[torch.dtype]:
 
 
 def as_json(cell: Cell, dtype: str) -> Row:
-    """The cell's fields; figures to four digits, null where they are not finite."""
+    """The cell's fields; numbers to four digits, null if not finite."""
     figures = {name: finite(getattr(cell, name)) for name in ("worst_share", "worst_multiple")}
     return {"dtype": dtype, **asdict(cell), "ok": cell.ok} | figures
 
 
 class Part(NamedTuple):
-    """What was found of a column: cells of one dtype, the cases tried for them, and the seconds."""
+    """Some results of a column: cells of one dtype, the cases tried for them, and the seconds."""
 
     dtype: str
     cells: list[Row]
@@ -136,14 +135,14 @@ class Part(NamedTuple):
 
 @dataclass
 class Column:
-    """What is to be found out about a backend, and the parts of it that were."""
+    """A column of the matrix: the properties to check for a backend, and the results so far."""
 
     backend: Backend
-    wanted: dict[str, list[str]]  # the properties of each dtype
+    wanted: dict[str, list[str]]  # properties to check, by dtype
     parts: list[Part] = field(default_factory=list)
 
     def missing(self) -> dict[str, list[str]]:
-        """The properties of each dtype that were not examined; without dtypes that lack none."""
+        """The unchecked properties by dtype, without dtypes that are done."""
         found = {(part.dtype, cell["property"]) for part in self.parts for cell in part.cells}
         missing = {
             dtype: [name for name in names if (dtype, name) not in found]
@@ -152,7 +151,7 @@ class Column:
         return {dtype: names for dtype, names in missing.items() if names}
 
     def row(self) -> Row:
-        """Its cells of every dtype, and what was tried for them. While some are missing also the
+        """The cells of every dtype, and what was tried for them. If cells are missing, also the
         names of the cases, for take_over().
         """
         cases = {
@@ -184,14 +183,14 @@ class Column:
         return row | ({"cases": cases} if self.missing() else {})
 
     def take_over(self, row: Row) -> None:
-        """The parts from a row() that was not whole."""
+        """Add the parts of an unfinished row()."""
         for dtype, cases in row.get("cases", {}).items():
             cells = [cell for cell in row["cells"] if cell["dtype"] == dtype]
             seconds = 0.0 if self.parts else row["seconds"]
             self.parts.append(Part(dtype, cells, set(cases), seconds))
 
 
-Found = Generator[tuple[str, Column]]  # each column, by its name, anew as its parts come
+Found = Generator[tuple[str, Column]]  # yields name and column after each new part
 
 
 def is_random(case: str) -> bool:
@@ -206,7 +205,7 @@ def examined(
     properties: Mapping[str, Property | None],
     done: Callable[[], Any] = lambda: None,
 ) -> Part:
-    """`done` is called after each property."""
+    """Check the properties in one dtype; call `done` after each one."""
     multiple = 1 if options.context == 1 else 2 * options.context
     start, cells = time.perf_counter(), []
     subject = Subject(backend, device.type, DTYPES[dtype], options.cases, options.seed, multiple)
@@ -223,12 +222,12 @@ def verify(
     device: torch.device,
     properties: Mapping[str, Property] | None = None,
 ) -> Iterator[Column]:
-    """The column anew after each dtype, in this process. `properties` that are not in PROPERTIES
-    come with how to check them.
+    """Check the column in this process; yield it after each dtype. `properties` outside PROPERTIES
+    come with their check.
     """
     missing = column.missing()
     total = sum(map(len, missing.values()))
-    # at a terminal
+    # shown only at a terminal
     what = {"desc": column.backend.name, "unit": "property", "leave": False, "disable": None}
     with tqdm(total=total, **what) as bar:
         for dtype, names in missing.items():
@@ -239,7 +238,7 @@ def verify(
 
 
 def mark(cells: list[Row]) -> str:
-    """One property of one backend, over its dtypes: + green, x red as documented, ! not as
+    """The mark of one property and backend over all dtypes: + green, x red as documented, ! not as
     documented, . not applicable.
     """
     if not all(cell["ok"] for cell in cells):
@@ -253,10 +252,10 @@ def cells_of(column: Row, name: str) -> list[Row]:
 
 
 def matrix(columns: dict[str, Row]) -> str:
-    """Properties down, backends across with their names written downwards."""
+    """The matrix as text: a row per property, a column per backend, names written downwards."""
     rows = dict.fromkeys(cell["property"] for each in columns.values() for cell in each["cells"])
     width = max(map(len, rows)) + 2
-    # a target's module would make the heading long
+    # without a target's module, which would make the heading long
     names = [name.rpartition(":")[2] for name in columns]
     height = max(map(len, names))
     lines = [
@@ -271,8 +270,8 @@ def matrix(columns: dict[str, Row]) -> str:
 
 
 def remarks(columns: dict[str, Row]) -> list[str]:
-    """What the marks leave open: every cell that is not as documented, and who was not verified at
-    all.
+    """Details that the marks leave out: every cell that is not as documented, and backends that
+    were not verified.
     """
     lines = []
     for name, column in columns.items():
@@ -294,21 +293,21 @@ def not_verified(column: Row) -> bool:
 
 
 def measured_alike(path: Path | None, head: Row) -> Row:
-    """What the file has of backends that were measured under the same `head`, and what it lacks."""
+    """The file's backends and missing cells, if they were measured under the same `head`."""
     found: Row = {"backends": {}, "missing": {}}
     if path is None:
         return found
-    # no such file yet, or another
+    # the file may not exist, or be another kind of file
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         before = json.loads(path.read_text())
-        before["environment"]["dirty"] = head["environment"]["dirty"]  # by this file, maybe
+        before["environment"]["dirty"] = head["environment"]["dirty"]  # perhaps only by this file
         if {name: before.get(name) for name in head} == head:
             found |= {name: before.get(name, {}) for name in found}
     return found
 
 
 def write(path: Path, head: Row, before: Row, columns: dict[str, Column]) -> None:
-    """`columns`, and those of other backends from `before`."""
+    """Write `columns`, and the columns of other backends from `before`."""
     rows = before["backends"] | {name: x.row() for name, x in columns.items() if x.parts}
     missing = dict(before["missing"])
     for name, column in columns.items():
@@ -320,7 +319,7 @@ def write(path: Path, head: Row, before: Row, columns: dict[str, Column]) -> Non
     order = list(BACKENDS)
 
     def place(column: str) -> tuple[int, str]:
-        """In the table's order, implementations behind what they implement, your own at the end."""
+        """Order of the table of backends; implementations follow theirs, your own come last."""
         name = column.split(" (")[0]
         return order.index(name) if name in order else len(order), column
 
@@ -330,7 +329,7 @@ def write(path: Path, head: Row, before: Row, columns: dict[str, Column]) -> Non
 
 
 def verify_here(columns: dict[str, Column], options: Options, device: torch.device) -> Found:
-    """Each column, by its name, as its parts come."""
+    """Yield name and column after each part, checked in this process."""
     for name, column in columns.items():
         for found in verify(column, options, device):
             yield name, found
@@ -339,14 +338,14 @@ def verify_here(columns: dict[str, Column], options: Options, device: torch.devi
 def verify_side_by_side(
     columns: dict[str, Column], options: Options, device: torch.device
 ) -> Found:
-    """The same, in processes that examine a part of a column each."""
+    """Yield name and column after each part; every part has its own process."""
     missing = {name: column.missing() for name, column in columns.items()}
     few = PARTS * sum(map(len, missing.values())) < options.processes
     count = len(PROPERTIES) if few else PARTS
     jobs = [
         (options, name, dtype, names[part::count])
         for name, dtypes in missing.items()
-        for part in range(count)  # the first properties take longest
+        for part in range(count)  # the first properties take the longest
         for dtype, names in dtypes.items()
         if names[part::count]
     ]
@@ -371,7 +370,7 @@ def examine_part(options: Options, column: str, dtype: str, names: list[str]) ->
 
 
 def verify_distributed(dtypes: list[torch.dtype], options: Options, device: torch.device) -> Found:
-    """Each column, by its name, in processes that share every sequence."""
+    """Yield name and column, checked in processes that share every sequence."""
     from conformance.distributed import Processes, Setting
 
     if device.type == "cuda" and torch.cuda.device_count() < options.context:
@@ -414,7 +413,7 @@ def main(options: Options) -> None:
         check_writable(options.out)
     set_up(device)
     head = {
-        "environment": measured_on(device),  # before the file makes the working tree dirty
+        "environment": measured_on(device),  # measured before the file makes the working tree dirty
         "device": device.type,
         "dtypes": [SHORT[dtype] for dtype in dtypes],
         "random_cases": {"number": options.cases, "seed": options.seed},
@@ -443,8 +442,8 @@ def main(options: Options) -> None:
 
 
 def go_on(columns: dict[str, Column], before: Row) -> dict[str, Row]:
-    """Where one of the columns was not finished, all take over what the file has. Returns the rows
-    of those that have nothing to do, and drops these.
+    """If the file has one of the columns unfinished, continue from the file. Removes the finished
+    columns from `columns` and returns their rows.
     """
     whole: dict[str, Row] = {}
     if not columns.keys() & before["missing"].keys():
@@ -462,7 +461,7 @@ def go_on(columns: dict[str, Column], before: Row) -> dict[str, Row]:
 
 
 def ended(rows: dict[str, Row]) -> None:
-    """Prints the report. Raises ValueError where something is not as documented."""
+    """Print the report. Raises ValueError if something is not as documented."""
     print(report(rows))
     wrong = sum(not cell["ok"] for row in rows.values() for cell in row["cells"])
     if wrong:
