@@ -1,15 +1,16 @@
 """Report on the runs of a sweep: one self-contained HTML page.
 
-Reads what training left on disk and measures nothing itself. It says which variant is best and what
-the difference is worth, what is suspicious, memory and speed, how runs broke, DIR/cross_eval.json
-where scripts.cross_eval wrote one, and where the numbers come from. Writes DIR/report.html.
+It reads the files of training and measures nothing itself. The page says which variant is best and
+how clear the difference is, what is suspicious, memory and speed, how runs broke, and where the
+numbers come from. It includes DIR/cross_eval.json if scripts.cross_eval wrote one. It is written to
+DIR/report.html.
 
     python -m scripts.report multirun/2026-01-31_12-00-00
 
 The arguments are sweeps, runs, or folders of either, and
 
     out       FILE.html, to write the page elsewhere
-    baseline  the variant that the others are held against (naive, sdpa or tiled, whichever ran)
+    baseline  the variant to compare the others with (naive, sdpa or tiled, whichever ran)
 """
 
 from dataclasses import dataclass
@@ -55,13 +56,13 @@ def build_report(
     baseline: str | None = None,
     left_out: int = 0,
 ) -> list[Section]:
-    """Every section that has something to say. left_out: jobs that were never started."""
+    """Every section that has content. left_out: number of jobs that never started."""
     if baseline not in {None, *(run.variant for run in runs)}:
         names = ", ".join(dict.fromkeys(run.variant for run in runs))
         raise ValueError(f"baseline={baseline} is no variant of these runs; they are: {names}")
     styles, rankings = variant_styles(runs), rank(runs, baseline)
     runs = best_first(runs, rankings, list(styles))
-    # "Not completed" has a failed job; its losses are drawn where it logged some
+    # "Not completed" lists failed jobs; their losses are drawn if they logged some
     ran = [run for run in runs if run.status != "failed"]
     drawn = [run for run in runs if run.status != "failed" or run.logged]
     styles = {name: styles[name] for name in styles if name in {run.variant for run in drawn}}

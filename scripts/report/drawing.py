@@ -1,8 +1,8 @@
-"""The look of a report's figures, and their way to the page.
+"""The style of a report's figures, and their conversion to SVG.
 
-A figure is panels, each drawn once in the colours of light paper and small enough for a phone. In
-their SVG the colours become the page's CSS variables: the same picture follows the reader from
-light to dark and onto white paper.
+A figure consists of panels. Each is drawn once in the colours of light paper, and is small enough
+for a phone. Its SVG uses the page's CSS variables for colours, so the same picture works in light
+mode, in dark mode and in print.
 """
 
 import io
@@ -18,7 +18,7 @@ from training.sweep import in_order
 
 SOFT, GRID, PAPER = "#6a6a70", "#e4e4e8", "#ffffff"
 VARIABLES = {INK: "--ink", SOFT: "--soft", GRID: "--grid", PAPER: "--paper"}
-# without the marks of a diverged run (X) and of one that ran out of memory (s)
+# without X, which marks a diverged run, and s, which marks one that ran out of memory
 MARKERS = "oD^vPh*<>p"
 
 
@@ -31,7 +31,7 @@ class Style:
 
     @property
     def line(self) -> Row:
-        """What matplotlib's plot() takes."""
+        """Arguments for matplotlib's plot()."""
         return {
             "color": self.color,
             "linestyle": self.linestyle,
@@ -42,11 +42,11 @@ class Style:
 
 
 def variant_styles(runs: list[Run]) -> dict[str, Style]:
-    """One colour and marker a variant; defects last and dashed; exact ones, whose curves coincide,
-    from wide below to narrow on top.
+    """One colour and marker per variant. Defects come last and are dashed. Exact variants have
+    coinciding curves, so their lines get narrower from bottom to top.
     """
-    # a run that failed at once does not say that its attention is a defect; another of the same
-    # attention does
+    # a run that failed at once does not record that its attention is a defect, but another run of
+    # that attention does
     defects = {run.summary.get("attention") for run in runs if run.is_defect}
     names = {run.variant: run.summary.get("attention", run.variant) for run in runs}
     is_defect = {variant: name in defects for variant, name in names.items()}
@@ -65,8 +65,8 @@ def variant_styles(runs: list[Run]) -> dict[str, Style]:
 
 
 def render(name: str, draw: Callable[[], Iterable[Any]]) -> list[str]:
-    """Draw matplotlib figures under the report's look: one <svg> element each. `name` keeps their
-    ids apart from those of other drawings.
+    """Draw matplotlib figures in the report's style, each as an <svg> element. `name` makes their
+    ids unique on the page.
     """
     import matplotlib
 
@@ -84,9 +84,9 @@ def render(name: str, draw: Callable[[], Iterable[Any]]) -> list[str]:
         "axes.titlelocation": "left",
         "axes.titlesize": 10.5,
         "font.size": 10,
-        # letters stay letters: they can be searched, copied and read aloud
+        # keep text as text, which can be searched, copied and read aloud
         "svg.fonttype": "none",
-        # a dollar sign in a file name does not begin a formula
+        # a dollar sign in a file name does not start a formula
         "text.parse_math": False,
     }
     with matplotlib.rc_context(look):
@@ -112,7 +112,7 @@ def _svg(name: str, figure: Any) -> str:
 
 
 def legend(name: str, styles: dict[str, Style], marks: dict[str, str]) -> dict[str, str]:
-    """A sample as SVG by its words: the variants, and what the marks (by their meaning) say."""
+    """SVG samples by their labels: the variants, and the marks by their meanings."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 

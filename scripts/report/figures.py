@@ -1,5 +1,5 @@
-"""The figures of a report. Each function returns its panels as matplotlib figures;
-scripts/report/drawing.py takes them to the page.
+"""The figures of a report. Each function returns its panels as matplotlib figures, which
+scripts/report/drawing.py turns into SVG.
 """
 
 from collections.abc import Sequence
@@ -13,35 +13,35 @@ from scripts.report.drawing import INK, PAPER, SOFT, Style, short
 from scripts.report.runs import Run, measured
 from scripts.tables import grouped
 
-# past these scores exp overflows; bfloat16 has float32's range
+# exp overflows above these scores; bfloat16 has float32's range
 FLOAT16_LIMIT, FLOAT32_LIMIT = min(LIMITS.values()), max(LIMITS.values())
-OTHER_POINTS = 5  # of a curve besides the losses; these have one from the second point on
-# drawn elsewhere, or no more than bookkeeping
+OTHER_POINTS = 5  # least points of a curve other than a loss; a loss needs two
+# drawn elsewhere, or only bookkeeping
 DRAWN = {"step", "tokens", "seconds", "lr", "mfu", "tokens_per_sec", "step_tokens_per_sec"}
 DRAWN |= {"train/loss", "val/loss", "val/loss_exact", "val/accuracy", "val/accuracy_exact"}
-DRAWN |= {"val/bpb", "val/bpb_exact"}  # each is a multiple of its loss
+DRAWN |= {"val/bpb", "val/bpb_exact"}  # each is its loss times a constant
 
 PEAK = "memory/peak_gib"
-# what is drawn against length, by its title
+# metrics drawn against length, by title
 COSTS = {
     "peak memory (GiB)": PEAK,
     "tokens per second, the steps alone": "step_tokens_per_sec",
 }
 Curve = dict[float, float]
-# by status: a marker, and its words in the legend
+# by status: marker and legend text
 END_MARKS = {"diverged": ("X", "diverged: last finite value"), "oom": ("s", "out of memory")}
 
 
 def curve_lengths(runs: list[Run], *metrics: str) -> list[int]:
-    """Sequence lengths at which some run logged enough of a metric for a curve."""
+    """Sequence lengths at which some run logged enough values of a metric for a curve."""
     return sorted({run.seq_len for run in runs if not set(metrics).isdisjoint(run.logged)})
 
 
 def draw_curves(
     runs: list[Run], styles: dict[str, Style], metric: str, train_metric: str | None = None
 ) -> list[Any]:
-    """For each sequence length a panel with each variant as it computes, and one with the same
-    weights under exact attention.
+    """For each sequence length, a panel with each variant under its own attention, and one with the
+    same weights under exact attention.
     """
     exact_metric = f"{metric}_exact"
     lengths = curve_lengths(runs, metric, *([train_metric] if train_metric else []))
@@ -78,11 +78,10 @@ def draw_curves(
 
 
 def over_seeds(curves: list[Curve]) -> tuple[Curve, dict[float, list[float]], list[Curve]]:
-    """Of the curves of several seeds the mean, the values it is of, and what is left of each curve
-    after that.
+    """The mean of the curves of several seeds, the values behind it, and the rest of each curve
+    after it.
 
-    The mean ends with the first seed that ends: a mean over those that are left would change its
-    meaning on the way.
+    The mean ends where the first seed ends: over fewer seeds it would have another meaning.
     """
     curves = [curve for curve in curves if curve]
     if len(curves) < 2:
@@ -97,8 +96,8 @@ def over_seeds(curves: list[Curve]) -> tuple[Curve, dict[float, list[float]], li
 
 
 def draw_seeds(axes: Any, curves: list[Curve], style: Style) -> None:
-    """One seed: a line. Several: their mean, a band around it, and each of those that last longer
-    as a thin line.
+    """Draw one seed as a line; several as their mean with a band, plus a thin line for each seed
+    that lasts longer.
     """
     mean, values, rest = over_seeds(curves)
     color = style.color
@@ -112,13 +111,13 @@ def draw_seeds(axes: Any, curves: list[Curve], style: Style) -> None:
 
 
 def _mark_end(axes: Any, run: Run, curve: Curve, style: Style) -> None:
-    """A cross where a diverged run had its last finite value; a square where memory ran out on the
-    way.
+    """Draw a cross at the last finite value of a diverged run, or a square where a run ran out of
+    memory.
     """
     if not curve or run.status not in END_MARKS:
         return
     tokens = max(curve)
-    # a curve that shot up has its mark at the upper edge
+    # a curve that shot up gets its mark at the upper edge
     height = min(curve[tokens], axes.get_ylim()[1])
     look = {"color": style.color, "markeredgecolor": INK, "markersize": 10}
     marker, _ = END_MARKS[run.status]
@@ -132,7 +131,7 @@ def end_marks(runs: list[Run]) -> dict[str, str]:
 
 
 def _limits(runs: list[Run], metric: str, train_metric: str | None) -> tuple[float, float]:
-    """Limits that neither the untrained model nor a diverging curve stretches."""
+    """Axis limits that ignore the untrained model and diverging curves."""
     if "accuracy" in metric:
         return -0.02, 1.02
 
@@ -141,7 +140,7 @@ def _limits(runs: list[Run], metric: str, train_metric: str | None) -> tuple[flo
 
     own = (metric, f"{metric}_exact")
     everything = curves(runs, *own, *filter(None, [train_metric]))
-    # the first value of a curve is the untrained model's
+    # the first value of a curve is from the untrained model
     held_out = curves([run for run in runs if run.status != "diverged"], *own)
     learnt = [values[1:] for values in held_out if len(values) > 1]
     learnt = learnt or [values[1:2] or values for values in everything]
@@ -152,7 +151,7 @@ def _limits(runs: list[Run], metric: str, train_metric: str | None) -> tuple[flo
 
 
 def other_metrics(runs: list[Run]) -> list[str]:
-    """What else the runs logged often enough for a curve, whatever its name."""
+    """All other metrics that the runs logged often enough for a curve."""
     names = dict.fromkeys(
         name for run in runs for name in run.logged if len(run.curve(name)) >= OTHER_POINTS
     )
@@ -160,7 +159,7 @@ def other_metrics(runs: list[Run]) -> list[str]:
 
 
 def draw_others(runs: list[Run], styles: dict[str, Style]) -> list[Any]:
-    """A small panel a metric (and sequence length): mean and band over seeds."""
+    """A small panel for each metric and sequence length: mean and band over seeds."""
     panels = [
         (metric, length) for metric in other_metrics(runs) for length in curve_lengths(runs, metric)
     ]
@@ -184,7 +183,7 @@ def draw_others(runs: list[Run], styles: dict[str, Style]) -> list[Any]:
 
 
 def _scale(axes: Any, values: Sequence[float]) -> None:
-    """A logarithmic scale for values over more than a factor of 30."""
+    """Use a logarithmic scale if the values span more than a factor of 30."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     if min(values) > 0 and max(values) > 30 * min(values):
@@ -197,8 +196,8 @@ def _scale(axes: Any, values: Sequence[float]) -> None:
 
 
 def draw_limits(axes: Any, largest: float) -> None:
-    """Lines at the scores past which exp overflows: the one of float16 and, once that is passed,
-    the one of float32 and bfloat16.
+    """Draw a line at the score above which exp overflows in float16 and, if scores exceed that, one
+    for float32 and bfloat16.
     """
     line = {"color": SOFT, "linewidth": 0.9, "linestyle": (0, (2, 2))}
     look = {
@@ -212,13 +211,13 @@ def draw_limits(axes: Any, largest: float) -> None:
     axes.axhline(FLOAT16_LIMIT, **line)
     axes.annotate(f"{FLOAT16_LIMIT:.2f} float16", (0.99, FLOAT16_LIMIT), ha="right", **look)
     if largest > FLOAT16_LIMIT:
-        # scores grow: below the higher line there is room on the left
+        # scores grow, so there is room for text on the left below the higher line
         axes.axhline(FLOAT32_LIMIT, **line)
         axes.annotate(f"{FLOAT32_LIMIT:.2f} float32, bfloat16", (0.01, FLOAT32_LIMIT), **look)
 
 
 def draw_history(history: Curve, bad_step: float | None, style: Style) -> list[Any]:
-    """The largest score over the steps of one run that diverged."""
+    """Draw the largest score over the steps of a diverged run."""
     from matplotlib.ticker import MaxNLocator
 
     figure, axes = new_figure(size=(4.4, 1.9))
@@ -236,15 +235,15 @@ def draw_history(history: Curve, bad_step: float | None, style: Style) -> list[A
 
 
 def cost_lengths(runs: list[Run]) -> list[int]:
-    """Sequence lengths with a peak, a speed or a lack of memory to draw; a run that failed at once
-    has none.
+    """Sequence lengths for which there is a peak, a speed or an out-of-memory run to draw. A run
+    that failed at once has none of these.
     """
     told = [run for run in runs if run.status == "oom" or any(map(run.figure, COSTS.values()))]
     return sorted({run.seq_len for run in told} - {0})
 
 
 def draw_cost(runs: list[Run], styles: dict[str, Style]) -> list[Any]:
-    """Peak memory and speed: against the sequence length where there are several, else a bar a
+    """Peak memory and speed: against the sequence length if there are several, else as a bar per
     variant.
     """
     lengths = cost_lengths(runs)
@@ -261,7 +260,7 @@ def draw_cost(runs: list[Run], styles: dict[str, Style]) -> list[Any]:
             _draw_cost_lines(axes, groups, name)
         else:
             _draw_cost_bars(axes, groups, name)
-        # the crosses of what ran out stand between the axes and the title
+        # leave room for out-of-memory crosses between axes and title
         crossed = several and name == PEAK and any(run.status == "oom" for run in runs)
         axes.set_title(title, pad=26 if crossed else None)
     return figures
@@ -278,7 +277,7 @@ def _draw_cost_lines(axes: Any, groups: list[tuple[Style, list[Run]]], name: str
         axes.plot(*_xy(mean), **style.line)
         ran_out = sorted({run.seq_len for run in runs if run.status == "oom"})
         if ran_out and name == PEAK:
-            # above the axes: memory that was not there has no amount
+            # above the axes, because the missing memory has no amount
             where = {"transform": axes.get_xaxis_transform(), "clip_on": False}
             height = [1.03 + 0.035 * (i % 3)] * len(ran_out)
             axes.plot(ran_out, height, "X", color=style.color, markersize=9, **where)
@@ -286,7 +285,7 @@ def _draw_cost_lines(axes: Any, groups: list[tuple[Style, list[Run]]], name: str
     lengths = sorted({run.seq_len for run in everything})
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
     drawn = [value for value in measured(everything, name) if value]
-    # whole powers of two, so that there are ticks
+    # limits are powers of two, so that there are ticks
     low, high = (floor(log2(value)) for value in (min(drawn), max(drawn)))
     axes.set_ylim(2**low, 2 ** (high + 1))
     axes.yaxis.set_major_locator(LogLocator(base=2))

@@ -1,4 +1,4 @@
-"""The matrices of scripts.cross_eval as tables whose cells have a colour."""
+"""The matrices of scripts.cross_eval as tables with coloured cells."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from training.sweep import load_json
 
 
 def cross_blocks(dirs: Sequence[Path]) -> list[Table | Text]:
-    """What every DIR/cross_eval.json says, or that it cannot be read."""
+    """The contents of every DIR/cross_eval.json, or a note that it cannot be read."""
     rows: list[Row] = []
     doubts: list[str] = []
     for folder in dirs:
@@ -22,7 +22,7 @@ def cross_blocks(dirs: Sequence[Path]) -> list[Table | Text]:
             found = read_rows(path)
             build_matrices(found)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            # without the reason: it would name a path of this machine
+            # not the reason, which would name a path of this machine
             doubts.append(
                 "cross_eval.json cannot be read: it is not what scripts.cross_eval writes, or "
                 "only half of it; run that again."
@@ -52,23 +52,22 @@ def cross_blocks(dirs: Sequence[Path]) -> list[Table | Text]:
 
 
 def _run_dir(folder: Path, run: str) -> Path | None:
-    """Where the run of a row lies; None for one that is not here."""
+    """The folder of a row's run; None if it is not here."""
     if (folder / run).is_dir():
         return folder / run
-    # a single run's file lies in its own folder
+    # the file of a single run is in the run's own folder
     return folder if run == folder.resolve().name else None
 
 
 def trained_on(folder: Path, rows: list[Row]) -> list[str]:
-    """The runs of the rows, below `folder`, whose weights have been trained on since they were
-    judged.
-    """
+    """The runs of the rows, below `folder`, whose training continued after they were judged."""
     found = []
     for run, step in dict.fromkeys((row["run"], row.get("step")) for row in rows):
         if (run_dir := _run_dir(folder, run)) is None or step is None:
             continue
         summary = load_json(run_dir / "summary.json")
-        # a diverged run has done more steps than its checkpoint; a copy may come without it
+        # a diverged run has done more steps than its checkpoint; a copied run may lack the
+        # checkpoint
         now = load_json(run_dir / "checkpoint" / "meta.json").get("step", summary.get("steps_done"))
         if now not in (None, step):
             found.append(f"{run} (step {now}, judged at {step})")
@@ -76,7 +75,7 @@ def trained_on(folder: Path, rows: list[Row]) -> list[str]:
 
 
 def judged_on(folder: Path, rows: list[Row]) -> list[str]:
-    """The runs that were judged on another number of sequences than they evaluate on."""
+    """The runs that were judged on another number of sequences than their own evaluation uses."""
     found = []
     for run, sequences in dict.fromkeys((row["run"], row["sequences"]) for row in rows):
         run_dir = _run_dir(folder, run)

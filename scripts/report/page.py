@@ -1,7 +1,7 @@
-"""How a report is written down: blocks as one self-contained HTML page.
+"""Write a report's blocks as one self-contained HTML page.
 
-The page asks nothing of a network: for a phone as for a screen, light, dark or printed. All text is
-escaped.
+The page needs no network. It works on a phone and a large screen, in light and dark mode, and in
+print. All text is escaped.
 """
 
 import re
@@ -20,21 +20,21 @@ class Text:
 
 @dataclass
 class Figure:
-    title: str  # what it shows, for those who cannot see it
+    title: str  # description for readers who cannot see it
     caption: str
     panels: list[str]  # as SVG
-    legend: dict[str, str] = field(default_factory=dict)  # a sample as SVG, by its words
+    legend: dict[str, str] = field(default_factory=dict)  # SVG samples by their labels
 
 
 @dataclass
 class Table:
     head: list[str]
     rows: list[list[str]]
-    words: int = 1  # so many columns are words, on the left; the others are numbers
-    notes: bool = False  # the last column is a sentence
-    # a heat map: a share of 0 to 1 a cell below the head, None for a cell without a colour
+    words: int = 1  # how many columns at the left are words; the others are numbers
+    notes: bool = False  # whether the last column is a sentence
+    # of a heat map: a number of 0 to 1 for each cell below the head, None for no colour
     shares: list[list[float | None]] | None = None
-    framed: list[set[int]] | None = None  # the places in each row of shares that get a frame
+    framed: list[set[int]] | None = None  # columns of each row of shares that get a frame
 
     def kind(self, column: int) -> str:
         """The HTML class of a column: a sentence, words, or numbers."""
@@ -58,7 +58,7 @@ class Section:
 
 
 def _style(body: str) -> str:
-    """page.css, and the colours of the figures as variables: on light paper, on dark."""
+    """page.css, with the figures' colours as variables, for light and for dark mode."""
     colors = sorted(set(re.findall(r"var\(--c-([0-9a-f]{6})\)", body)))
     light = " ".join(f"--c-{color}: #{color};" for color in colors)
     dark = " ".join(f"--c-{color}: {mixed(f'#{color}', ON_DARK)};" for color in colors)
@@ -104,10 +104,10 @@ def _html(block: Text | Figure | Table | Card) -> str:
 
 
 def _panels(figure: Figure) -> str:
-    """The panels beside one another, or below where the window is narrow, and the legend."""
+    """The panels and the legend. In a narrow window the panels stand below one another."""
     panels = []
     for number, svg in enumerate(figure.panels, 1):
-        # never larger than drawn, so that letters keep their size
+        # never larger than drawn, so that text keeps its size
         width = re.search(r'width="([\d.]+)pt"', svg)[1]
         title = figure.title + (f", panel {number}" if len(figure.panels) > 1 else "")
         shown = f'role="img" aria-label="{escape(title)}" style="max-width: {width}pt"'
@@ -122,7 +122,7 @@ def _panels(figure: Figure) -> str:
 
 def _html_table(table: Table) -> str:
     def attributes(row: int, column: int) -> str:
-        """The class of a cell of the body, and its share of a heat map's colour."""
+        """HTML attributes of a body cell: its class, and its share of the heat map's colour."""
         place = column - table.words
         if table.shares is None or place < 0:
             return table.kind(column)

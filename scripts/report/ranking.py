@@ -1,8 +1,8 @@
-"""Which variant is best, by how much, and what the difference is worth.
+"""Which variant is best, by how much, and how clear the difference is.
 
-Softmax attention, exact or broken on purpose, is judged by val/loss_exact: a defect's own loss can
-lead and mean nothing. A function that does not claim softmax is judged by its own loss. Runs
-compare only where length, trained tokens, held-out data and seeds are equal.
+Softmax attention, exact or deliberately broken, is ranked by val/loss_exact: a defect's own loss
+can be the lowest and mean nothing. A function that does not claim softmax is ranked by its own
+loss. Runs are compared only if length, trained tokens, held-out data and seeds are equal.
 """
 
 from collections.abc import Iterable
@@ -15,16 +15,16 @@ from scripts.report.runs import Run, ended, measured
 from scripts.tables import grouped
 from training.sweep import in_order
 
-# Student's t for an interval of 95%, from one degree of freedom on; the last stands for all above
+# Student's t for 95% intervals, from one degree of freedom on; the last one is used for all above
 T95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-# the baseline is the first of these that was run, else any exact attention
+# the baseline is the first of these with runs, else any exact attention
 BASELINES = ("naive", "sdpa", "tiled")
 
-Losses = dict[str, dict[str, float]]  # by variant and seed
+Losses = dict[str, dict[str, float]]  # loss by variant and seed
 
 
 class Difference(NamedTuple):
-    """The mean of differences paired by seed, and half of its 95% interval: None for one seed."""
+    """The mean of differences paired by seed, and half of its 95% interval (None for one seed)."""
 
     mean: float
     half: float | None
@@ -42,7 +42,7 @@ class Difference(NamedTuple):
 
 @dataclass
 class Ranking:
-    """Variants that compare, best first, each with the same seeds."""
+    """Comparable variants, best first, each with the same seeds."""
 
     metric: str
     seq_len: int
@@ -61,12 +61,12 @@ class Ranking:
 
     @property
     def level(self) -> list[str]:
-        """Variants that the seeds do not tell from the best one."""
+        """Variants that these seeds cannot distinguish from the best one."""
         others = list(self.losses)[1:]
         return [name for name in others if not self.difference(name, self.best).is_clear]
 
     def difference(self, variant: str, other: str) -> Difference:
-        """How much higher the loss of `variant` is."""
+        """How much higher the loss of `variant` is than that of `other`."""
         seeds = self.losses[other]
         values = [self.losses[variant][seed] - seeds[seed] for seed in seeds]
         if len(values) == 1:
@@ -76,7 +76,7 @@ class Ranking:
 
 
 def rank(runs: Iterable[Run], baseline: str | None = None) -> list[Ranking]:
-    """One ranking for each set of runs that compare, short lengths first; of each length softmax
+    """One ranking for each set of comparable runs: short lengths first, and for each length softmax
     attention first.
     """
     judged = [run for run in ended(runs, "completed") if run.figure(run.judged_by) is not None]
@@ -88,15 +88,15 @@ def rank(runs: Iterable[Run], baseline: str | None = None) -> list[Ranking]:
         if first:
             rankings.append(first)
         if others:
-            # of exact attention the own loss is the exact one
+            # for exact attention, the own loss is the exact loss
             reference = [run for run in softmax if first and run.variant == first.baseline]
             rankings.append(_ranking("val/loss", others + reference, reference, baseline))
     return rankings
 
 
 def best_first(runs: list[Run], rankings: list[Ranking], order: list[str]) -> list[Run]:
-    """The runs by length, then by the place of their variant. Variants that are not ranked follow,
-    in `order`.
+    """The runs sorted by length, then by the rank of their variant. Unranked variants follow, in
+    `order`.
     """
     places: dict[tuple[int, str], int] = {}
     for ranking in rankings:
@@ -135,7 +135,7 @@ def _ranking(metric: str, runs: list[Run], exact: list[Run], baseline: str | Non
 
 
 def common_seeds(losses: Losses) -> set[str]:
-    """The seeds by which as many variants as possible compare over as many seeds as possible."""
+    """The seeds that maximise variants times seeds, for variants that have all of these seeds."""
     candidates = [set(own) for own in losses.values()]
     candidates.append(set.intersection(*candidates))
 
@@ -154,7 +154,7 @@ def pick_baseline(exact: list[Run]) -> str | None:
 
 
 def answer(ranking: Ranking, *, where: str) -> str:
-    """The result in a sentence or two. where: the length, where there are several."""
+    """The result in one or two sentences. where: the length, if there are several."""
     names = ", ".join(ranking.unranked)
     left_out = f" Not ranked, for want of the same seeds: {names}." if names else ""
     return _result(ranking, where) + left_out

@@ -1,4 +1,4 @@
-"""The runs of a report, as their files tell them: whole, broken off, or never begun."""
+"""Read the runs of a report from their files: complete, interrupted, or never started."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from training.names import attention_steps, name_runs
 from training.resume import load_yaml
 from training.sweep import is_stale, load_json
 
-MIN_POINTS = 2  # of a curve
+MIN_POINTS = 2  # least points of a curve
 
 
 @dataclass(eq=False)
@@ -24,11 +24,11 @@ class Run:
     summary: Row
     metrics: list[Row] = field(default_factory=list)
     env: Row = field(default_factory=dict)
-    eval_sequences: int = 0  # held-out sequences that its losses are means over; 0: not known
-    damage: str = ""  # what is missing of its files
-    place: str = ""  # its folder, relative to the folder reported on
-    variant: str = ""  # what is compared; see training.names
-    name: str = ""  # the variant, seq_len and seed: no two runs of a report share one
+    eval_sequences: int = 0  # held-out sequences behind its losses; 0 is unknown
+    damage: str = ""  # what its files lack
+    place: str = ""  # its folder, relative to the report's folder
+    variant: str = ""  # the variant's name; see training.names
+    name: str = ""  # variant, seq_len and seed; unique in a report
 
     @property
     def status(self) -> str:
@@ -40,7 +40,9 @@ class Run:
 
     @property
     def claims_exact(self) -> bool:
-        """A run that failed at once does not say it, and counts by its defect."""
+        """Whether it claims to be exact. A run that failed at once does not record this; only its
+        defect counts.
+        """
         return not self.is_defect and self.summary.get("exact") is not False
 
     @property
@@ -58,7 +60,7 @@ class Run:
 
     @property
     def compares_by(self) -> tuple[Any, ...]:
-        """Runs compare where this is equal, besides the seeds."""
+        """Runs with equal values here and equal seeds are comparable."""
         trained = self.tokens or self.figure("steps_done") or 0
         data = str(self.env.get("data_fingerprint"))
         return self.seq_len, trained, self.eval_sequences, data
@@ -83,18 +85,20 @@ class Run:
 
     @cached_property
     def logged(self) -> list[str]:
-        """The names of all metrics with enough values for a curve, in order of appearance."""
+        """Names of all metrics with enough values for a curve, in order of appearance."""
         names = dict.fromkeys(name for row in self.metrics for name in row)
         return [name for name in names if len(self.curve(name)) >= MIN_POINTS]
 
     def curve(self, metric: str) -> dict[float, float]:
-        """Values by tokens. What was not finite is null in the file, and not here."""
+        """Values by tokens. Values that were not finite are null in the file and left out here."""
         points = ((row.get("tokens"), row.get(metric)) for row in self.metrics)
         return dict(sorted(point for point in points if None not in point and is_number(point[1])))
 
 
 def is_number(value: Any) -> bool:
-    """Rows hold lists too: the largest score of each head, and the names of what was not finite."""
+    """Rows also hold lists: the largest score of each head, and the names of tensors that were not
+    finite.
+    """
     return isinstance(value, (int, float))
 
 
@@ -103,12 +107,12 @@ def ended(runs: Iterable[Run], *statuses: str) -> list[Run]:
 
 
 def measured(runs: Iterable[Run], name: str) -> list[float]:
-    """A figure of each run that has it."""
+    """The figure `name` of each run that has it."""
     return [value for run in runs if (value := run.figure(name)) is not None]
 
 
 def load_runs(dirs: Sequence[Path]) -> list[Run]:
-    """Every run below `dirs`. Raises ValueError where none is."""
+    """Every run below `dirs`. Raises ValueError if there is none."""
     summaries = runs_below(dirs)
     if not summaries:
         raise ValueError(
@@ -120,17 +124,17 @@ def load_runs(dirs: Sequence[Path]) -> list[Run]:
     names = name_runs([run.summary for run in runs])
     for run, path, own in zip(runs, summaries, names, strict=True):
         run.variant, run.name = own
-        # without the path of this machine: a report is passed on
+        # no path of this machine, because reports are passed on
         run.place = str(path.relative_to(top)) if len(dirs) == 1 and path != top else path.name
     return runs
 
 
 def _load(path: Path, summary: Row) -> Run:
-    # a completed run has evaluated its last step
+    # only a completed run has evaluated its last step
     if summary["status"] != "completed" and is_stale(summary):
         summary = {key: value for key, value in summary.items() if not key.startswith("val/")}
     if summary["status"] == "oom":
-        # the peak is that of what came before
+        # the peak is from before the memory ran out
         summary.pop("memory/peak_gib", None)
     metrics = read_metrics(path / "metrics.jsonl")
     return Run(
@@ -143,9 +147,7 @@ def _load(path: Path, summary: Row) -> Run:
 
 
 def _damages(path: Path, summary: Row, metrics: list[Row]) -> Iterator[str]:
-    """What a run's files lack that training wrote; a line in the sweep's index may still say how it
-    ended.
-    """
+    """What is missing in a run's files. The sweep's index may still say how the run ended."""
     ran = summary["status"] not in ("failed", "unfinished", "oom")
     summary_exists = (path / "summary.json").exists()
     if "status" not in load_json(path / "summary.json") and (ran or summary_exists):
@@ -156,8 +158,8 @@ def _damages(path: Path, summary: Row, metrics: list[Row]) -> Iterator[str]:
     lines = file.read_bytes().count(b"\n") if file.is_file() else 0
     steps = [row["step"] for row in metrics]
     done = summary.get("steps_done") or 0
-    # the last step need not be logged, but it follows the last row as closely as rows follow one
-    # another
+    # the last step need not be logged, but its distance from the last row is at most that between
+    # rows
     usual = max((b - a for a, b in pairwise(steps)), default=0)
     if not steps and done:
         yield "metrics.jsonl is empty or missing"

@@ -1,4 +1,4 @@
-"""What a report says: one function a section, from the runs to blocks of text, tables and
+"""The sections of a report: one function per section turns runs into blocks of text, tables and
 figures.
 """
 
@@ -31,10 +31,10 @@ SPEEDS = (
     "checkpoints. "
     "In the tables it stands beside tokens/s, which is by the wall clock with all of these."
 )
-# exact attentions of this project differed by 0.00008 nats at most, in bfloat16
+# this project's exact attentions differed by at most 0.00008 nats, in bfloat16
 SAME_LOSS, FAR_APART = 0.001, 0.05
 SCORE_LIMITS = {dtype_name(dtype): limit for dtype, limit in LIMITS.items()}
-NEAR = 0.8  # of a limit
+NEAR = 0.8  # share of a limit
 HELD_OUT = ("val/loss", "val/loss_exact", "val/accuracy")
 
 
@@ -61,9 +61,9 @@ def at_a_glance(runs: list[Run], rankings: list[Ranking]) -> list[str]:
 
 
 def suspicions(runs: list[Run]) -> list[str]:
-    """What casts doubt on a variant: it is not what it claims, or close to an overflow."""
+    """Doubts about a variant: it is not what it claims, or is close to an overflow."""
     texts, apart = [], []
-    near: dict[str, list[str]] = {}  # by dtype: variants with their largest score
+    near: dict[str, list[str]] = {}  # by dtype: variants with their largest scores
     for variant, group in grouped(runs, lambda run: run.variant).items():
         for dtype, limit in SCORE_LIMITS.items():
             own = [run for run in group if run.summary.get("dtype") == dtype]
@@ -98,7 +98,7 @@ def warnings(runs: list[Run], *, left_out: int = 0) -> list[str]:
         jobs = _count(left_out, "job")
         texts.append(f"{jobs} of the sweep never started: index.jsonl has the commands.")
     if len({str(run.env.get("data_fingerprint")) for run in runs} - {"None", ""}) > 1:
-        # the fingerprint is of the tokenizer too
+        # the fingerprint includes the tokenizer
         texts.append(
             "These runs read different data or tokenizers: curves compare only where the data "
             "fingerprint is the same. Of one corpus under several tokenizers, val/bpb compares."
@@ -115,7 +115,7 @@ def warnings(runs: list[Run], *, left_out: int = 0) -> list[str]:
 
 
 def variant_table(runs: list[Run], rankings: list[Ranking]) -> Table:
-    """A row a variant and sequence length, best first: means over its completed runs, with the
+    """A row per variant and sequence length, best first: means over its completed runs with the
     standard deviation over seeds, and the difference to the baseline, paired by seed.
     """
     figures = {
@@ -157,7 +157,7 @@ def variant_table(runs: list[Run], rankings: list[Ranking]) -> Table:
 
 
 def _beside(ranking: Ranking, variant: str) -> tuple[str, str] | None:
-    """+0.310 and +0.280 to +0.340: how much higher a loss is than the baseline's."""
+    """How much higher a loss is than the baseline's, as "+0.310" and "+0.280 to +0.340"."""
     if ranking.baseline is None or len(ranking.losses) == 1:
         return None
     if variant == ranking.baseline:
@@ -167,7 +167,7 @@ def _beside(ranking: Ranking, variant: str) -> tuple[str, str] | None:
 
 
 def curve_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure | Text]:
-    """The figures, and a line where there is nothing to draw."""
+    """The figures, or a sentence if there is nothing to draw."""
     several = len({(run.variant, run.seq_len) for run in runs}) < len(runs)
     seeds = (
         " Lines are means over seeds, bands reach from the lowest to the highest; where a seed "
@@ -217,7 +217,7 @@ def cost_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure | Tex
         caption += "Peak memory is that of tensors, on a CPU too: of one step, measured apart."
     ran_out = several and any(run.status == "oom" for run in here)
     panels = render("cost", partial(draw_cost, runs, styles))
-    # bars have their names beside them
+    # bars have their names next to them
     key = legend("cost", styles if several else {}, {"out of memory": "X"} if ran_out else {})
     return [Figure("peak memory and training speed", caption, panels, key)]
 
@@ -235,7 +235,7 @@ def other_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure]:
 
 def diverged_card(run: Run, place: int, style: Style) -> Card:
     """How a run left the finite range, as AttentionMonitor.diagnose() recorded it, with its largest
-    scores on the way.
+    scores until then.
     """
     found = run.summary.get("diagnosis") or {}
     diagnosis = {"history": [], "dtype": run.summary.get("dtype")} | found
@@ -287,10 +287,10 @@ def run_table(runs: list[Run]) -> Table:
 
 
 def provenance(runs: list[Run]) -> Table:
-    """What all runs share, a line a group; below it every fact in which they differ, each value
-    with the runs that have it.
+    """The facts that all runs share, one line per group. Below, every fact in which they differ,
+    with the runs that have each value.
     """
-    # a job that failed before its run began has no environment
+    # a job that failed before its run started has no environment
     runs = [run for run in runs if run.env]
     facts = [_environment(run) for run in runs]
     shared: dict[str, list[str]] = {}
@@ -301,7 +301,7 @@ def provenance(runs: list[Run]) -> Table:
         if len(values) == 1:
             shared.setdefault(group, []).append(f"{key} {next(iter(values))}".strip())
             continue
-        # the value that most runs have needs no list of them
+        # no list of runs for the most common value
         most = max(values.values(), key=len)
         words = [
             f"{value}: "
@@ -314,7 +314,7 @@ def provenance(runs: list[Run]) -> Table:
 
 
 def _environment(run: Run) -> dict[tuple[str, str], str]:
-    """Group and name of a fact, with its value."""
+    """The facts of a run's environment: (group, name) to value."""
     changed = " with uncommitted changes" if run.env.get("dirty") else ""
     facts = {
         ("commit", ""): f"{run.env.get('commit') or 'unknown'}{changed}",
@@ -329,7 +329,7 @@ def _environment(run: Run) -> dict[tuple[str, str], str]:
 
 
 def _outcomes(runs: list[Run]) -> str:
-    """2 completed, 1 diverged"""
+    """For example: 2 completed, 1 diverged"""
     statuses = Counter(run.status for run in runs)
     return ", ".join(f"{count} {status}" for status, count in statuses.items())
 
@@ -344,7 +344,7 @@ def _cell(value: float | None, form: str) -> str:
 
 
 def _fact(value: Any) -> str:
-    """Any value of a JSON file as words."""
+    """Any value of a JSON file as text."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
@@ -363,7 +363,7 @@ def _count(number_of: int, noun: str) -> str:
 
 
 def _without_empty(table: Table) -> Table:
-    """The table less the columns in which no row has anything."""
+    """The table without the columns that are empty in every row."""
     columns = zip(*table.rows, strict=True) if table.rows else ()
     kept = [i for i, column in enumerate(columns) if i == 0 or set(column) - {"", "-"}]
     return Table(
