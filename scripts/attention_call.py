@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from attention import Backend, attention, standalone
 from conformance.memory_growth import LiveTensors
+from model.layer_function import alibi_slopes
 from scripts.tables import Row
 from training.memory import (
     GIB,
@@ -31,6 +32,8 @@ CYCLES_PER_SECOND = 2.5e9  # of a fast GPU: on others the wait is longer than re
 ROUNDS = 4
 # of the longest length: its relative precision, and the number that it is a multiple of
 PRECISION, MULTIPLE = 0.12, 64
+Feature = Literal["none", "softcap", "alibi", "sinks"]
+SOFTCAP = 50.0  # as Gemma 2 has it
 
 
 class MemoryProbe:
@@ -135,7 +138,7 @@ class Call:
     """One attention call on random inputs.
 
     shape: batch, heads, seq_len, head_dim, causal; optionally groups (query heads per key/value
-    head), window, and documents (tokens of each document packed into a sequence).
+    head), window, documents (tokens of each document packed into a sequence), and feature.
     """
 
     def __init__(self, backend: Backend, shape: Row, *, device: torch.device, dtype: torch.dtype):
@@ -152,6 +155,14 @@ class Call:
         if shape.get("documents"):
             documents = torch.arange(length, device=device) // shape["documents"]
             self.mask["document_ids"] = documents.expand(batch, -1)
+        feature = shape.get("feature")
+        if feature == "softcap":
+            self.mask["softcap"] = SOFTCAP
+        if feature == "alibi":
+            self.mask["alibi_slopes"] = alibi_slopes(heads).to(device)
+        self.sinks = {}
+        if feature == "sinks":
+            self.sinks["sinks"] = torch.randn(heads, device=device)
         self.flops = 4 * batch * heads * shape["head_dim"] * pairs(shape)  # of the forward pass
         # a short input: a long sequence may leave no room for a gradient that a backend without a
         # backward pass never needs
@@ -159,18 +170,23 @@ class Call:
         mask = {name: x[:1, :128] if name == "document_ids" else x for name, x in self.mask.items()}
         self.trainable = not backend.unsupported_reasons(*brief, **mask)
         if self.trainable:
-            for x in self.inputs:
+            for x in self.leaves:
                 x.requires_grad_()
 
+    @property
+    def leaves(self) -> list[Tensor]:
+        """What the backward pass differentiates by."""
+        return [*self.inputs, *self.sinks.values()]
+
     def forward(self) -> Tensor:
-        return attention(*self.inputs, backend=self.backend, **self.mask).out
+        return attention(*self.inputs, backend=self.backend, **self.mask, **self.sinks).out
 
     def forward_only(self) -> Tensor:
         with torch.no_grad():
             return self.forward()
 
     def backward(self, out: Tensor, d_out: Tensor, *, keep: bool = False) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(out, self.inputs, d_out, retain_graph=keep)
+        return torch.autograd.grad(out, self.leaves, d_out, retain_graph=keep)
 
 
 class Measurement:

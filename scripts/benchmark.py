@@ -16,6 +16,8 @@ Arguments are key=value, lists with commas; all have a default:
     groups        query heads that share a key/value head, grouped-query attention (1)
     window        keys that a query sees, its own included
     documents     tokens of each document that sequences are packed from
+    features      what changes the scores: none, softcap, alibi, sinks; several with commas are
+                  timed in turns (none)
     causal        false: no causal mask (true)
     dtype         auto, fp32, bf16, fp16 (auto)
     device        auto, cpu or cuda (auto)
@@ -66,7 +68,15 @@ from attention import BACKENDS, Backend, dtype_name
 from config import DataConfig
 from data.token_store import cache_folder
 from scripts.arguments import Count, Device, Dtype, command, default, parse_backend
-from scripts.attention_call import ROUNDS, Call, Measurement, longest, memory_cap, try_length
+from scripts.attention_call import (
+    ROUNDS,
+    Call,
+    Feature,
+    Measurement,
+    longest,
+    memory_cap,
+    try_length,
+)
 from scripts.tables import Row
 from training.device import pick_device, pick_dtype
 from training.environment import measured_on
@@ -90,6 +100,7 @@ class Options:
     groups: Count = 1
     window: Count | None = None
     documents: Count | None = None
+    features: list[Feature] = default("none")
     causal: bool = True
     dtype: list[Dtype] = default("auto")
     device: Device = "auto"
@@ -109,6 +120,8 @@ class Options:
             raise ValueError("window= is of the most recent keys, so it is causal")
         if self.memory_gib and not self.max_length:
             raise ValueError("memory_gib= belongs to max_length=true; add it")
+        if self.max_length and self.features != ["none"]:
+            raise ValueError("features= are timed; leave max_length=true out")
         if self.append and not self.out:
             raise ValueError("append=true needs out=FILE")
 
@@ -225,13 +238,16 @@ def main(options: Options) -> None:
     lengths = options.seq_len[:1] if options.max_length else options.seq_len
     for dtype, head_dim, length in product(dtypes, options.head_dim, lengths):
         shape = shape_of(options, head_dim, length) | {"dtype": dtype_name(dtype)}
-        asked = {text: {"attention": text} | shape for text in backends}
-        for text, row in asked.items():
-            if red[text].get(dtype):
-                row["broken"] = red[text][dtype]
+        asked = [
+            {"attention": text} | shape | ({} if feature == "none" else {"feature": feature})
+            for text, feature in product(backends, options.features)
+        ]
+        for row in asked:
+            if found := red[row["attention"]].get(dtype):
+                row["broken"] = found
         if options.max_length:
-            for text, backend in backends.items():
-                rows += search(backend, asked[text], options, device, dtype)
+            for row in asked:
+                rows += search(backends[row["attention"]], row, options, device, dtype)
         else:
             rows += measured(backends, asked, options, device, dtype)
         if options.out:
@@ -244,7 +260,7 @@ def main(options: Options) -> None:
 
 def measured(
     backends: dict[str, Backend],
-    asked: dict[str, dict],
+    asked: list[Row],
     options: Options,
     device: torch.device,
     dtype: torch.dtype,
@@ -252,27 +268,27 @@ def measured(
     """The rows of one shape: with measurements, with how a backend ran out of memory, or with why
     it does not take the shape.
     """
-    under_way = {}
-    for text, backend in backends.items():
-        make = partial(Call, backend, asked[text], device=device, dtype=dtype)
-        under_way[text] = Measurement(make, repeats=options.repeats, pause_s=options.pause)
-    failed = {}
-    for _, (text, measurement) in product(range(ROUNDS), under_way.items()):
-        if text in failed:
+    under_way = []
+    for row in asked:
+        make = partial(Call, backends[row["attention"]], row, device=device, dtype=dtype)
+        under_way.append(Measurement(make, repeats=options.repeats, pause_s=options.pause))
+    failed: dict[int, Row] = {}
+    for _, (number, measurement) in product(range(ROUNDS), enumerate(under_way)):
+        if number in failed:
             continue
         try:
             with cpu_memory_limit():
                 measurement.turn()
         except ValueError as error:
-            failed[text] = {"refused": str(error)}
+            failed[number] = {"refused": str(error)}
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            failed[text] = {"oom": describe_out_of_memory(error, device)}
-        if text in failed:
+            failed[number] = {"oom": describe_out_of_memory(error, device)}
+        if number in failed:
             release_memory(device)
     release_memory(device)
-    rows = [asked[text] | (failed.get(text) or each.row) for text, each in under_way.items()]
+    rows = [row | (failed.get(number) or under_way[number].row) for number, row in enumerate(asked)]
     for row in rows:
         print(describe(row), flush=True)
     return rows
@@ -312,6 +328,7 @@ def search(
 def describe(row: Row) -> str:
     head = (
         f"{row['attention']:<28} {row['dtype']:<8} N={row['seq_len']:<7} D={row['head_dim']:<4}"
+        + (f"{row['feature']:<8}" if "feature" in row else "")
         + ("BROKEN " if "broken" in row else "")
     )
     if "oom" in row:

@@ -117,6 +117,33 @@ def test_grouped_heads_a_window_and_documents_are_what_is_timed(run_benchmark, n
     assert call.mask["document_ids"][0].tolist() == [0] * 32 + [1] * 32 + [2] * 32 + [3] * 32
 
 
+def test_features_are_timed_beside_none(run_benchmark, no_verification):
+    rows, said = run_benchmark(
+        "attention=naive,sdpa", "features=none,softcap,alibi,sinks", "heads=2", "seq_len=64",
+        "repeats=3",
+    )  # fmt: skip
+    assert [row.get("feature", "none") for row in rows] == 2 * ["none", "softcap", "alibi", "sinks"]
+    assert all(row["backward_seconds"] > 0 for row in rows[:5])
+    assert all("refused" in row for row in rows[5:])
+    call = {
+        feature: Call(
+            get_backend("naive"), SHAPE | {"feature": feature}, device=CPU, dtype=torch.float32
+        )
+        for feature in ("none", "softcap", "alibi", "sinks")
+    }
+    for each in call.values():  # the same inputs
+        each.inputs[:] = call["none"].inputs
+    outs = [each.forward() for each in call.values()]
+    assert all(not torch.allclose(x, outs[0]) for x in outs[1:])
+    d_out = torch.ones_like(outs[3])
+    assert len(call["sinks"].backward(outs[3], d_out)) == 4
+
+
+def test_features_are_not_for_the_longest_sequence(run_benchmark):
+    with pytest.raises(SystemExit, match="features= are timed; leave max_length=true out"):
+        run_benchmark("max_length=true", "features=softcap")
+
+
 def test_rows_over_everything_asked_for(run_benchmark, no_verification):
     rows, _ = run_benchmark(
         "attention=naive,tiled:block_q=64",
