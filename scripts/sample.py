@@ -1,6 +1,6 @@
 """Let a trained run write: it continues a prompt.
 
-    python -m scripts.sample run=$(dirname $(ls -dt outputs/*/*/checkpoint | head -1)) \
+    python -m scripts.sample run=$(dirname $(ls -dt outputs/*/*/checkpoint | head -1)) \\
         prompt="def main("
 
 Arguments are key=value; every key but `run` has a default:
