@@ -1,4 +1,4 @@
-"""A backend under test: the cases it takes, and its results for them. See conformance.properties.
+"""A backend under test: the cases it takes, and its results. See conformance.properties.
 
 Dimensions: N queries, M keys.
 """
@@ -18,10 +18,10 @@ from conformance.cases import Case, Check, Expected, attend, distance, expect, r
 from conformance.dialects import Adapter, dialect_of
 from conformance.other_functions import expect_function
 
-# on a CPU the tiles are small, so that every case crosses several and the last one is ragged
+# small tiles on a CPU: every case spans several, and the last one is ragged
 TILES = {"block_q": 32, "block_kv": 16}
 
-# of what is added to every parameter of a module
+# size of the noise added to every parameter of a module
 PARAMETER_NOISE = 0.1
 
 # the same for every backend, so it is computed once
@@ -37,14 +37,14 @@ class Subject:
     dtype: torch.dtype
     random_cases: int = 0
     seed: int = 0
-    multiple: int = 1  # of which lengths are, for processes that share them equally
+    multiple: int = 1  # lengths are multiples of it, so that processes get equal parts
     rows: dict[Case, dict[str, Check] | None] = field(default_factory=dict)
-    # of the property in hand
+    # of the current property
     tried: list[Case] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
     # how memory grows with the length; two properties share the measurement
     exponents: dict[str, float] = field(default_factory=dict)
-    # what another function than softmax is held to; softmax is the same for every backend
+    # exact results for a function other than softmax; softmax results are cached for all backends
     own_results: dict[Case, Expected] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -62,16 +62,16 @@ class Subject:
         wanted = (16, 64, 32, 128, 8) if on_cpu else (64, 32, 128, 16)
         every = (*wanted, *range(1, 513))
         self.head_dims = [size for size in every if takes is None or size in takes]
-        # on a GPU kernels have tiles of up to 128: three of them, ragged
+        # GPU kernels have tiles of up to 128: three of them, the last one ragged
         self.length = self.shared(70 if on_cpu else 330)
 
     def begin(self) -> None:
-        """Another property."""
+        """Start another property."""
         self.tried.clear()
         self.refusals.clear()
 
     def shared(self, length: int) -> int:
-        """The next length that processes can share."""
+        """The length, rounded up so that processes can share it."""
         return length + -length % self.multiple
 
     def case(
@@ -83,7 +83,7 @@ class Subject:
         return Case(num_queries=num_queries, num_keys=num_keys, **fields)
 
     def takes(self, case: Case, *, backward: bool) -> bool:
-        """Whether the backend takes the case. Its reasons not to are kept in `refusals`."""
+        """Whether the backend takes the case. `refusals` collects the reasons if it does not."""
         self.tried.append(case)
         tensors, arguments, *_ = case.make(self.dtype, self.device)
         reasons = self.backend.unsupported_reasons(
@@ -106,17 +106,17 @@ class Subject:
     def run(
         self, case: Case, tensors: list[Tensor] | None = None, *, backward: bool = True
     ) -> dict[str, Tensor]:
-        """What the backend makes of a case that it takes, or of other tensors for q, k and v."""
+        """The backend's results for a case that it takes. `tensors` replace q, k and v."""
         given, arguments, d_out, d_lse = self.expected(case).inputs
         backward = backward and self.passes(case) == "both"
         found = run(self.backend, tensors or given, arguments, d_out, d_lse, backward=backward)
-        # of another function than softmax the oracle may return no lse
+        # for a function other than softmax the oracle may return no lse
         return {name: x for name, x in found.items() if name in self.expected(case).reference}
 
     def unmoved(
         self, case: Case, what: str, found: dict[str, Tensor], plain: dict[str, Tensor]
     ) -> Iterator[Check]:
-        """Of two ways to the same results: each may be a budget away from the exact one."""
+        """Compare two results that should be equal. Each may be a budget off the exact one."""
         for name, x in found.items():
             moved, budget = distance(x, plain[name]), self.expected(case).budget(name)
             yield Check(f"{name} of {case}, {what}", moved, 2 * budget)
@@ -129,8 +129,8 @@ class Subject:
         return self.own_results[case]
 
     def compare(self, case: Case) -> dict[str, Check] | None:
-        """A check for each tensor; forward only where there is no backward pass, None where the
-        inputs are refused.
+        """A check for each tensor; forward only if there is no backward pass; None if the backend
+        refuses the inputs.
         """
         self.tried.append(case)
         if case not in self.rows:
@@ -140,7 +140,7 @@ class Subject:
                 results = run(self.backend, *expected.inputs, backward=passes == "both")
                 self.rows[case] = expected.checks(case, results)
         elif "dq" not in (self.rows[case] or ()):
-            self.takes(case, backward=True)  # says again why not
+            self.takes(case, backward=True)  # records the reasons again
         return self.rows[case]
 
     def in_dtype(self, dtype: torch.dtype) -> "Subject":
@@ -152,9 +152,9 @@ class Subject:
         return attend(q, k, v, backend=backend or self.backend, **arguments).out
 
     def random(self) -> list[Case]:
-        """Random shapes of ordinary logits, within what the backend takes."""
+        """Cases of random shape that the backend takes, with ordinary logits."""
         draw, features = random.Random(self.seed), self.backend.features
-        # every head dim is a kernel to compile on a GPU
+        # on a GPU every head dim compiles another kernel
         common = (8, 16, 24, 40, 64) if self.device == "cpu" else (40, 64, 128)
         head_dims, cases = self.head_dims_of(common), []
         for i in range(self.random_cases):
@@ -174,5 +174,5 @@ class Subject:
         return cases
 
     def head_dims_of(self, common: tuple[int, ...]) -> list[int]:
-        """To draw from: those that the backend takes, or any that it takes."""
+        """The `common` head dims that the backend takes; if it takes none, any that it takes."""
         return [size for size in self.head_dims if size in common] or self.head_dims or [16]

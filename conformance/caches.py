@@ -1,11 +1,11 @@
-"""The property of decoding: the last queries of each sequence against a cache of fixed shape, in
-one piece or in pages, for a backend that has Backend.decode.
+"""The property of decoding, for a backend with Backend.decode: the last queries of each sequence
+attend to a cache of fixed shape, in one piece or in pages.
 
-Its bugs are those of servers. They use a length or a table of the step before, or a page too many.
-Positions count from the room and not from the sequence. Parts of a row are merged without lse.
+It looks for bugs of servers: a length or a table from the step before, one page too many, positions
+counted from the capacity instead of the length, parts of a row merged without lse.
 
-Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys a sequence has room for,
-D head dim; P pages.
+Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M capacity in keys of a
+sequence, D head dim; P pages.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,14 +20,14 @@ from conformance.backend_under_test import Check, Subject
 from conformance.cases import Case, Expected, distance
 from conformance.views import far_apart, spread_out
 
-UNUSED = 2**30  # in a table, for a page that a sequence does not have
-SPARE = 3  # pages of nobody, the first ones
+UNUSED = 2**30  # table entry of a page that a sequence does not have
+SPARE = 3  # the first pages, which belong to no sequence
 
 
 @dataclass(frozen=True)
 class Cache:
-    """Sequences of their own lengths in one cache, and the exact results of each; None of a
-    sequence without keys. What nobody wrote is NaN.
+    """Sequences of different lengths in one cache, and the exact results of each (None for a
+    sequence without keys). Unwritten entries are NaN.
     """
 
     q: Tensor  # (B, H, N, D)
@@ -41,7 +41,7 @@ class Cache:
     def of(
         cls, lengths: list[int], case: Case, expect: Callable[[Case], Expected], *, room: int = 0
     ) -> "Cache":
-        """Of `case` with so many keys, a sequence each. expect: its exact results."""
+        """One sequence of `case` for each of `lengths`. `expect` computes the exact results."""
         cases = [replace(case, num_keys=max(n, 1), seed=i) for i, n in enumerate(lengths)]
         expected = [expect(each) for each in cases]
         q, keys, values = zip(*(each.tensors for each in expected), strict=True)
@@ -61,8 +61,8 @@ class Cache:
         return attention_with_cache(*tensors, backend=backend, **self.arguments, **options)
 
     def paged(self, page_size: int, *, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """k and v (P, page_size, H_kv, D) with pages in any order, and the block_table (B,
-        max_pages), whose unused entries point nowhere.
+        """k and v (P, page_size, H_kv, D) with shuffled pages, and the block_table (B, max_pages),
+        whose unused entries point nowhere.
         """
         batch, heads, room, head_dim = self.k.shape
         lengths = self.lengths.tolist()
@@ -172,7 +172,7 @@ def token_by_token(subject: Subject, page_size: int) -> Iterator[Check]:
 
 
 def other_layouts(subject: Subject, cache: Cache, page_size: int) -> Iterator[Check]:
-    """Views of what lies elsewhere, and offsets past 2^31."""
+    """Views of larger tensors, and offsets past 2^31."""
     k, v, table = cache.paged(page_size)
     strided = torch.stack((table.long(), torch.zeros_like(table).long()), -1)[..., 0]
     lengths = torch.stack((cache.lengths.long(), torch.zeros_like(cache.lengths).long()), -1)[:, 0]
@@ -185,7 +185,7 @@ def other_layouts(subject: Subject, cache: Cache, page_size: int) -> Iterator[Ch
     ):
         try:
             k, v = far_apart(tensors, dim=dim)
-        except RuntimeError as error:  # PyTorch's words where memory is too small
+        except RuntimeError as error:  # PyTorch raises it if memory is too small
             subject.refusals.append(f"{what}: {str(error).splitlines()[0]}")
             continue
         found = replace(cache, k=k, v=v).call(subject.backend, splits=2, block_table=block_table)

@@ -1,7 +1,7 @@
-"""Cases for any backend, random and adversarial, and the budget for the errors of its results.
+"""Cases for any backend, random and adversarial, and the error budget of each result.
 
-The reference is naive attention in float64 on the same rounded inputs. A result may be twice as far
-from it as naive attention in the same dtype is, plus the roundings that no implementation escapes
+The reference is naive attention in float64 on the same rounded inputs. A result may have twice the
+error of naive attention in the same dtype, plus the roundings that no implementation can avoid
 (`unavoidable`): err <= 2 * err(naive, same dtype) + unavoidable.
 """
 
@@ -32,13 +32,12 @@ class Case:
     num_queries: int = 70
     num_keys: int = 70
     head_dim: int = 16
-    value_dim: int | None = None  # head_dim
+    value_dim: int | None = None  # None: head_dim
     causal: bool = True
     inputs: str = "normal"
-    optional: dict[str, Any] = field(
-        default_factory=dict
-    )  # window, softcap; alibi_slopes, document_ids, score_mod, key_lengths, cu_seqlens and sinks
-    # as True
+    # window and softcap by value; alibi_slopes, document_ids, score_mod, key_lengths, cu_seqlens
+    # and sinks as True
+    optional: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
 
     def __str__(self) -> str:
@@ -90,8 +89,8 @@ class Case:
         d_out, d_lse = random(*q.shape[:3], v.shape[3]), random(q.shape[:3])
         q, k, v = ADVERSARIAL[self.inputs](q, k, v)
         arguments: dict[str, Any] = {"causal": self.causal} | self.optional
-        # no powers of two, which every dtype holds exactly; later keys gain, but no exponential
-        # overflows
+        # no powers of two, which every dtype holds exactly. Keys after a query gain weight, but no
+        # exponential overflows
         slopes = (
             torch.logspace(-0.7, -3.7, self.num_heads, base=2)
             * (1 if self.causal else 4 / self.num_keys)
@@ -103,19 +102,19 @@ class Case:
                 every_index, "attention.kernels.score_mods:every_index", slopes
             )
         if "sinks" in arguments:
-            # one that takes much of a row, and one that takes little, of shifted scores too
+            # one sink takes much of a row, one takes little, also if scores are shifted
             sinks = torch.linspace(2.0, -3.0, self.num_heads) + SHIFTS.get(self.inputs, 0)
             arguments["sinks"] = sinks.to(device)
         if "document_ids" in arguments:
-            # every sequence of the batch has other documents
+            # each sequence of the batch has different documents
             documents = (7 // torch.arange(1, 1 + 2 * self.batch, 2)).clamp(min=1)[:, None]
             number = torch.arange(self.num_queries) * documents // self.num_queries
-            # 0 2 1 0 2 1 0: ids fall as well as rise, and come again for another document; in 32
-            # bits two neighbours are equal, as integers and as floating-point numbers
+            # 0 2 1 0 2 1 0: ids rise and fall, and a later document repeats an id. Two neighbours
+            # are equal in 32 bits, as integers or as floats
             ids = torch.tensor([2**24, 2**24 + 1, 2**24 + 2**32])[2 * number % 3]
             arguments["document_ids"] = ids.to(device)
         if "key_lengths" in arguments:
-            # a little padding, much of it, and nothing else
+            # a little padding, a lot of it, only padding
             lengths = torch.tensor([max(self.num_keys - 5, 0), self.num_keys // 3, 0])
             arguments["key_lengths"] = lengths[torch.arange(self.batch) % 3].to(device)
         if "cu_seqlens" in arguments:
@@ -128,8 +127,8 @@ class Case:
         )
 
     def sequences(self) -> Tensor:
-        """Where the packed sequences of the case begin and end, (2, S + 1) int32: more queries than
-        keys, no queries, no keys, fewer queries than keys; or the same numbers of both.
+        """Bounds of the packed sequences, (2, S + 1) int32, for queries and keys: more queries than
+        keys, no queries, no keys, fewer queries than keys. If N = M, both have the same bounds.
         """
         of_queries = torch.tensor([0, 3, 3, 4, 6, 10]) * self.num_queries // 10
         of_keys = torch.tensor([0, 1, 2, 2, 6, 10]) * self.num_keys // 10
@@ -156,7 +155,7 @@ Inputs = tuple[Tensor, Tensor, Tensor]  # q (B, H, N, D); k, v (B, H_kv, M, D), 
 
 
 def _growing(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
-    """Every key scores higher than the last: the maximum moves in every tile."""
+    """Each key scores higher than the one before: the maximum changes in every tile."""
     ramp = torch.linspace(0, 6, k.shape[2], dtype=k.dtype)[:, None]
     return q.abs(), k.abs() * 0.1 + ramp * 0.5, v
 
@@ -169,7 +168,7 @@ def _spike(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
 
 
 def _tower(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
-    """One key near the end stands 200 above all others, for every query."""
+    """For every query, one key near the end scores 200 above all others."""
     q, k = q.clone(), k.clone()
     q[..., 0], k[..., 0] = 4, 0
     k[:, :, -3, 0] = 200 * q.shape[-1] ** 0.5 / 4
@@ -177,20 +176,20 @@ def _tower(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
 
 
 def _huge(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
-    """Each row's own key scores in the hundreds, past the largest exponent of every dtype, and
-    differently in each row.
+    """Each row's own key scores in the hundreds, different in each row and beyond the largest
+    exponent of every dtype.
     """
     return 40 * q, 0.3 * k + q[:, : k.shape[1]], v
 
 
 def _negative(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
-    """Every score is far below zero: with a maximum that starts at 0, every exp is 0."""
+    """Every score is far below zero: if the maximum started at 0, every exp would be 0."""
     return q.abs() + 3, -(k.abs() + 3) * (40 / q.shape[-1] ** 0.5), v
 
 
 def _shifted(q: Tensor, k: Tensor, v: Tensor, *, by: list[int]) -> Inputs:
-    """Ordinary scores, all of a head moved by the same amount, which softmax does not see. The
-    heads take turns.
+    """Ordinary scores plus a constant per head, which does not change a softmax. The heads take
+    the constants of `by` in turn.
     """
     q, k = q.clone(), k.clone()
     of_heads = torch.tensor(by, dtype=k.dtype)[torch.arange(k.shape[1]) % len(by), None]
@@ -204,8 +203,8 @@ def _ties(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
 
 
 def _trained(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
-    """q, k, v of a trained model: one head pair on last_write (experiment=retrieval, step 400),
-    scores from -60 to 62.
+    """q, k, v of a trained model: one head pair on last_write (experiment=retrieval, step 400).
+    Scores go from -60 to 62.
     """
     assert q.shape[1:] == k.shape[1:] == (2, 128, 32), (
         "the capture has two heads, 128 tokens and a head dim of 32"
@@ -238,7 +237,7 @@ ADVERSARIAL = {
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None = None, **arguments: Any
 ) -> AttentionOutput:
-    """attention(), or attention_varlen() of sequences that are packed into one."""
+    """attention(), or attention_varlen() if sequences are packed into one."""
     if cu_seqlens is None:
         output = attention(q, k, v, **arguments)
         return AttentionOutput(output.out, output.lse)
@@ -254,13 +253,13 @@ class Call(NamedTuple):
     leaves: dict[str, Tensor]  # by the name of their gradient
 
     def results(self, d_out: Tensor, d_lse: Tensor | None) -> dict[str, Tensor]:
-        """out, lse (where there is one) and the gradients of what requires one, as float64."""
+        """out, lse (if there is one) and the gradients of leaves that require one, as float64."""
         out, lse = self.output[:2]
         results: dict[str, Tensor] = {}
         if self.leaves["dq"].requires_grad:
             loss = (out.double() * d_out).sum()
             if d_lse is not None and lse is not None:
-                # a row without a key has lse = -inf: nothing flows back through it
+                # a row without a key has lse = -inf and passes no gradient
                 loss = loss + (torch.where(lse.isinf(), 0.0, lse).double() * d_lse).sum()
             gradients = torch.autograd.grad(loss, tuple(self.leaves.values()))
             results |= zip(self.leaves, gradients, strict=True)
@@ -277,7 +276,7 @@ def call(
     *,
     backward: bool = True,
 ) -> Call:
-    """The forward pass. "naive" is the reference, which shares no code for sinks."""
+    """The forward pass. The reference "naive" has its own code for sinks."""
     leaves: dict[str, Tensor] = dict(zip(("dq", "dk", "dv"), tensors, strict=True))
     if "sinks" in arguments:
         leaves["dsinks"] = arguments["sinks"]
@@ -292,9 +291,9 @@ def call(
 
 
 def sunk(output: AttentionOutput, sinks: Tensor) -> AttentionOutput:
-    """The reference for sinks: the share of the keys is a sigmoid. attention() has one form for
-    all backends, which a comparison of two of them would not judge. Where a sink holds next to
-    nothing its gradient is exact too.
+    """The reference for sinks: the keys' share of the weight is a sigmoid. attention() merges sinks
+    with the same code for all backends, so comparing two backends would not test it. The gradient
+    is exact also for a sink of almost no weight.
     """
     out, lse = output
     assert lse is not None
@@ -314,12 +313,12 @@ def run(
     *,
     backward: bool = True,
 ) -> dict[str, Tensor]:
-    """out, lse (where there is one) and, with backward, the gradients, as float64."""
+    """out, lse (if there is one) and, with backward, the gradients, as float64."""
     return call(backend, tensors, arguments, backward=backward).results(d_out, d_lse)
 
 
 def changed_scores(score_mod: ScoreMod, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """What it makes of scores (B, H, N, M), and its derivative there."""
+    """score_mod applied to scores (B, H, N, M), and its derivative there."""
     b, h, i, j = torch.meshgrid(
         *(torch.arange(size, device=scores.device) for size in scores.shape), indexing="ij"
     )
@@ -329,7 +328,7 @@ def changed_scores(score_mod: ScoreMod, scores: Tensor) -> tuple[Tensor, Tensor]
 def probabilities(q: Tensor, k: Tensor, arguments: dict[str, Any]) -> Tensor:
     """p (B, H, N, M): the output of naive attention for v = identity."""
     num_keys = k.shape[2]
-    # zeros make head_dim wide enough to hold it
+    # pad head_dim with zeros until the identity fits
     width = max(q.shape[-1], num_keys)
     wide = [torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in (q, k)]
     identity = torch.eye(num_keys, width, dtype=q.dtype, device=q.device)
@@ -346,12 +345,12 @@ def unavoidable(
 ) -> dict[str, float]:
     """The error that rounding alone may cause in each result, in units of the result.
 
-    Everything is rounded once to its own dtype, and the rounding of a score or of lse is a relative
-    error of exp(score - lse): eps * (|score| + |lse|). The backward also subtracts delta =
-    rowsum(d_out * out) from dp = d_out v^T. Where one key holds all the weight the two cancel and
-    their roundings remain: of the sums (in the statistics' dtype), and of `out`, which every flash
-    backward reads back as it was stored, made with a p that was rounded for its product with v. ds
-    is rounded for its own two products. The gradient of a sink sums what both leave in each row.
+    Each tensor is rounded once to its own dtype. Rounding a score or lse gives exp(score - lse) a
+    relative error of eps * (|score| + |lse|). The backward subtracts delta = rowsum(d_out * out)
+    from dp = d_out v^T. If one key holds all the weight, the two cancel and their roundings remain:
+    those of the sums (in the statistics' dtype) and of `out`. Every flash backward reads `out` as
+    stored, computed from a p that was rounded for its product with v. ds is rounded for its own two
+    products. The gradient of a sink sums the errors of delta and of the exponential over all rows.
     """
     q, k, v = (x.double() for x in tensors)
     dtype, statistics = tensors[0].dtype, torch.promote_types(tensors[0].dtype, torch.float32)
@@ -375,7 +374,7 @@ def unavoidable(
     )
     delta_error = delta_error + eps / 2 * (d_out.abs() * (p @ v.abs())).sum(-1, keepdim=True)
     dp, delta = d_out @ v.mT, (d_out * reference["out"]).sum(-1, keepdim=True)
-    # the forward rounds a score, and the backward that computes p again rounds it otherwise
+    # the backward computes p again, and may round a score differently than the forward
     of_p = eps / 2 + 2 * eps_statistics * exponents
     ds_error = p * scale * steepness.abs() * (delta_error + of_p * (dp - delta).abs())
     cancelled = {
@@ -402,41 +401,41 @@ class Check(NamedTuple):
     case: str
     error: float
     budget: float
-    # error in units of naive attention's own, or of the unavoidable rounding where that is more
+    # error divided by that of naive attention, or by the unavoidable rounding if that is larger
     multiple: float | None = None
 
     @property
     def share(self) -> float:
-        """Of the budget; more than 1 is too much."""
+        """Share of the budget that is used; more than 1 fails."""
         return self.error / self.budget if self.budget else float("inf" if self.error else 0)
 
 
 class Expected(NamedTuple):
-    """The exact results of a case, and the budget for the errors."""
+    """The exact results of a case, and the error budgets."""
 
     tensors: list[Tensor]
     arguments: dict[str, Any]
     d_out: Tensor
     d_lse: Tensor
     reference: dict[str, Tensor]  # out, lse, dq, dk, dv, and dsinks, in float64
-    own: dict[str, float]  # naive's own error in the case's dtype
-    roundings: dict[str, float]  # unavoidable() ones
+    own: dict[str, float]  # error of naive attention in the case's dtype
+    roundings: dict[str, float]  # from unavoidable()
 
     @property
     def inputs(self) -> tuple[list[Tensor], dict[str, Any], Tensor, Tensor]:
-        """What run() takes after the backend."""
+        """The arguments of run() after the backend."""
         return self[:4]
 
     def budget(self, name: str) -> float:
         return 2 * self.own[name] + self.roundings[name]
 
     def checks(self, case: Case, results: dict[str, Tensor]) -> dict[str, Check]:
-        """By tensor, for float64 `results`. Those that the oracle lacks are not checked."""
+        """A check by tensor name, for float64 `results` that the oracle has too."""
         found, dtype = {}, SHORT[self.tensors[0].dtype]
         for name, exact in self.reference.items():
             if name in results:
                 error = distance(results[name], exact)
-                # a single key makes naive exact: a rounding is the least that is divided by
+                # with a single key naive is exact, so divide by a rounding at least
                 unit = max(self.own[name], self.roundings[name], 1e-300)
                 what = f"{name} of {case}-{dtype}"
                 found[name] = Check(what, error, self.budget(name), error / unit)
@@ -444,14 +443,14 @@ class Expected(NamedTuple):
 
 
 def expect(case: Case, dtype: torch.dtype, device: str, *, with_lse: bool = True) -> Expected:
-    """The results of naive attention; without lse, nothing flows back through it."""
+    """The results of naive attention. Without lse, no gradient arrives through lse."""
     tensors, arguments, d_out, d_lse = case.make(dtype, device)
     if not with_lse:
         d_lse = torch.zeros_like(d_lse)
     reference = run("naive", [x.double() for x in tensors], arguments, d_out, d_lse)
     roundings = unavoidable(tensors, arguments, d_out, d_lse, reference)
     if dtype == torch.float64:
-        # the reference is no more exact than what it judges
+        # the reference is no more exact than the backend
         own = {name: 16 * rounding for name, rounding in roundings.items()}
     else:
         naive = run("naive", tensors, arguments, d_out, d_lse)
@@ -465,14 +464,14 @@ def compare(
     dtype: torch.dtype,
     device: str,
 ) -> dict[str, Check]:
-    """A check for each tensor, of both passes. Never raises for a wrong result."""
+    """A check for each tensor of both passes. A wrong result raises nothing."""
     expected = expect(case, dtype, device, with_lse="lse" in backend.features)
     return expected.checks(case, run(backend, *expected.inputs))
 
 
 def distance(x: Tensor, reference: Tensor) -> float:
-    """Largest difference; inf where one is NaN or infinite and the other is not. A row without a
-    key has lse = -inf in both.
+    """Largest difference; inf if only one of the two is infinite, or one is NaN. Equal infinities
+    differ by 0: a row without a key has lse = -inf in both.
     """
     return (
         torch.where(x == reference, 0.0, (x - reference).abs())

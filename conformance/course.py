@@ -1,7 +1,7 @@
-"""What the tests of Stanford's CS336, assignment 2, let pass, for those who have passed them.
+"""Mistakes that the tests of Stanford's CS336, assignment 2, accept, for those who passed them.
 
-The figures are those of docs/public-suites.md: of the single-edit mistakes that the course's test
-could express, those that it accepts, by the property that catches them.
+The figures come from docs/public-suites.md. They count the single-edit mistakes that the course's
+test could show but accepts, by the property that catches them.
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ CAUGHT_BY = {
 
 
 def beyond_the_course(cells: Iterable[Cell]) -> str:
-    """A line for each property that catches what the course's test does not, with its status."""
+    """A line with the status of each property that catches mistakes the course's test accepts."""
     status = {cell.property: cell.status for cell in cells}
     head = (
         f"The course's test accepts {sum(CAUGHT_BY.values())} of {IN_REACH} mistakes that it could "

@@ -1,4 +1,4 @@
-"""Files that attn-conform writes: a reader finds the old one or the new one, whole."""
+"""Atomic writes: a reader finds either the old file or the new one, complete."""
 
 import contextlib
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Raises OSError with the path where it cannot be written; what was there stays."""
+    """Raises OSError with the path if it cannot be written; the old file then stays."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -22,7 +22,7 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 
 def check_writable(said: str, path: Path) -> None:
-    """Raise ValueError, with what was `said`, before the work for a file that cannot be written."""
+    """Raise ValueError, beginning with `said`, if the file cannot be written later."""
     folder = path.absolute().parent
     if not folder.is_dir():
         raise ValueError(f"{said}: its folder does not exist")
