@@ -19,7 +19,7 @@ from training.scaling import Hosts, Link, RanksPlan, Speed, fit_speed, plan_rank
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 LINKS, STEPS, PARTS = "links_h200.json", "nanogpt_h200.json", "profile_h200.json"
-BLOCKS = "triton:kernel=portable"  # the kernels for attention to a block of the keys
+TWO_GPUS = "steps_on_ranks_h100.json"
 MIB = 2**20
 
 
@@ -74,6 +74,32 @@ def measured_speed(who: str = "triton") -> Speed:
     )
 
 
+def merging_seconds() -> float:
+    """What a ring takes to merge, per layer, hop and feature of a token's queries: by a profile of
+    two H100s, its elementwise kernels without those that exchanging heads needs too.
+    """
+    profiles = {(each["who"], each["seq_len"]): each for each in read(TWO_GPUS)["profiles"]}
+    longest = max(length for who, length in profiles if who == "ours:ring")
+    ring, heads = (
+        profiles[who, longest]["parts_ms"]["norms, elementwise"]
+        for who in ("ours:ring", "ours:heads")
+    )
+    model = read(PARTS)["model"]  # GPT-2, as there
+    features = longest / 2 * model["hidden_size"]
+    return (ring - heads) / 1000 / (features * 2 * model["num_layers"])
+
+
+def reached() -> dict[str, float]:
+    """How much faster two GPUs trained GPT-2 on a sequence of 131,072 tokens than one."""
+    data = read(TWO_GPUS)
+    seconds = {
+        row["who"]: row["seconds"]
+        for row in data["rows"]
+        if row["seq_len"] == 131_072 and row["commit"] == data["environment"]["commit"]
+    }
+    return {how: seconds["ours:alone"] / seconds[f"ours:{how}"] for how in ("heads", "ring")}
+
+
 def plan_table(
     config: RunConfig,
     vocab_size: int,
@@ -88,10 +114,18 @@ def plan_table(
     """Print the table for one GPU and each number in `ranks`, and the sources of its figures."""
     check_measured(backend, dtype)
     hosts = Hosts(read_link("link", link), read_link("network", network, gpus=per_host), per_host)
-    speed = measured_speed()
-    speeds = {"speed": speed, "blocks_speed": measured_speed(BLOCKS)}
+    speed, merging = measured_speed(), merging_seconds()
     plans = [
-        plan_ranks(config, vocab_size, backend, dtype, world=world, hosts=hosts, **speeds)
+        plan_ranks(
+            config,
+            vocab_size,
+            backend,
+            dtype,
+            world=world,
+            speed=speed,
+            merging=merging,
+            hosts=hosts,
+        )
         for world in sorted({1, *ranks})
     ]
     count = parameter_count(config.model, vocab_size)
@@ -175,13 +209,16 @@ def sources(
             "GPU's share between hosts."
         )
     keys = largest.context // largest.heads
-    if keys > 1:
-        said.append(
-            "Ranks that share keys are counted at the measured speed of the portable kernels. An "
-            "H200 takes those for Hopper, which were not measured on parts of the keys."
-        )
     if keys > 1 and config.parallel.how != "gather":
-        said.append("The ring's messages are taken to travel beside attention.")
+        said.append(
+            "The ring's messages are taken to travel beside attention. The time to merge was "
+            "measured on two H100s."
+        )
+    if largest.context > 1:
+        said.append(
+            "Two H100s trained GPT-2 on 131,072 tokens {heads:.2f} times as fast as one with heads "
+            "and {ring:.2f} times on a ring (results/{file}).".format(file=TWO_GPUS, **reached())
+        )
     small = [f"{plan.world:,}" for plan in plans if plan.pass_tokens < speed.tokens / 4]
     if small:
         said.append(

@@ -32,7 +32,7 @@ Jacobs et al., "DeepSpeed Ulysses" (2023, arXiv:2309.14509) for heads; Liu et al
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -271,11 +271,11 @@ def plan_ranks(
     *,
     world: int,
     speed: Speed,
-    blocks_speed: Speed,
+    merging: float,
     hosts: Hosts,
 ) -> RanksPlan:
-    """Plan one step of config on `world` GPUs. world=1 ignores config.parallel. blocks_speed: the
-    speed of the kernels of rings, which attend to one block of keys.
+    """Plan one step of config on `world` GPUs. world=1 ignores config.parallel. merging: seconds
+    that a ring takes to merge, per layer, hop and feature of a token's queries.
 
     Raises ValueError if the step does not divide among the ranks.
     """
@@ -290,11 +290,10 @@ def plan_ranks(
     q, k = (element * own * n * model.head_dim for n in (model.num_heads, model.kv_heads))
     messages = exchange(q, k, element, heads=heads, keys=keys)
     tokens = config.sequences_per_step * length
-    kernels = speed if keys == 1 else replace(speed, pairs=blocks_speed.pairs)
     windows = config.attention.layer_windows(model.num_layers)
     # the length at which causal attention without windows sees as many keys
     attended = sum(visible_keys_twice(length, window) for window in windows) / len(windows) - 1
-    compute = kernels.seconds(model, vocab_size, tokens / world, attended)
+    compute = speed.seconds(model, vocab_size, tokens / world, attended)
     # under checkpoint=block the backward pass begins with attention's forward pass
     forwards = 2 if model.checkpoint == "block" else 1
     # while a ring computes with its last block of keys, no message is under way
@@ -307,6 +306,8 @@ def plan_ranks(
         to_keys=hosts.reaching(context, world),
         forwards=forwards,
     )
+    if keys > 1 and how != "gather":
+        exposed += calls * q / element * keys * merging
 
     count = parameter_count(model, vocab_size)
     gradients = gradient_message(count)
