@@ -1,5 +1,6 @@
 """Runs Gluon kernels on the CPU, where Triton has no interpreter for them: each partition is a
-thread, each barrier a condition.
+thread, each barrier a condition. One thread runs at a time, until it waits: side by side they would
+hand Python's lock to each other at every operation, and take twice as long.
 
     hopper = load_kernels()                       # attention/kernels/hopper once more, in this
                                                   interpreter's Gluon
@@ -14,6 +15,8 @@ fails every time and not now and then:
 - a box that is being stored is read when it is issued and again when it is waited for, likewise;
 - shared memory starts as NaN, and what a thread wrote to it must be fenced before a product or a
   store reads it;
+- after an arrival at a barrier the others go on first, as far as they can: what is released too
+  early is overwritten;
 - where all wait and nothing is on its way, that is a deadlock, and who waits for what.
 
 Layouts, registers and the order of single instructions are the compiler's business: see
@@ -28,7 +31,7 @@ import struct
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,6 +40,7 @@ import torch
 
 FOLDER = Path(__file__).parents[2] / "attention" / "kernels" / "hopper"
 here = threading.local()  # .program, .partition, and what the partition has under way
+TURN = threading.Lock()  # taken before any other lock
 
 
 class Failure(RuntimeError):
@@ -46,6 +50,16 @@ class Failure(RuntimeError):
 def check(condition: bool, message: str) -> None:
     if not condition:
         raise Failure(message)
+
+
+@contextmanager
+def others_run() -> Iterator[None]:
+    """While this thread waits for something."""
+    TURN.release()
+    try:
+        yield
+    finally:
+        TURN.acquire()
 
 
 def raw(x: Any) -> Any:
@@ -294,11 +308,11 @@ def init(shared: Shared, count: int) -> None:
 def expect(shared: Shared, nbytes: int) -> None:
     with here.program.changed:
         barrier_at(shared).progress(1, nbytes)
+    here.program.give_way()
 
 
 def arrive(shared: Shared) -> None:
-    with here.program.changed:
-        barrier_at(shared).progress(1)
+    expect(shared, 0)
 
 
 def wait(shared: Shared, phase: Any, pred: Any = True) -> None:
@@ -426,6 +440,8 @@ class NamedBarriers:
             self.program.wait_until(
                 lambda: self.generation.get(number, 0) != generation, f"named barrier {number}"
             )
+        else:
+            self.program.give_way()
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -568,14 +584,36 @@ class Program:
         self.over = False
         self.partitions = 0
         self.waiting: dict[str, tuple[Callable[[], bool], str]] = {}
+        self.giving_way: set[str] = set()
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         with self.changed:
             self.waiting[here.partition] = condition, what
             self.changed.notify_all()
+        with others_run(), self.changed:
             self.changed.wait_for(lambda: condition() or self.errors)
+        with self.changed:
             del self.waiting[here.partition]
             check(not self.errors, "another partition failed")
+
+    def give_way(self) -> None:
+        """The others go on as far as they can."""
+
+        def all_stand() -> bool:
+            standing = self.giving_way | {
+                name for name, (condition, _) in self.waiting.items() if not condition()
+            }
+            return len(standing) >= self.partitions
+
+        with self.changed:
+            self.giving_way.add(here.partition)
+            alone = all_stand()
+            self.changed.notify_all()
+        if not alone:
+            with others_run(), self.changed:
+                self.changed.wait_for(lambda: all_stand() or self.errors)
+        with self.changed:
+            self.giving_way.remove(here.partition)
 
     def stuck(self) -> bool:
         """Every partition waits, and none for what has happened."""
@@ -585,27 +623,29 @@ class Program:
 
     def run(self, name: str, function: Callable, arguments: tuple = ()) -> None:
         here.program, here.partition, here.stores, here.products = self, name, [], []
-        try:
-            with torch.no_grad():
-                function(*arguments)
-            check(
-                not here.stores and not here.products,
-                f"{name} ends with stores or products under way",
-            )
-        except BaseException as error:
-            with self.changed:
-                self.errors.append(error)
-        finally:
-            with self.changed:
-                self.partitions -= 1  # it waits for nothing any more
-                self.changed.notify_all()
+        with TURN:
+            try:
+                with torch.no_grad():
+                    function(*arguments)
+                check(
+                    not here.stores and not here.products,
+                    f"{name} ends with stores or products under way",
+                )
+            except BaseException as error:
+                with self.changed:
+                    self.errors.append(error)
+            finally:
+                with self.changed:
+                    self.partitions -= 1  # it waits for nothing any more
+                    self.changed.notify_all()
 
     def copy_engine(self) -> None:
         while True:
-            with self.changed:
+            with others_run(), self.changed:
                 self.changed.wait_for(
                     lambda: self.over or self.errors or self.partitions and self.stuck()
                 )
+            with self.changed:
                 if self.over or self.errors:
                     return
                 waits = ", ".join(f"{name} for {what}" for name, (_, what) in self.waiting.items())
@@ -638,12 +678,14 @@ class Program:
         engine = threading.Thread(target=self.run, args=("copy engine", self.copy_engine))
         for thread in (*threads, engine):
             thread.start()
-        for thread in threads:
-            thread.join()
+        with others_run():
+            for thread in threads:
+                thread.join()
         with self.changed:
             self.over = True
             self.changed.notify_all()
-        engine.join()
+        with others_run():
+            engine.join()
 
 
 def allocate_shared_memory(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:

@@ -465,7 +465,6 @@ ERRORS = {
         "            acc, p = warpgroup_mma_wait(0, deps=(acc_pending, p))\n            "
         "v_ring.release(item - 2)",
         "            v_ring.release(item - 2)\n"
-        "            __import__('time').sleep(0.02)\n"
         "            acc, p = warpgroup_mma_wait(0, deps=(acc_pending, p))",
         "an operand changed",
     ),
@@ -519,7 +518,6 @@ ERRORS = {
         "            dk = warpgroup_mma_wait(0, deps=(dk_pending,))\n            "
         "q_ring.release(item)",
         "            q_ring.release(item)\n"
-        "            __import__('time').sleep(0.02)\n"
         "            dk = warpgroup_mma_wait(0, deps=(dk_pending,))",
         "an operand changed",
     ),
