@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -34,6 +35,7 @@ from training.checkpoint import Checkpoints
 ROOT = Path(__file__).resolve().parents[1]
 UNCHANGED = {name: getattr(recorder, name) for name in ("draw_loss_curve", "draw_max_scores")}
 FSYNC = os.fsync
+QUICK = (*forked.PACKAGES, "tests.quick")
 
 # the smallest run that does everything
 TINY = (
@@ -118,9 +120,6 @@ def run(*arguments: str, curve: bool = False, **variables: str) -> Done:
     """
     torch.set_num_threads(1)
     output, code = io.StringIO(), 0
-    # or a test looks at them
-    drawn = curve or any(getattr(recorder, name) != UNCHANGED[name] for name in UNCHANGED)
-    recipe = any("experiment=" in argument or "hydra.mode" in argument for argument in arguments)
     # as at a terminal: a shell makes its background jobs ignore Ctrl-C
     ctrl_c = signal.signal(signal.SIGINT, signal.default_int_handler)
     with (
@@ -129,19 +128,8 @@ def run(*arguments: str, curve: bool = False, **variables: str) -> Done:
         contextlib.chdir(ROOT),
         contextlib.redirect_stdout(output),
         contextlib.redirect_stderr(output),
-        contextlib.ExitStack() as left_out,
+        shortcuts(curve),
     ):
-        if not drawn:
-            for name in UNCHANGED:
-                left_out.enter_context(mock.patch.object(recorder, name, return_value=None))
-        if not recipe:
-            left_out.enter_context(mock.patch.object(Hydra, "get_mode", return_value=None))
-        if os.fsync is FSYNC:
-            left_out.enter_context(mock.patch.object(os, "fsync"))
-        register_once()
-        for module in (config, command_line):
-            left_out.enter_context(mock.patch.object(module, "register"))
-        left_out.enter_context(mock.patch.object(surroundings, "_git", git_once))
         try:
             runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
         except SystemExit as error:
@@ -157,9 +145,36 @@ def run(*arguments: str, curve: bool = False, **variables: str) -> Done:
     return Done(code, output.getvalue())
 
 
+@contextlib.contextmanager
+def shortcuts(curve: bool = False) -> Iterator[None]:
+    """Without what `run` leaves out of the train.py that sys.argv asks for."""
+    # or a test looks at them
+    drawn = curve or any(getattr(recorder, name) != UNCHANGED[name] for name in UNCHANGED)
+    recipe = any("experiment=" in argument or "hydra.mode" in argument for argument in sys.argv)
+    with contextlib.ExitStack() as left_out:
+        if not drawn:
+            for name in UNCHANGED:
+                left_out.enter_context(mock.patch.object(recorder, name, return_value=None))
+        if not recipe:
+            left_out.enter_context(mock.patch.object(Hydra, "get_mode", return_value=None))
+        if os.fsync is FSYNC:
+            left_out.enter_context(mock.patch.object(os, "fsync"))
+        register_once()
+        for module in (config, command_line):
+            left_out.enter_context(mock.patch.object(module, "register"))
+        left_out.enter_context(mock.patch.object(surroundings, "_git", git_once))
+        yield
+
+
 def start(*arguments: str, new_group: bool = False, **variables: str) -> forked.Process:
     """train.py with these arguments, in a process of its own; communicate()[0] is all it prints."""
     return forked.Process("train.py", *arguments, env=environment(**variables), new_group=new_group)
+
+
+def start_quick(*arguments: str, **variables: str) -> forked.Process:
+    """As `start`, without what `run` leaves out, and with the modules of a run imported already."""
+    command = ("-c", "from tests.quick import main; main()", *arguments)
+    return forked.Process(*command, env=environment(**variables), loaded=QUICK)
 
 
 def finish(process: forked.Process) -> Done:

@@ -22,6 +22,8 @@ import hypothesis
 import pytest
 import torch
 
+from tests import composition
+
 # torch.compile would take its compiled code from a run with another ATEN_CPU_CAPABILITY, which then
 # gives wrong numbers
 kernels = f"tilegpt-tests-{getpass.getuser()}-{torch.backends.cpu.get_cpu_capability()}"
@@ -43,6 +45,8 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
     from tests.interpreter import quicken
 
     quicken()
+
+composition.quicken()
 
 CONFORMANCE = pytest.StashKey[list]()
 KILLS = pytest.StashKey[list]()

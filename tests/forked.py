@@ -1,9 +1,10 @@
 """`python ...` in a process of its own, without the seconds of importing torch.
 
-    python tests/forked.py SOCKET
+    python tests/forked.py SOCKET MODULE ...
 
 imports what a run imports of other packages, and forks itself for each request. A child goes on as
-the interpreter would: its signals, streams, exit code and memory are those of any process.
+the interpreter would: its signals, streams, exit code and memory are those of any process. Who
+names modules of this project too saves their imports, and no test of imports may do that.
 """
 
 import atexit
@@ -27,13 +28,14 @@ ROOT = Path(__file__).resolve().parents[1]
 STREAMS = ("stdin", "stdout", "stderr")
 CLOSED = Path("closed")  # as by `>&-` in a shell
 PID_BYTES = 20  # of the message with a process's id, behind which its exit code comes
-PRELOADED = ("torch._dynamo", "matplotlib.pyplot", "hydra", "safetensors.torch", "tqdm.auto")
+PACKAGES = ("torch._dynamo", "matplotlib.pyplot", "hydra", "safetensors.torch", "tqdm.auto")
 
 
 class Process:
     """`python ARGUMENTS`, its output in files: what it wrote is lost neither by a kill nor a wait.
 
     stdout, stderr: other files to write to, or CLOSED. Without stderr, both streams are one.
+    loaded: modules that are imported before it begins.
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class Process:
         stdout: Path | None = None,
         stderr: Path | None = None,
         new_group: bool = False,
+        loaded: tuple[str, ...] = PACKAGES,
     ) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="process-", dir=server()))
+        folder = server(loaded)
+        self.folder = Path(tempfile.mkdtemp(prefix="process-", dir=folder))
         (self.folder / "stdout").touch()
         self.stdout, self.stderr = stdout or self.folder / "stdout", stderr
         self.returncode: int | None = None
@@ -59,7 +63,7 @@ class Process:
         }
         (self.folder / "request").write_text(json.dumps(request))
         self.connection = socket.socket(socket.AF_UNIX)
-        self.connection.connect(str(server() / "socket"))
+        self.connection.connect(str(folder / "socket"))
         self.connection.sendall(str(self.folder).encode())
         self.pid = int(self.connection.recv(PID_BYTES))
 
@@ -97,7 +101,7 @@ def run(
     *arguments: str, env: dict[str, str] | None = None, check: bool = False, **options
 ) -> subprocess.CompletedProcess:
     """subprocess.run(["python", *ARGUMENTS], capture_output=True, text=True)."""
-    errors = Path(tempfile.mkdtemp(prefix="stderr-", dir=server())) / "stderr"
+    errors = Path(tempfile.mkdtemp(prefix="stderr-", dir=server(PACKAGES))) / "stderr"
     process = Process(*arguments, env=env or dict(os.environ), stderr=errors, **options)
     output = process.communicate(timeout=100)
     done = subprocess.CompletedProcess(arguments, process.returncode, *output)
@@ -106,11 +110,11 @@ def run(
 
 
 @functools.cache
-def server() -> Path:
-    """The folder of this worker's server, which is ready to fork."""
+def server(loaded: tuple[str, ...]) -> Path:
+    """The folder of this worker's server with these modules, which is ready to fork."""
     folder = Path(tempfile.mkdtemp(prefix="tilegpt-fork-"))
     process = subprocess.Popen(
-        [sys.executable, __file__, str(folder / "socket")],
+        [sys.executable, __file__, str(folder / "socket"), *loaded],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
@@ -206,7 +210,8 @@ def leave() -> None:
 if __name__ == "__main__":
     exit_code: int | None = None
     atexit.register(leave)
-    for name in PRELOADED:
+    sys.path[0] = str(ROOT)
+    for name in sys.argv[2:]:
         __import__(name)
     # what is forked cannot use a GPU, nor some libraries of macOS
     FORKS = sys.platform == "linux" and not sys.modules["torch"].cuda.is_available()

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from attention.context import Group, Shards
 from attention.interface import Refusal
 from tests import forked
 from tests.command import (
+    QUICK,
     ROOT,
     Done,
     checkpoint,
@@ -25,6 +27,7 @@ from tests.command import (
     run,
     same,
     start,
+    start_quick,
     summary,
     tiny,
     wait_for_rows,
@@ -47,11 +50,13 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def start_ranks(*arguments: str, world: int = 2, **variables: str) -> list[forked.Process]:
+def start_ranks(
+    *arguments: str, world: int = 2, how: Callable = start_quick, **variables: str
+) -> list[forked.Process]:
     """As torchrun starts them, in processes that need not import torch."""
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [
-        start(
+        how(
             *arguments,
             WORLD_SIZE=str(world),
             RANK=str(rank),
@@ -63,8 +68,8 @@ def start_ranks(*arguments: str, world: int = 2, **variables: str) -> list[forke
     ]
 
 
-def run_ranks(*arguments: str, world: int = 2, **variables: str) -> list[Done]:
-    return [finish(each) for each in start_ranks(*arguments, world=world, **variables)]
+def run_ranks(*arguments: str, **options) -> list[Done]:
+    return [finish(each) for each in start_ranks(*arguments, **options)]
 
 
 def alike(one: Path, other: Path) -> bool:
@@ -125,7 +130,7 @@ def test_a_shared_sequence_is_the_same_attention(tmp_path, settings):
     """
     folders = [tmp_path / "alone", tmp_path / "two"]
     asked = [tiny(folder, *SHARED, "log_every=1", *settings) for folder in folders]
-    alone = finish(start(*asked[0]))
+    alone = run(*asked[0])
     assert alone.code == 0, alone.output
     first, second = run_ranks(*asked[1], "parallel.context=2")
     assert (first.code, second.code) == (0, 0), first.output + second.output
@@ -161,7 +166,7 @@ def test_a_shared_sequence_is_the_same_attention(tmp_path, settings):
 def test_a_ring_trains_as_one_process_does(tmp_path, settings, how, alone):
     tiles = ("attention.block_q=8", "attention.block_kv=8", "model.num_heads=3")
     tiles += ("model.hidden_size=24",)  # three heads do not divide among two ranks
-    one = finish(start(*tiny(tmp_path / "alone", *SHARED, *tiles, *settings, *alone)))
+    one = finish(start_quick(*tiny(tmp_path / "alone", *SHARED, *tiles, *settings, *alone)))
     assert one.code == 0, one.output
     asked = tiny(tmp_path / "two", *SHARED, *tiles, *settings, *how, "parallel.context=2")
     done = run_ranks(*asked)
@@ -256,7 +261,11 @@ def call_on_ranks(world: int, *arguments: object, code: str = CALLS) -> None:
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     meeting["WORLD_SIZE"] = str(world)
     processes = [
-        forked.Process("-c", code, *map(str, arguments), env=environment(RANK=str(rank), **meeting))
+        forked.Process(
+            *("-c", code, *map(str, arguments)),
+            env=environment(RANK=str(rank), **meeting),
+            loaded=QUICK,
+        )
         for rank in range(world)
     ]
     for process in processes:
@@ -434,7 +443,7 @@ def test_dropout_is_another_on_each_rank_and_the_same_again_after_a_resume(tmp_p
 def test_one_folder_and_no_other_is_left(tmp_path):
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    done = run_ranks(*tiny(tmp_path / "run", *SHARED), TMPDIR=str(temporary))
+    done = run_ranks(*tiny(tmp_path / "run", *SHARED), how=start, TMPDIR=str(temporary))
     assert done[0].code == 0, done[0].output
     assert not list(temporary.glob("tilegpt-rank-*"))
     assert summary(tmp_path / "run")["tokens"] == 4 * 4 * 32
@@ -492,7 +501,7 @@ def test_ranks_with_other_settings_are_refused(tmp_path):
     """A regression test: the first process was aborted by gloo, the other one printed stacks."""
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     ranks = [
-        start(*tiny(tmp_path / "run", f"seq_len={length}"), RANK=str(rank), **meeting)
+        start_quick(*tiny(tmp_path / "run", f"seq_len={length}"), RANK=str(rank), **meeting)
         for rank, length in enumerate((32, 64))
     ]
     first, second = map(finish, ranks)
@@ -660,6 +669,32 @@ def torchrun(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
     )
 
 
+AGENT = """
+import sys
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from tests.quick import main
+
+def rank(*arguments):
+    sys.argv[1:] = arguments
+    main()
+
+how = LaunchConfig(
+    1, 1, nproc_per_node=2, max_restarts=2, start_method="fork", run_id="tests",
+    rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+)
+elastic_launch(how, rank)(*sys.argv[1:])
+"""
+
+
+def torchruns_agent(folder: Path, *arguments: str) -> Done:
+    """What `torchrun --standalone --max-restarts=2 train.py` does, whose ranks are forked.
+
+    folder: for temporary files, which such a rank leaves, and for a user's modules.
+    """
+    given = environment(TMPDIR=str(folder), PYTHONPATH=str(folder))
+    return finish(forked.Process("-c", AGENT, *arguments, env=given, loaded=QUICK))
+
+
 @pytest.mark.slow
 def test_by_torchrun(tmp_path):
     done = torchrun("train.py", *tiny(tmp_path / "run", *SHARED))
@@ -677,8 +712,8 @@ def test_alone_there_is_no_process_group(tmp_path):
 
 
 def test_a_rank_that_never_comes_ends_the_others(tmp_path):
-    asked = tiny(tmp_path / "run", "parallel.timeout=2")
-    alone = start(
+    asked = tiny(tmp_path / "run", "parallel.timeout=1")
+    alone = start_quick(
         *asked, WORLD_SIZE="2", RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
     )
     done = finish(alone)
@@ -689,7 +724,7 @@ def test_a_port_in_use_is_named(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        done = finish(start(*tiny(tmp_path / "run"), WORLD_SIZE="2", RANK="0", **meeting))
+        done = finish(start_quick(*tiny(tmp_path / "run"), WORLD_SIZE="2", RANK="0", **meeting))
     assert done.code == 1 and port in done.complaint() and "in use" in done.complaint()
 
 
@@ -748,22 +783,28 @@ ATTENTION = replace(get_backend("naive"), name="killed", fn=attend)
 
 
 @pytest.mark.parametrize(
-    "saved",
+    ("saved", "real"),
     [
-        pytest.param(True, id="after-a-checkpoint"),
-        pytest.param(False, id="before-the-first", marks=pytest.mark.slow),
+        pytest.param(True, False, id="after-a-checkpoint"),
+        pytest.param(False, False, id="before-the-first"),
+        pytest.param(True, True, id="by-torchrun", marks=pytest.mark.slow),
     ],
 )
-def test_ranks_that_torchrun_starts_again_go_on(tmp_path, saved):
+def test_ranks_that_torchrun_starts_again_go_on(tmp_path, saved, real):
     """The whole run, to the bit, in the same folder."""
     when = f"os.path.isdir({str(tmp_path / 'run/checkpoint')!r})" if saved else "len(calls) > 8"
     (tmp_path / "own.py").write_text(KILLED.replace("{when}", when))
     asked = (*SHARED, "attention=own:ATTENTION", "steps=12", "eval_every=0", "diagnose_every=0")
     asked += ("checkpoint_every=4",) if saved else ()
     where = {"PYTHONPATH": str(tmp_path)}
-    assert finish(start(*tiny(tmp_path / "whole", *asked, *TWO_PASSES), **where)).code == 0
-    done = torchrun("--max-restarts=2", "train.py", *tiny(tmp_path / "run", *asked), **where)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert finish(start_quick(*tiny(tmp_path / "whole", *asked, *TWO_PASSES), **where)).code == 0
+    ranks = tiny(tmp_path / "run", *asked)
+    if real:
+        done = torchrun("--max-restarts=2", "train.py", *ranks, **where)
+        assert done.returncode == 0, done.stdout + done.stderr
+    else:
+        done = torchruns_agent(tmp_path, *ranks)
+        assert done.code == 0, done.output
     assert alike(tmp_path / "whole", tmp_path / "run")
     begun = [each["step"] for each in summary(tmp_path / "run")["starts"]]
     assert begun == ([0, 4] if saved else [0])
