@@ -397,6 +397,8 @@ def test_a_compiled_projection_reads_its_gradient_where_it_is(monkeypatch):
         )
         return backward
 
+    # code for the processor's vectors would do the same, and to ask for them takes ten seconds
+    monkeypatch.setattr(torch._inductor.cpu_vec_isa, "valid_vec_isa_list", list)
     expected = gradients(run)
     copies = {torch.ops.aten.cat.default, torch.ops.aten.clone.default, torch.ops.aten.copy.default}
     assert not operators() & copies
