@@ -114,7 +114,7 @@ def main() -> None:
         if words[0] not in commands:
             raise ValueError(f"{words[0]} is not one of: {', '.join(commands)}")
         wrong = commands[words[0]](words[1:])
-        if sys.stdout is not None:  # closed, as by >&-
+        if sys.stdout is not None:  # None if closed, as by >&-
             sys.stdout.flush()
     except KeyboardInterrupt:
         print("attn-conform: stopped by Ctrl-C", file=sys.stderr)
@@ -128,8 +128,8 @@ def main() -> None:
 
 
 def read(words: list[str], bare: tuple[str, ...], *keys: str) -> tuple[list[str], Options, dict]:
-    """The bare words, the options, and the fields of a dialect, of which those in `keys` are
-    allowed.
+    """The bare words, the options, and the changed fields of a dialect. Only `keys` are allowed as
+    keys.
     """
     known = {each.name: each.type for each in fields(Options)} | DIALECT_KEYS
     found, options, changes = [], {}, {}
@@ -158,7 +158,7 @@ def convert(key: str, kind: Any, text: str) -> Any:
 
 
 def parse_dialect(words: list[str]) -> tuple[str | None, dict[str, Any]]:
-    """The name and the changed fields of a dialect as run takes it, with or without `dialect=`."""
+    """The name and the changed fields of a dialect; the name may come without `dialect=`."""
     words = [word if "=" in word else f"dialect={word}" for word in words]
     _, options, changes = read(words, (), "dialect", *DIALECT_KEYS)
     return options.dialect, changes
@@ -192,8 +192,8 @@ def run(words: list[str]) -> str | None:
 
 
 def check_call(text: str, subject: Subject) -> None:
-    """Raise ValueError where the dialect does not fit the function: it takes no plain call, or
-    returns something else. Every property would say so.
+    """Raise ValueError if the dialect does not fit the function: a plain call fails, or returns
+    something else. Otherwise every property would report this.
     """
     if dialect_of(subject.backend) is None:
         return
@@ -205,7 +205,7 @@ def check_call(text: str, subject: Subject) -> None:
             f"{text} does not fit the dialect: {reason}{error}; `attn-conform probe {text}` finds "
             "out how it is called"
         ) from error
-    except (Exception, SystemExit):  # what else it raises the properties tell
+    except (Exception, SystemExit):  # the properties report other errors
         return
 
 
@@ -220,7 +220,7 @@ def cells_of(subject: Subject, *, quick: bool) -> Iterator[Cell]:
 
 
 def properties_of(subject: Subject) -> dict[str, Property]:
-    """The properties; where lengths must be multiples, ragged ones are not asked for."""
+    """The properties; "ragged tails" is n/a if lengths must be multiples."""
     dialect = dialect_of(subject.backend)
     if dialect is None or dialect.multiple == 1:
         return PROPERTIES
@@ -238,7 +238,7 @@ def described(cell: Cell) -> str:
 
 
 def verdict(cells: list[Cell]) -> str | None:
-    """What is wrong with the whole; None where nothing is."""
+    """The error message for all cells together; None if nothing is wrong."""
     if all(cell.status == "n/a" for cell in cells):
         return "nothing was verified"
     wrong = sum(not cell.ok for cell in cells)
@@ -256,7 +256,7 @@ def write_script(options: Options, dtype: str, cell: Cell, script: str) -> Path:
 def scorecard(
     found: Target, options: Options, rows: list[tuple[str, Cell, Path | None]]
 ) -> dict[str, Any]:
-    """Environment, dialect, and every cell with its worst figures, null where they are infinite."""
+    """Environment, dialect, and every cell with its worst numbers (null if not finite)."""
     dialect = dialect_of(found.backend)
     return {
         "attention": found.backend.name,
@@ -277,7 +277,7 @@ def scorecard(
 def environment(device: str) -> Mapping[str, str]:
     name = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
     return {
-        "torch": torch.__version__,  # with its build, which the package's metadata may leave out
+        "torch": torch.__version__,  # with its build, which package metadata may omit
         "numpy": numpy.__version__,
         "python": platform.python_version(),
         "system": platform.platform(),
@@ -309,7 +309,7 @@ def run_fuzz(words: list[str]) -> str | None:
                 tally.add(trial)
                 for failure in trial.failures:
                     print(f"{name}  red: {failure}", flush=True)
-    except KeyboardInterrupt:  # what was found until then is not lost
+    except KeyboardInterrupt:  # still report the results so far
         interrupted = True
     for name, tally in tallies.items():
         print(f"{name}  {tally}", flush=True)
@@ -368,15 +368,15 @@ def run_quiz(words: list[str]) -> str | None:
 
 
 def set_up(device: torch.device) -> None:
-    """Prepare the process: repeatable products on a GPU, no idle threads on a CPU."""
-    # cuBLAS reads at its first call what it needs to be deterministic
+    """Prepare the process: repeatable matrix products on a GPU, one thread on a CPU."""
+    # cuBLAS needs this to be deterministic, and reads it at its first call
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if device.type == "cpu":
         torch.set_num_threads(1)  # the tensors are small: threads would only wait for one another
     else:
         from torch import _dynamo
 
-        # flex is compiled for every kind of case; past the limit it would run uncompiled
+        # flex is compiled for every kind of case; past the limit it runs uncompiled
         _dynamo.config.recompile_limit = 1000
 
 

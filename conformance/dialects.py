@@ -1,12 +1,12 @@
-"""How anybody's attention is called, as data: names of arguments, layout, conventions.
+"""How to call an attention, as data: names of arguments, layout, conventions.
 
     backend_of("torch.nn.functional:scaled_dot_product_attention", "sdpa").backend
 
-A dialect becomes the text of one call. The adapter evaluates that text, and a script that shows a
-failure prints it, so both make the same call.
+A dialect becomes the text of one call. The adapter evaluates that text, and the script of a failure
+contains it, so both make the same call.
 
-Wrappers that plan before they run (FlashInfer's) and kernels that write to an argument (vLLM's
-unified_attention) are no plain functions: they need one around them.
+Classes that plan before they run (FlashInfer's wrappers) and kernels that write to an argument
+(vLLM's unified_attention) are not plain functions: wrap them in one.
 
 Dimensions: B batch, H heads, N queries, M keys, D head dim, T = B * N tokens of a packed batch; P
 pages.
@@ -31,14 +31,14 @@ from attention.mask import MASKS as MASK_ARGUMENTS
 from attention.mask import sides, visible_keys
 from conformance.cases import SHORT
 
-# what becomes of an input x (B, H, N, D), and how an output y comes back from there
+# how an input x (B, H, N, D) is converted to the layout, and an output y is converted back
 LAYOUTS = {
     "BHND": ("x", "y"),
     "BNHD": ("x.transpose(1, 2)", "y.transpose(1, 2)"),
     "BND": ("x.flatten(0, 1)", "y.unflatten(0, ({batch}, -1))"),  # heads are sequences
     "THD": ("x.transpose(1, 2).flatten(0, 1)", "y.unflatten(0, ({batch}, -1)).transpose(1, 2)"),
 }
-# how lse comes back to (B, H, N)
+# how lse y is converted back to (B, H, N)
 LSE_LAYOUTS = {
     "BHN": "y",
     "BNH": "y.transpose(1, 2)",
@@ -46,20 +46,20 @@ LSE_LAYOUTS = {
     "HT": "y.unflatten(1, ({batch}, -1)).transpose(0, 1)",
     "TH": "y.unflatten(0, ({batch}, -1)).transpose(1, 2)",
 }
-# keys or values in pages (P, page size, H, D). FILLER lies where no token does
+# keys or values in pages (P, page size, H, D); slots without a token hold FILLER
 FILLER = 100.0
 PAGES = (
     "torch.nn.functional.pad(x.transpose(1, 2).flatten(0, 1), (0, 0, 0, 0, 0, 1), "
     f"value={FILLER})[slots]"
 )
-# how one says how many keys a query sees before its own and after it; only a pair says the latter
+# how to pass the number of visible keys left and right of a query; only pairs pass the right one
 WINDOWS = {
-    "count": "{left} + 1",  # its own included
+    "count": "{left} + 1",  # includes the query's own key
     "left": "{left}",
     "pair": "({left}, {right})",
     "pair_or_none": "tuple(None if x < 0 else x for x in ({left}, {right}))",
     "count_pair": "({left} + 1, {right})",
-    # a Backend's: a number under a causal mask
+    # as for a Backend: a number under a causal mask, else a pair
     "either": "({left} + 1 if {causal} else ({left}, {right}))",
 }
 TWO_SIDED = ("pair", "pair_or_none", "either")
@@ -89,43 +89,43 @@ CHOICES = {
 @dataclass(frozen=True)
 class Dialect:
     """One way of calling an attention. An argument is a name, or a position counted from q = 0;
-    "" is none. Names with | between them are alternatives: the first that the function has.
+    "" means none. Names joined by | are alternatives: the first that the function has is used.
     """
 
     layout: str = "BHND"
     out_layout: str = ""  # as layout
-    causal: str = "causal"  # or always, or never
-    corner: str = "bottom_right"  # where the causal mask ends
-    scale: str = "scale"  # without one it is D**-0.5
+    causal: str = "causal"  # an argument, always or never
+    corner: str = "bottom_right"  # the corner that the causal mask is aligned to
+    scale: str = "scale"  # without the argument it is D**-0.5
     window: str = ""
     window_form: str = "pair"
     softcap: str = ""
     alibi: str = ""  # slopes (H,)
-    sinks: str = ""  # (H,), or module: it is the module's own; without it they are merged from lse
-    documents: str = ""  # ids (B, N); a packed batch has them as lengths instead
-    # of a packed batch, layout=THD: where sequences of q and of k begin, (B + 1,), and the largest
-    # lengths. Without any it takes one sequence
+    sinks: str = ""  # (H,), or module: an attribute of it; without it they are merged using lse
+    documents: str = ""  # ids (B, N); a packed batch passes documents as sequences instead
+    # for a packed batch, layout=THD: where the sequences of q and k begin, (B + 1,), and the
+    # largest lengths. With bounds="" the function takes one sequence
     bounds: str = "cu_seqlens_q,cu_seqlens_k,max_seqlen_q,max_seqlen_k"
-    pages: int = 0  # tokens of a page, where k and v lie in pages (P, pages, H, D)
+    pages: int = 0  # tokens of a page, if k and v lie in pages (P, pages, H, D); else 0
     block_table: str = ""  # the pages of each sequence, (B, most pages)
-    used: str = ""  # how many keys each sequence has in them, (B,)
-    mask: str = ""  # (B or 1, 1, N, M), for whatever the arguments above do not say
+    used: str = ""  # the number of keys that each sequence has in its pages, (B,)
+    mask: str = ""  # (B or 1, 1, N, M), for masks that the arguments above cannot express
     mask_form: str = "bool"
     score_mod: str = ""  # FlexAttention's, for softcap and ALiBi
-    gqa: str = "yes"  # yes, no, or the name of the flag that asks for it
-    returns: str = "out"  # what a tuple holds, such as out,lse,_
-    lse_flag: str = ""  # the argument that asks for lse
+    gqa: str = "yes"  # yes, no, or the name of the flag that turns it on
+    returns: str = "out"  # the items of a returned tuple, such as out,lse,_
+    lse_flag: str = ""  # the argument that makes it return lse
     lse: str = "BHN"
     lse_base: str = "e"
     lse_gradient: bool = True  # whether a gradient flows through lse
     empty_rows: str = "zero"  # what a query without a key gets
     backward: bool = True
     cross_length: bool = True  # whether N and M may differ
-    value_dim: bool = False  # whether v may have another width than q and k
-    multiple: int = 1  # of which N and M must be
+    value_dim: bool = False  # whether the width of v may differ from that of q and k
+    multiple: int = 1  # N and M must be multiples of it
     dtypes: str = "fp64,fp32,bf16,fp16"
     head_dims: str = ""  # such as 64,128; "" takes any
-    module: bool = False  # a module comes before q, as transformers hands it in
+    module: bool = False  # whether a module is passed before q, as transformers does
     constants: str = ""  # further arguments, such as dropout_p=0.0,deterministic=True
 
     def __post_init__(self) -> None:
@@ -155,15 +155,15 @@ class Dialect:
 
     @property
     def packed(self) -> bool:
-        """Whether sequences of any lengths lie one behind the other."""
+        """Whether sequences of any lengths are concatenated into one batch."""
         return self.layout == "THD" and bool(self.bounds)
 
     def says_causal(self, num_queries: int, num_keys: int) -> bool:
-        """Whether the function's own causal mask is the one that ends at the last query and key."""
+        """Whether the function's own causal mask is aligned to the last query and key."""
         return self.causal != "never" and (self.corner == "bottom_right" or num_queries == num_keys)
 
     def says(self, name: str, value: Any) -> bool:
-        """Whether an argument of its own says window, document_ids, key_lengths or cu_seqlens."""
+        """Whether the function can express `name` (window, document_ids, ...) without a mask."""
         if name == "window":
             one_sided = self.window_form not in TWO_SIDED
             return bool(self.window) and not (one_sided and isinstance(value, tuple))
@@ -173,8 +173,8 @@ class Dialect:
     def needs_mask(
         self, num_queries: int, num_keys: int, *, causal: bool, given: Mapping[str, Any]
     ) -> bool:
-        """Whether only a mask as a tensor says what is visible. given: the arguments of
-        attention.mask.MASKS that there are.
+        """Whether the call needs a mask as a tensor. given: the arguments of attention.mask.MASKS
+        that are not None.
         """
         corner = "cu_seqlens" in given or self.says_causal(num_queries, num_keys)
         return (causal and not corner) or not all(self.says(*item) for item in given.items())
@@ -182,8 +182,8 @@ class Dialect:
     def call(self, tensors: str, values: Mapping[str, str | None], *, masked: bool) -> str:
         """The call of `function` as an expression. tensors: the text of its first arguments.
         values: text of causal, scale, left and right of a window, softcap, slopes, sinks,
-        documents, and of max_q and max_k of a packed batch; None for what is not given. masked:
-        everything that hides a key is said by the mask `seen`.
+        documents, and of max_q and max_k of a packed batch; None if not given. masked: the mask
+        `seen` alone decides which keys are hidden.
         """
         given = {}
         if self.causal not in ("always", "never"):
@@ -233,7 +233,7 @@ class Dialect:
 
 def _score_mod(softcap: str | None, slopes: str | None) -> str:
     score = f"{softcap} * torch.tanh(s / {softcap})" if softcap else "s"
-    if slopes:  # i - j, from the last query and key
+    if slopes:  # i - j, with the last query aligned to the last key
         score += f" - {slopes}[h] * (i - j + k.shape[2] - q.shape[2])"
     return f"lambda s, b, h, i, j: {score}"
 
@@ -265,7 +265,7 @@ _FLASHINFER = Dialect(
     head_dims="64,128,256",
 )
 DIALECTS = {
-    # a function that could be the fn of a Backend
+    # a function with the signature of Backend.fn
     "backend": Dialect(
         window="window",
         window_form="either",
@@ -278,7 +278,7 @@ DIALECTS = {
     "fa": _FA,
     # flash_attn_varlen_func of the same
     "fa-varlen": replace(_FA, layout="THD", lse="HT"),
-    # flash_attn_with_kvcache of the same, over pages; version 2 takes pages of 256 tokens n
+    # flash_attn_with_kvcache of the same, over pages; version 2 takes pages of 256 n tokens
     "fa-paged": replace(
         _FA,
         pages=16,
@@ -288,7 +288,7 @@ DIALECTS = {
         backward=False,
         dtypes="bf16,fp16",
     ),
-    # flash_attn_varlen_func of vLLM (vllm.vllm_flash_attn), whose keys lie in pages
+    # flash_attn_varlen_func of vLLM (vllm.vllm_flash_attn), with keys in pages
     "vllm": replace(
         _FA,
         layout="THD",
@@ -351,7 +351,7 @@ DIALECTS = {
         multiple=128,
         head_dims="16,32,64,128",
     ),
-    # the autograd.Function of Triton's tutorial 06, whose lengths are whole tiles
+    # the autograd.Function of Triton's tutorial 06; its lengths are multiples of a tile
     "triton-tutorial": Dialect(
         causal="3",
         scale="4",
@@ -368,13 +368,13 @@ ARGUMENTS = (
 
 
 class Parameters(NamedTuple):
-    """What a function takes: names in order, and whether it may take others too."""
+    """Names of a function's parameters in order, and whether it accepts others too."""
 
     names: list[str]
     others: bool
 
     def take(self, name: str) -> bool:
-        """Whether there may be an argument of this name, or at this position."""
+        """Whether the function accepts an argument of this name, or at this position."""
         known = int(name) < len(self.names) if name.isdigit() else name in self.names
         return known or self.others
 
@@ -392,7 +392,7 @@ def parameters(function: Callable[..., Any]) -> Parameters:
 
 
 def fitted(dialect: Dialect, function: Callable[..., Any]) -> Dialect:
-    """The dialect without the arguments that the function does not have, and with one of several
+    """The dialect without the arguments that the function lacks, and with one name for each set of
     alternatives.
     """
     known = parameters(function)
@@ -414,7 +414,7 @@ def fitted(dialect: Dialect, function: Callable[..., Any]) -> Dialect:
 
 
 class Misfit(ValueError):
-    """What a function returns is not what its dialect says."""
+    """A function returned something else than its dialect says."""
 
 
 class Adapter:
@@ -428,8 +428,8 @@ class Adapter:
             self.lse = eval(f"lambda result, batch: {dialect.output_lse('batch')}")
         if dialect.pages:
             self.paged = eval(f"lambda x, slots: {PAGES}", {"torch": torch})
-        # by the arguments that are given. Those of a plain call are made now, because torch.compile
-        # cannot look into eval
+        # compiled calls by given arguments. Those of a plain call are compiled now, because
+        # torch.compile cannot trace eval
         self.calls: dict[tuple[tuple[str, ...], bool], Callable[..., Any]] = {}
         plain = ("causal", "scale", *(("max_q", "max_k") if dialect.layout == "THD" else ()))
         for masked in (False, True)[: 1 + bool(dialect.mask)]:
@@ -486,7 +486,7 @@ class Adapter:
     def sequences(
         self, q: Tensor, k: Tensor, mask: dict[str, Any]
     ) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """Where packed sequences begin and which pages they have, and the largest lengths."""
+        """Bounds and pages of the sequences, and the largest lengths (empty if not packed)."""
         found, longest = {}, {"max_q": q.shape[2], "max_k": k.shape[2]}
         counts = [k.shape[2]] * q.shape[0]  # keys of each sequence
         if self.dialect.packed:
@@ -504,8 +504,8 @@ class Adapter:
         return found, longest if self.dialect.layout == "THD" else {}
 
     def parts_of(self, result: Any, batch: int) -> tuple[Tensor, Tensor | None]:
-        """out and lse of what the function returned. Raises Misfit where it is not what the dialect
-        says.
+        """out and lse from what the function returned. Raises Misfit if that contradicts the
+        dialect.
         """
         dialect = self.dialect
         needed = 1 + max(dialect.parts.index(x) for x in ("out", "lse") if x in dialect.parts)
@@ -517,7 +517,7 @@ class Adapter:
         return self.out(result, batch), lse
 
     def requirements(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **_: Any) -> list[str]:
-        """Why it cannot be asked for these shapes; see Backend.requirements."""
+        """Reasons why it cannot take these shapes; see Backend.requirements."""
         dialect, num_queries, num_keys = self.dialect, q.shape[2], k.shape[2]
         reasons = []
         if causal and not dialect.mask and not dialect.says_causal(num_queries, num_keys):
@@ -535,7 +535,7 @@ class Adapter:
         return reasons
 
     def reasons_by_value(self, q: Tensor, k: Tensor, *, causal: bool, **optional: Any) -> list[str]:
-        """Why it cannot be asked for these arguments, as far as that depends on their values."""
+        """Reasons against these arguments that depend on the values of tensors."""
         dialect = self.dialect
         mask = {name: x for name, x in optional.items() if name in MASK_ARGUMENTS and x is not None}
         masked = dialect.needs_mask(q.shape[2], k.shape[2], causal=causal, given=mask)
@@ -551,7 +551,7 @@ class Adapter:
         return reasons
 
     def backend(self, name: str) -> Backend:
-        """The function as a Backend, which declares what the dialect can say."""
+        """The function as a Backend with the features that the dialect can express."""
         dialect = self.dialect
         declared = {
             "window": dialect.window or dialect.mask,
@@ -583,17 +583,17 @@ class Adapter:
 
 
 def dialect_of(backend: Backend) -> Dialect | None:
-    """The dialect that the backend's function is called in; None for one that needs none."""
+    """The dialect of the backend's function; None if it needs none."""
     return backend.fn.dialect if isinstance(backend.fn, Adapter) else None
 
 
 def as_given(changed: Tensor, x: Tensor) -> Tensor:
-    """A contiguous tensor stays one in any layout; a view stays a view."""
+    """`changed`, made contiguous if `x` is contiguous; a view stays a view."""
     return changed.contiguous() if x.is_contiguous() else changed
 
 
 def compiled_call(dialect: Dialect, given: tuple[str, ...], masked: bool) -> Callable[..., Any]:
-    """The call as a function of its variables, by name."""
+    """The call as a function; its variables are keyword arguments."""
     names = ("causal", "scale", "left", "right", "softcap", "slopes", "sinks", "documents")
     names += ("max_q", "max_k")
     values = {name: name if name in given else None for name in names}
@@ -610,7 +610,7 @@ def compiled_call(dialect: Dialect, given: tuple[str, ...], masked: bool) -> Cal
 
 @cache
 def caller(groups: int) -> torch.nn.Module:
-    """What transformers' functions ask of the module that calls them."""
+    """A module with the attributes that transformers' functions read."""
     module = torch.nn.Module()
     vars(module).update(num_key_value_groups=groups, is_causal=False)
     return module.eval()
@@ -619,8 +619,8 @@ def caller(groups: int) -> torch.nn.Module:
 def sequence_bounds(
     batch: int, length: int, document_ids: Tensor | None, device: torch.device
 ) -> Tensor:
-    """Where the sequences of a packed batch begin, and where the last one ends: int32. A document
-    is a sequence.
+    """Where each sequence of a packed batch begins and where the last one ends, int32. Each
+    document is a sequence.
     """
     if document_ids is None:
         return torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=device)
@@ -629,16 +629,16 @@ def sequence_bounds(
 
 
 class Pages(NamedTuple):
-    """Which token lies where in the pages, and which pages are whose."""
+    """The token in each slot of the pages, and the pages of each sequence."""
 
-    slots: Tensor  # (P, page size) int64: the token's number, or that of a row of FILLER
-    table: Tensor  # (B, most pages) int32; a page of FILLER behind a sequence's own
-    used: Tensor  # (B,) int32: tokens of each sequence
+    slots: Tensor  # (P, page size) int64: index of a token, or of the row of FILLER
+    table: Tensor  # (B, most pages) int32; unused entries name a page of FILLER
+    used: Tensor  # (B,) int32: number of tokens of each sequence
 
 
 @cache
 def pages_of(counts: tuple[int, ...], size: int, device: torch.device) -> Pages:
-    """Pages for sequences of so many tokens. They lie in memory from the last to the first."""
+    """Pages for sequences of `counts` tokens. In memory the last page comes first."""
     own, slots, tokens = [], [[sum(counts)] * size], sum(counts)
     for count in reversed(counts):
         first = tokens = tokens - count
@@ -655,17 +655,17 @@ def pages_of(counts: tuple[int, ...], size: int, device: torch.device) -> Pages:
 
 
 class Target(NamedTuple):
-    """An attention that somebody named, and how a script of their own would name it."""
+    """The attention that the user named, and the code with which a script imports it."""
 
     backend: Backend
     dialect: Dialect
-    imports: str  # the line that makes `function` known
+    imports: str  # the line that imports `function`
     function: str
 
 
 def load(text: str) -> tuple[Any, str, str]:
-    """The object at pkg.module:NAME, the line that imports it, and its expression then. Raises
-    ValueError where there is none. An autograd.Function is its apply.
+    """The object at pkg.module:NAME, the line that imports it, and its name after that line. For an
+    autograd.Function it is `apply`. Raises ValueError if there is no such object.
     """
     if text in BACKENDS:
         return BACKENDS[text], "from attention import BACKENDS", f"BACKENDS[{text!r}]"
@@ -684,8 +684,8 @@ def load(text: str) -> tuple[Any, str, str]:
 
 
 def target(text: str, name: str | None = None, changes: Mapping[str, Any] | None = None) -> Target:
-    """What `text` names, in the dialect of that name with some fields changed. Raises ValueError
-    where that says nothing, or not enough.
+    """The attention that `text` names, in dialect `name` with some fields changed. Raises
+    ValueError if the dialect is missing, unknown or does not fit.
     """
     found, imports, function = load(text)
     if isinstance(found, Backend):

@@ -1,12 +1,12 @@
-"""A distributed attention under test: each process has its part of every sequence.
+"""A distributed attention under test: each process holds its part of every sequence.
 
     with Processes(Setting(4, target="my_package.my_ring:ATTENTION")) as processes:
         subject = Subject(processes.backend, "cpu", torch.float32, 20, 0, multiple=8)
         cells = [examine(subject, name, check) for name, check in processes.properties.items()]
 
-The suite hands whole sequences to `processes.backend`. It cuts them up, each process calls the
-attention with its part, and the parts of the results are put together. So every property of one
-process's attention is asked of many.
+The suite passes whole sequences to `processes.backend`, which splits them. Each process calls the
+attention on its part, and the backend joins the partial results. So the properties for one process
+are checked on many.
 
 Dimensions: B batch, H query heads, H_kv key/value heads, N tokens, D head dim, W processes.
 """
@@ -30,25 +30,25 @@ from attention.played_ring import collected
 from conformance.backend_under_test import Check, Subject
 from conformance.properties import PROPERTIES, Property
 
-KEPT = 8  # calls whose backward pass may still come
-KEEPS = 1.5  # times its own part may a process keep
-PATIENCE = 120  # seconds that a process waits for another
-# nothing of these calls is to be seen in the process that asks
+KEPT = 8  # calls for which a process keeps the graph for a backward pass
+KEEPS = 1.5  # bytes that a process may keep, as a multiple of its own part
+PATIENCE = 120  # seconds that a process waits for another process
+# the parent process cannot observe these in its workers
 NOT_HERE = ("saved bytes", "largest tensor", "compiled = eager")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What runs in each process, and how tokens are dealt out."""
+    """What runs in each process, and how tokens are distributed."""
 
     world: int
     device: str = "cpu"
-    attention: str = ""  # a backend of one process, which `how` distributes
+    attention: str = ""  # a backend of one process, which `heads` and `gather` distribute
     options: tuple[tuple[str, Any], ...] = ()
-    heads: int = 1  # processes that exchange heads; a ring joins the others
+    heads: int = 1  # processes that exchange heads; a ring connects these groups
     gather: bool = False
-    target: str = ""  # pkg.module:NAME of a Backend that is distributed itself
-    layout: str = "zigzag"  # of target's tokens; or contiguous
+    target: str = ""  # pkg.module:NAME of a Backend that is already distributed
+    layout: str = "zigzag"  # of the tokens of `target`; or contiguous
 
     @property
     def given(self) -> Backend:
@@ -64,7 +64,7 @@ class Setting:
 
 
 class Processes:
-    """Starts the processes, and ends them with the block."""
+    """Context manager: starts the processes, and terminates them at the end of the block."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -79,7 +79,7 @@ class Processes:
             arguments = (rank, os.path.join(self.folder.name, "meeting"), theirs, self.setting)
             worker = context.Process(target=serve, args=arguments, daemon=True)
             worker.start()
-            theirs.close()  # else the end of the worker would not be heard
+            theirs.close()  # else we would not notice that the worker ended
             self.pipes.append(ours)
             self.workers.append(worker)
         return self
@@ -92,12 +92,12 @@ class Processes:
 
     @property
     def backend(self) -> Backend:
-        """The distributed attention as one of whole sequences."""
+        """The distributed attention as a Backend that takes whole sequences."""
         given = self.setting.given
         without = {"cross_length", "max_score", "two_sided_window", "key_lengths", "cu_seqlens"}
-        without |= {"value_dim"}  # keys and values go round as one tensor
+        without |= {"value_dim"}  # keys and values travel as one tensor
         if not self.setting.target and self.setting.heads < self.setting.world:
-            without |= {"alibi_slopes", "score_mod"}  # which a ring does not take
+            without |= {"alibi_slopes", "score_mod"}  # a ring does not take them
         if self.setting.heads > 1:
             without |= {"lse"}
         return replace(
@@ -127,7 +127,7 @@ class Processes:
         return AttentionOutput(out, lse)
 
     def ask(self, what: str, *message: Any) -> list[Any]:
-        """The answers of all processes. Raises what one of them raised."""
+        """The answers of all processes. An error in one of them is raised here."""
         for pipe in self.pipes:
             pipe.send((what, *message))
         answers = []
@@ -144,13 +144,13 @@ class Processes:
 
     @property
     def properties(self) -> dict[str, Property]:
-        """Those that can be asked of processes."""
+        """The properties that can be checked across processes."""
         here = {name: check for name, check in PROPERTIES.items() if name not in NOT_HERE}
         return here | {"bytes of a rank": self.bytes_of_a_rank}
 
     def bytes_of_a_rank(self, subject: Subject) -> Iterator[Check]:
-        """A process keeps its own part of q, k, v, out and lse for the backward pass, not the keys
-        of others.
+        """For the backward pass, a process keeps its own part of q, k, v, out and lse, but not the
+        keys of other processes.
         """
         case = subject.case()
         if subject.passes(case) == "both":
@@ -159,7 +159,7 @@ class Processes:
                 yield Check(f"rank {rank} of {case}, times its own part", share_kept, KEEPS)
 
     def joined(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
-        """The whole of the parts (B, H, n) or (B, H, n, D) of all processes."""
+        """The whole tensor from the parts (B, H, n) or (B, H, n, D) of all processes."""
         return collected(parts, self.setting.positions(like.shape[2])).to(like.device)
 
 
@@ -171,7 +171,7 @@ class DistributedCall(torch.autograd.Function):
         processes.calls += 1
         ctx.number, ctx.processes = processes.calls, processes
         ctx.save_for_backward(q, k, v)
-        # a view would take all of its memory along
+        # pickling a view would send its whole storage
         whole = [x.detach().cpu().clone(memory_format=torch.contiguous_format) for x in (q, k, v)]
         arguments = {x: y.cpu() if isinstance(y, Tensor) else y for x, y in arguments.items()}
         mod = arguments.get("score_mod")
@@ -193,7 +193,7 @@ class DistributedCall(torch.autograd.Function):
 
 
 def serve(rank: int, meeting: str, pipe: Any, setting: Setting) -> None:
-    """One process: it answers until its pipe closes."""
+    """Main loop of a process: answer requests until the pipe closes."""
     from torch import distributed
 
     torch.set_num_threads(1)
@@ -232,7 +232,7 @@ def serve(rank: int, meeting: str, pipe: Any, setting: Setting) -> None:
 
 
 class Worker:
-    """What one process does for each request."""
+    """Answers the requests to one process; each request names a method."""
 
     def __init__(self, rank: int, setting: Setting, attend: Callable[..., Any]) -> None:
         self.rank, self.setting, self.attend = rank, setting, attend

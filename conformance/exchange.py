@@ -1,5 +1,5 @@
-"""Judge an attention that runs elsewhere, as in JAX or MLX: its inputs go out as an .npz file, its
-outputs come back as another. What an attention with that file does:
+"""Judge an attention that runs elsewhere, as in JAX or MLX: one .npz file holds its inputs, another
+its outputs. The side of the attention:
 
     inputs, outputs = np.load("inputs.npz"), {}
     for case in inputs["cases"]:
@@ -39,7 +39,7 @@ WHAT_COMES_BACK = (
     "any: gradients of (out * d_out).sum()"
 )
 ARRAYS = ("alibi_slopes", "document_ids", "key_lengths", "sinks")
-# what a file does not ask for: functions, calls of another form, outputs of another width
+# features that a file leaves out: functions, calls of another form, outputs of another width
 UNFILED = {"score_mod", "max_score", "cu_seqlens", "value_dim"}
 
 
@@ -49,7 +49,7 @@ def elsewhere(*_: Any, **__: Any) -> NoReturn:
 
 @dataclass
 class Filed(Subject):
-    """A subject of which there are results in a file, by case. `asked` are the cases that the
+    """A subject whose results come from a file, by case. `asked` collects the cases that the
     properties compare.
     """
 
@@ -77,7 +77,7 @@ def filed(cases: int, seed: int, *, lse: bool = True) -> Filed:
 
 
 def export(file: Path, cases: int, seed: int) -> int:
-    """Write the inputs of every case; how many there are."""
+    """Write the inputs of every case; return the number of cases."""
     subject = filed(cases, seed)
     for name in PROPERTIES.keys() - SLOW:
         examine(subject, name)
@@ -101,11 +101,11 @@ def writable(case: Case) -> bool:
 
 
 def arrays_of(path: Path) -> dict[str, np.ndarray]:
-    """What is in an .npz file. Raises ValueError for a file that is none, or damaged."""
+    """The arrays of an .npz file. Raises ValueError for another or a damaged file."""
     try:
         with np.load(path) as file:
             return {name: file[name] for name in file.files}
-    # what NumPy raises for text, for an empty file, for a single array and for half a file
+    # NumPy raises these for text, an empty file, a single array or half a file
     except (ValueError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(
             f"{path} is no .npz file of arrays, or a part of one is missing; np.savez writes one"
@@ -115,8 +115,8 @@ def arrays_of(path: Path) -> dict[str, np.ndarray]:
 
 
 def judge(inputs: Path, outputs: Path) -> Iterator[Cell]:
-    """A cell for every property that compares results. Raises ValueError for arrays that are not
-    results of these inputs.
+    """A cell for every property that compares results. Raises ValueError if the outputs do not
+    belong to these inputs.
     """
     given = arrays_of(inputs)
     try:

@@ -1,8 +1,8 @@
-"""Random calls without end. The properties ask one thing each; here shapes, layouts in memory,
-masks, logits and dtypes meet in any combination that the attention takes.
+"""Random calls. A property tests one thing; a random call combines shapes, memory layouts, masks,
+logits and dtypes in any way that the attention takes.
 
-Each call is held to the budget of its case, as in conformance.cases. A seed gives the same calls
-again.
+Each result is compared with the budget of its case, as in conformance.cases. The same seed gives
+the same calls.
 """
 
 import math
@@ -18,17 +18,17 @@ from conformance.backend_under_test import Check, Subject, expected_of
 from conformance.cases import Case
 from conformance.views import LAYOUTS
 
-# calls in a row of one kind on a GPU: each other kind is some kernels to compile
+# calls in a row of one kind on a GPU, because each new kind compiles kernels
 CALLS_OF_A_KIND = 60
-# the share of calls with another layout than contiguous, other logits than normal, each feature,
-# and lengths of whole 16s
+# the share of calls with a layout that is not contiguous, with logits that are not normal, with
+# each feature, and with lengths that are multiples of 16
 LAYOUT_SHARE, LOGITS_SHARE, FEATURE_SHARE, WHOLE_SHARE = 0.5, 0.4, 0.25, 0.25
 LOGITS = ("large", "growing", "negative", "up", "down", "up and down", "ties")
 CONTIGUOUS = "contiguous"
 
 
 class Trial(NamedTuple):
-    """One call, and what came of it: a check for each tensor, or why there is none."""
+    """One call and its outcome: a check for each tensor, or the reason why there is none."""
 
     case: Case
     layout: str
@@ -38,7 +38,7 @@ class Trial(NamedTuple):
 
     @property
     def failures(self) -> list[str]:
-        """What is wrong, in a line each."""
+        """A line for each failure."""
         wrong = [
             f"{check.case}, {self.layout}: {check.error:.3g} where {check.budget:.3g} is allowed"
             for check in self.checks
@@ -48,19 +48,19 @@ class Trial(NamedTuple):
 
     @property
     def distinct(self) -> tuple[str, str]:
-        """Shape, features and logits without the seed, and the layout."""
+        """Shape, features, logits and layout: everything but the seed."""
         return str(self.case).rpartition("-seed")[0], self.layout
 
     @property
     def kind(self) -> tuple[frozenset[str], int, int | None]:
-        """Features and head dims."""
+        """Features and head dims, which decide what is compiled."""
         case = self.case
         wanted = frozenset(case.features() | case.optional.keys() | {f"causal={case.causal}"})
         return wanted, case.head_dim, case.value_dim
 
 
 def fuzz(subject: Subject, *, calls: int, seed: int) -> Iterator[Trial]:
-    """That many random calls. Raises nothing for a wrong result, nor for one that is none."""
+    """Yield `calls` random calls. A wrong result or a failing call raises nothing."""
     drawn = random.Random(seed)
     kinds = left = 0
     for number in range(calls):
@@ -73,7 +73,7 @@ def fuzz(subject: Subject, *, calls: int, seed: int) -> Iterator[Trial]:
         layout = CONTIGUOUS
         if drawn.random() < LAYOUT_SHARE:
             same = case.num_queries == case.num_keys and case.num_heads == case.num_kv_heads
-            same = same and case.value_dim is None  # or one tensor cannot hold all three
+            same = same and case.value_dim is None  # else one tensor cannot hold all three
             layout = drawn.choice([name for name in LAYOUTS if same or name != "packed"])
         trial = try_out(subject, case, layout)
         left = 0 if trial.refused else left - 1
@@ -102,31 +102,31 @@ def try_out(subject: Subject, case: Case, layout: str) -> Trial:
     except (Exception, SystemExit) as error:  # anybody's attention may raise anything
         return Trial(case, layout, [], raised=f"{type(error).__name__}: {error}")
     trial = Trial(case, layout, list(expected.checks(case, results).values()))
-    expected_of.cache_clear()  # no case comes again, and hundreds fill the memory of a GPU
+    expected_of.cache_clear()  # no case repeats, and hundreds would fill a GPU's memory
     return trial
 
 
 def draw_case(subject: Subject, drawn: random.Random, kind: random.Random, seed: int) -> Case:
-    """A case of the features that the attention has, which may still refuse their combination.
-    `kind` decides on what a kernel is compiled for, `drawn` on everything else.
+    """A case with features that the attention has; it may still refuse their combination. `kind`
+    draws what a kernel is compiled for, `drawn` everything else.
     """
     features = subject.backend.features
 
     def has(feature: str, share: float = FEATURE_SHARE) -> bool:
         return feature in features and kind.random() < share
 
-    # every head dim is a kernel to compile on a GPU
+    # on a GPU every head dim compiles another kernel
     common = (8, 16, 24, 40, 64) if subject.device == "cpu" else (64, 128)
 
     def length() -> int:
         whole, size = kind.random() < WHOLE_SHARE, drawn.randint(1, 2 * subject.length)
-        # Triton compiles once more for numbers that are multiples of 16
+        # Triton compiles separate code for multiples of 16
         return size + -size % 16 if whole else size + (size % 16 == 0)
 
     num_queries = num_keys = length()
     if has("cross_length"):
         num_keys = length()
-    num_kv_heads = kind.choice((1, 2, 3))  # and for a 1
+    num_kv_heads = kind.choice((1, 2, 3))  # Triton compiles separate code for a 1 too
     case = subject.case(
         num_queries,
         num_keys,
@@ -164,19 +164,19 @@ def draw_case(subject: Subject, drawn: random.Random, kind: random.Random, seed:
 
 
 def finite(x: float | None) -> float | None:
-    """A figure as JSON takes it: four digits, and None where it is infinite."""
+    """A number for JSON: four digits, None if it is not finite."""
     return None if x is None or not math.isfinite(x) else float(f"{x:.4g}")
 
 
 class Tally:
-    """What many trials add up to."""
+    """Totals over many trials."""
 
     def __init__(self) -> None:
         self.calls = self.refused = self.checks = 0
         self.distinct: set[tuple[str, str]] = set()
         self.kinds: set[tuple] = set()
         self.worst: tuple[float, str] = (0.0, "")  # share of the budget, and where
-        self.worst_multiple = 0.0  # of naive attention's own error
+        self.worst_multiple = 0.0  # error divided by that of naive attention
         self.failures: list[str] = []
 
     def add(self, trial: Trial) -> None:

@@ -1,9 +1,9 @@
-"""Properties of calls that stand alone: what came before, what lies in memory, and what the other
-rows hold does not change a result.
+"""Properties of isolated calls: earlier calls, the contents of memory and the values in other rows
+do not change a result.
 
-Each is a bug that was shipped: a cache keyed too coarsely, an output that is not written where no
-key is seen, a maximum that rows share, a kernel on another stream than its inputs. `compared` and
-the other properties are in conformance.properties.
+Each property catches a bug that was shipped: a cache key that leaves something out, an output that
+is not written for rows without a key, a maximum that rows share, a kernel on another stream than
+its inputs. The other properties are in conformance.properties.
 
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
@@ -18,17 +18,17 @@ from torch import Tensor
 from conformance.backend_under_test import Check, Subject
 from conformance.cases import Case, call, distance, run
 
-HUGE = 100.0  # times which other rows are larger
-DELAY = 50_000_000  # cycles of the GPU, some hundredths of a second
+HUGE = 100.0  # factor by which the other rows are larger
+DELAY = 50_000_000  # GPU cycles, a few hundredths of a second
 
 
 @contextmanager
 def deterministic_algorithms() -> Iterator[None]:
-    """PyTorch then also fills what torch.empty and its like return: with NaN, or the largest
-    integer.
+    """Inside, PyTorch also fills the tensors of torch.empty and similar functions: with NaN, or the
+    largest integer.
     """
     before = torch.get_deterministic_debug_mode()
-    # use_deterministic_algorithms() would import the compiler too, which takes seconds
+    # use_deterministic_algorithms() would also import the compiler, which takes seconds
     torch.set_deterministic_debug_mode("error")
     try:
         yield
@@ -39,8 +39,8 @@ def deterministic_algorithms() -> Iterator[None]:
 def differences(
     what: str, found: dict[str, Tensor], expected: dict[str, Tensor], subject: Subject, case: Case
 ) -> Iterator[Check]:
-    """One check a tensor: to the bit on a CPU, in the budget on a GPU, whose sums may be of any
-    order. What is NaN in `expected` is left to other properties.
+    """One check per tensor: bitwise on a CPU; within twice the budget on a GPU, where sums may run
+    in any order. Elements that are NaN in `expected` are left to other properties.
     """
     for name, x in found.items():
         y = expected[name]
@@ -50,7 +50,7 @@ def differences(
 
 
 def exactly(what: str, found: dict[str, Tensor], subject: Subject, case: Case) -> Iterator[Check]:
-    """One check a tensor, against the exact results."""
+    """One check per tensor, against the exact results."""
     expected = subject.expected(case)
     for name, x in found.items():
         moved = distance(x, expected.reference[name])
@@ -58,7 +58,7 @@ def exactly(what: str, found: dict[str, Tensor], subject: Subject, case: Case) -
 
 
 def right(subject: Subject, case: Case) -> bool:
-    """Whether the results of a case are exact."""
+    """Whether all results of a case are within their budgets."""
     return all(check.share <= 1 for check in exactly("", subject.run(case), subject, case))
 
 
@@ -81,7 +81,7 @@ def call_history(subject: Subject) -> Iterator[Check]:
     for other in between:
         if subject.passes(other):
             found = subject.run(other)
-            # of a kind that no call before was of
+            # batch=3 is of a kind that no earlier call had
             if right(subject, replace(other, batch=3)):
                 yield from exactly(f"after {case}", found, subject, other)
             yield from differences(f"after {other}", subject.run(case), first, subject, case)
@@ -97,7 +97,7 @@ def call_history(subject: Subject) -> Iterator[Check]:
 
 
 def same_memory(subject: Subject, case: Case) -> Iterator[Check]:
-    """Other numbers at the addresses of the call before: of q, k and v, and of document_ids."""
+    """q, k and v, or document_ids, have new values at the addresses of the previous call."""
     for changed in (case, replace(case, optional={"document_ids": True})):
         passes = subject.passes(changed)
         if not passes:
@@ -122,8 +122,8 @@ def same_memory(subject: Subject, case: Case) -> Iterator[Check]:
 
 
 def gradient_in_another_layout(subject: Subject, case: Case) -> Iterator[Check]:
-    """d_out of the same numbers, a token's heads side by side, as the layer after attention makes
-    it; and again as it was.
+    """The same d_out with the heads of a token adjacent in memory, as the layer after attention
+    makes it; then the original d_out again.
     """
     tensors, arguments, d_out, d_lse = subject.expected(case).inputs
     expected = subject.run(case)
@@ -136,7 +136,7 @@ def gradient_in_another_layout(subject: Subject, case: Case) -> Iterator[Check]:
 
 
 def several_at_once(subject: Subject, case: Case, *, backward: bool) -> Iterator[Check]:
-    """As in a model of many layers: all forward passes come first, and no output may be lost."""
+    """All forward passes run first, as in a model of many layers; no output may change."""
     cases = [case, replace(case, seed=1), replace(case, seed=2, causal=False)]
     cases = [each for each in cases if subject.passes(each)]
     calls, kept = [], []
@@ -153,7 +153,7 @@ def several_at_once(subject: Subject, case: Case, *, backward: bool) -> Iterator
 
 
 def free_blocks_of_nan(device: str) -> None:
-    """Leave NaN in the memory that the next calls are given."""
+    """Leave NaN in the memory that the next calls will get from the allocator."""
     blocks = [torch.full((2**power,), torch.nan, device=device) for power in range(6, 20)]
     del blocks
 
@@ -244,7 +244,7 @@ def streams_and_graphs(subject: Subject) -> Iterator[Check]:
     stream.synchronize()
     yield from subject.unmoved(case, "on a stream of its own", {"out": out.double()}, plain)
     if not subject.backend.traceable:
-        return  # a loop in Python asks the GPU for its tiles, which no graph can hold
+        return  # a loop in Python reads its tiles from the GPU, which no graph can capture
     late = [torch.zeros_like(x) for x in tensors]
     with torch.cuda.stream(stream):
         subject.attend(*late)  # compiles and allocates before the capture

@@ -1,8 +1,8 @@
-"""How the memory of one forward and backward pass grows with the length: bytes ~ N^exponent, fitted
-over growing N.
+"""How the memory of one forward and backward pass grows with the length: the exponent in
+bytes ~ N^exponent, fitted over growing N.
 
-On a CPU every tensor an operator returns is weighed. On a GPU, where a compiled kernel allocates
-unseen, the allocator's peak counts.
+On a CPU we count every tensor that an operator returns. On a GPU we take the allocator's peak,
+because the tensors of a compiled kernel cannot be observed.
 
 Dimensions: N tokens, D head dim.
 """
@@ -19,15 +19,15 @@ from attention import Backend, attention
 
 
 class LiveTensors(TorchDispatchMode):
-    """Bytes of the tensors that operators make, while these are alive.
+    """Bytes of the live tensors that operators return.
 
-    count_inputs: tensors made outside count too, once an operator returns a view of them.
+    count_inputs: also count tensors made outside, once an operator returns a view of them.
     """
 
     def __init__(self, *, count_inputs: bool = False) -> None:
         super().__init__()
         self.count_inputs = count_inputs
-        self.largest = self.peak = 0  # bytes of one tensor; of all that are alive together
+        self.largest = self.peak = 0  # bytes of one tensor; of all live tensors together
         self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -49,7 +49,7 @@ class LiveTensors(TorchDispatchMode):
 
 
 def storages(*trees: Any) -> dict[int, torch.UntypedStorage]:
-    """The memory behind the tensors of nested arguments, each once."""
+    """The storages of all tensors in nested arguments, each once."""
     tensors = (x for x in tree_leaves(trees) if isinstance(x, torch.Tensor))
     return {x.untyped_storage()._cdata: x.untyped_storage() for x in tensors}
 
@@ -63,8 +63,8 @@ def weigh(
     head_dim: int = 32,
     num_heads: int = 2,
 ) -> dict[str, int]:
-    """Bytes of one causal forward and backward pass: `saved` for the backward pass, the `peak`, and
-    on a CPU the `largest` tensor.
+    """Bytes of one causal forward and backward pass: those `saved` for the backward pass, the
+    `peak`, and on a CPU the `largest` tensor.
     """
     q, k, v = (
         torch.randn(1, num_heads, length, head_dim, device=device, dtype=dtype).requires_grad_()
@@ -86,7 +86,7 @@ def weigh(
         with LiveTensors(count_inputs=True) as scale:
             passes()
         return {"largest": scale.largest, "peak": scale.peak, "saved": sum(saved.values())}
-    passes()  # compiles, and allocates the libraries' workspaces
+    passes()  # warm-up: compiles, and allocates the libraries' workspaces
     saved.clear()
     q.grad = k.grad = v.grad = None
     torch.cuda.synchronize()
@@ -98,8 +98,8 @@ def weigh(
 
 
 def exponents(backend: Backend, lengths: tuple[int, ...], **shape) -> dict[str, float]:
-    """For each figure of `weigh`, the slope of log(bytes) over log(N): 1 is linear, 2 is a matrix
-    of N x N.
+    """For each result of `weigh`, the slope of log(bytes) over log(N): 1 is linear, 2 means an
+    N x N matrix.
     """
     rows = [weigh(backend, length, **shape) for length in lengths]
     return {

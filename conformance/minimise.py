@@ -1,7 +1,7 @@
-"""The smallest failing call of a red property, as a script without a word of this project.
+"""The smallest failing call of a red property, as a script that does not import this project.
 
-A candidate is a case. It is written out as the script, the script runs here, and its error is held
-to the budget of that case: what shrinks is what the user gets.
+Each candidate is a case. We write its script, run that script here, and compare its error with the
+budget of the case. So the script that we shrink is the one that the user gets.
 """
 
 import re
@@ -27,7 +27,7 @@ from conformance.dialects import (
 )
 from conformance.properties import TENSORS, Cell
 
-# what conformance.cases.ADVERSARIAL does to the tensors, in a line each
+# what conformance.cases.ADVERSARIAL does, as a line of code each
 INPUTS = {
     "normal": "",
     "large": "q, k = 4 * q, 2 * k",
@@ -49,12 +49,12 @@ LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)
 
 
 class Call(NamedTuple):
-    """One call, and the tensor of it that is compared."""
+    """One call, and its tensor that is compared."""
 
     case: Case
     tensor: str
     dtype: torch.dtype
-    may_raise: bool = False  # an exception is a failure too
+    may_raise: bool = False  # whether an exception counts as the failure
 
 
 class Minimiser:
@@ -62,11 +62,11 @@ class Minimiser:
 
     def __init__(self, target: Target, subject: Subject) -> None:
         self.target, self.subject = with_options(target, subject.backend), subject
-        self.failing = cache(self._failing)  # as shrinking comes to the same calls again
+        self.failing = cache(self._failing)  # shrinking repeats calls
 
     def script(self, cell: Cell) -> str | None:
-        """The smallest failing call of a red property that was just examined; None where no single
-        call with inputs of a seed fails.
+        """The script for a red property that was just examined; None if no single call with random
+        inputs fails.
         """
         raises = re.match(r"\w+:", cell.note) is not None
         named = re.search(rf"-({'|'.join(SHORT.values())})(:|, )", cell.note)
@@ -84,14 +84,14 @@ class Minimiser:
         return None
 
     def smallest(self, call: Call, script: str) -> str:
-        """The script of the smallest call that fails too."""
+        """The script of the smallest call that still fails; `script` if none is smaller."""
         for case in smaller(call.case, self.subject):
             if found := self.failing(call._replace(case=case)):
                 return self.smallest(call._replace(case=case), found)
         return script
 
     def _failing(self, call: Call) -> str | None:
-        """The script, where it fails."""
+        """The script if it fails, else None."""
         subject, (case, tensor, dtype, may_raise) = self.subject, call
         known = case.inputs in INPUTS and tensor != "dsinks"
         known = known and (tensor != "lse" or "lse" in subject.backend.features)
@@ -100,7 +100,7 @@ class Minimiser:
             if not known or not subject.takes(case, backward=gradient):
                 return None
             exact = expect(case, dtype, subject.device, with_lse=False)
-        except (ValueError, IndexError, RuntimeError):  # inputs of no such shape, as a spike
+        except (ValueError, IndexError, RuntimeError):  # shape too small for inputs such as spike
             return None
         budget = exact.budget(tensor)
         text = write(self.target, call, subject.device, budget)
@@ -115,7 +115,7 @@ class Minimiser:
 
 
 def with_options(target: Target, backend: Backend) -> Target:
-    """The target with the options of the backend under test in each call: on a CPU, small tiles."""
+    """The target with the backend's options in each call, such as small tiles on a CPU."""
     if dialect_of(backend) is not None:
         return target
     constants = [f"{key}={x!r}" for key, x in backend.options.items() if isinstance(x, LITERAL)]
@@ -123,12 +123,12 @@ def with_options(target: Target, backend: Backend) -> Target:
 
 
 def plain(case: Case) -> Case:
-    """The case without what a script does not write."""
+    """The case without the arguments that a script cannot write."""
     return replace(case, optional={x: y for x, y in case.optional.items() if x in OPTIONAL})
 
 
 def smaller(case: Case, subject: Subject) -> Iterator[Case]:
-    """Cases with less in them, the largest steps first."""
+    """Simpler cases, the largest reductions first."""
     for name in case.optional:
         yield replace(case, optional={x: y for x, y in case.optional.items() if x != name})
     if case.inputs != "normal":
@@ -147,7 +147,7 @@ def smaller(case: Case, subject: Subject) -> Iterator[Case]:
     for n in lengths:
         if case.num_queries == case.num_keys > n:
             yield replace(case, num_queries=n, num_keys=n)
-    empty_rows = case.num_queries > case.num_keys  # another failure, unless it is this one
+    empty_rows = case.num_queries > case.num_keys  # do not add empty rows: another failure
     for n in lengths:
         if n < case.num_queries:
             yield replace(case, num_queries=n)
@@ -214,7 +214,7 @@ def tensors_of(dialect: Dialect) -> str:
 
 
 def counted_documents(case: Case) -> torch.Tensor:
-    """(B, N): the number of each token's document. Ids may come again, numbers do not."""
+    """Documents of the tokens, (B, N), counted from 0. Ids may repeat, these numbers do not."""
     ids = case.make(torch.float32, "cpu")[1]["document_ids"]
     change = ids[:, 1:] != ids[:, :-1]
     return torch.nn.functional.pad(change.cumsum(1), (1, 0))
@@ -242,7 +242,7 @@ def values_of(call: Call, documents: torch.Tensor | None) -> Mapping[str, str | 
 
 
 def window_of(case: Case) -> tuple[int, int] | None:
-    """How many keys a query sees before and after its own; -1 is all of them."""
+    """How many keys a query sees left and right of its own; -1 is all of them."""
     if "window" not in case.optional:
         return None
     left, right = sides(case.optional["window"], causal=case.causal)
@@ -257,7 +257,7 @@ def hides(case: Case) -> bool:
 def mask_lines(
     call: Call, dialect: Dialect, documents: torch.Tensor | None, call_text: str
 ) -> Iterator[str]:
-    """What the call and the reference need besides q, k and v."""
+    """Lines that define what the call and the reference need besides q, k and v."""
     case, optional = call.case, call.case.optional
     shift = case.num_keys - case.num_queries
     left, right = window_of(case) or (-1, 0 if case.causal else -1)
@@ -291,7 +291,7 @@ def mask_lines(
 
 
 def exact_lines(call: Call, *, masks: bool) -> Iterator[str]:
-    """Softmax attention in float64, or its gradient."""
+    """Lines that compute softmax attention in float64, or its gradient."""
     case, optional = call.case, call.case.optional
     groups = case.num_heads // case.num_kv_heads
     k, v = (

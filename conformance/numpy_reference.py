@@ -1,15 +1,15 @@
 """Flash attention for one head in NumPy: a second oracle, which shares no line with the rest of the
 project.
 
-Texts that teach the algorithm write it as functions of three matrices; these are those functions,
-under the names and with the argument order they go by, in float64. They read in the order of the
-idea: the softmax of a stream, its update, the tile loops, and the backward that rebuilds the
-probabilities from two numbers a row. Milakov & Gimelshein, "Online normalizer calculation for
-softmax" (2018); Dao et al., "FlashAttention" (2022), algorithms 1 and 4.
+Tutorials write the algorithm as functions of three matrices. These are the same functions in
+float64, with the usual names and argument order: the softmax of a stream, its update, the tile
+loops, and the backward, which recomputes the probabilities from two numbers per row. Milakov &
+Gimelshein, "Online normalizer calculation for softmax" (2018); Dao et al., "FlashAttention" (2022),
+algorithms 1 and 4.
 
 Dimensions: Q (N, d), K (M, d), V (M, d_v). The papers' letters: m (N,) is the largest score of a
 row, l or ell (N,) the sum of exp(score - m), S a tile of scores. Scores are Q K^T / sqrt(d). causal
-is aligned bottom-right: query i sees key j iff j <= i + (M - N). A Mask says the rest. A row that
+is aligned bottom-right: query i sees key j iff j <= i + (M - N). A Mask hides more. A row that
 sees no key gives O = 0, m = -inf, l = 0 and no gradient.
 """
 # ruff: noqa: E741  O and l are the papers' names
@@ -24,11 +24,11 @@ Array = NDArray[np.float64]
 
 
 class Mask(NamedTuple):
-    """Which keys a query may see, beside causal. Query i stands at key p = i + (M - N)."""
+    """Limits besides causal to the keys that a query sees. Query i is at p = i + (M - N)."""
 
-    left: int = -1  # it sees no key before p - left; -1: all of them
-    right: int = -1  # none after p + right
-    num_keys: int | None = None  # so many keys are no padding; None: all of them
+    left: int = -1  # keys before p - left are hidden; -1: no limit
+    right: int = -1  # keys after p + right are hidden; -1: no limit
+    num_keys: int | None = None  # keys from there on are padding; None: no padding
 
 
 ALL = Mask()
@@ -38,12 +38,12 @@ class OnlineSoftmaxResult(NamedTuple):
     softmax: Array  # (N,)
     m: float  # the largest entry
     ell: float  # sum of exp(x - m)
-    num_chunks: int  # chunks it took
+    num_chunks: int
 
 
 def online_softmax(x: ArrayLike, chunk_size: int = 0) -> OnlineSoftmaxResult:
-    """Softmax of a vector x (N,), its maximum and sum found in one pass over chunks. chunk_size=0
-    takes all of it as one.
+    """Softmax of a vector x (N,); one pass over chunks computes its maximum and sum. chunk_size=0
+    makes x one chunk.
     """
     x = np.asarray(x, dtype=np.float64)
     chunks = list(_tiles(len(x), chunk_size if chunk_size > 0 else max(len(x), 1)))
@@ -52,7 +52,7 @@ def online_softmax(x: ArrayLike, chunk_size: int = 0) -> OnlineSoftmaxResult:
         chunk = x[entries]
         m_new = max(m, chunk.max())
         if m_new == -np.inf:
-            continue  # nothing but masked entries so far
+            continue  # all entries so far are masked
         ell = ell * np.exp(m - m_new) + np.exp(chunk - m_new).sum()
         m = m_new
     softmax = np.exp(x - m) / ell if ell > 0 else np.zeros_like(x)
@@ -62,8 +62,8 @@ def online_softmax(x: ArrayLike, chunk_size: int = 0) -> OnlineSoftmaxResult:
 def online_softmax_update(
     m: Array, l: Array, O: Array, S: Array, V: Array
 ) -> tuple[Array, Array, Array]:
-    """m, l (R,) and the unnormalised O (R, d) after a tile of scores S (R, T), -inf where masked,
-    with its values V (T, d).
+    """Update m, l (R,) and the unnormalised O (R, d) with a tile: scores S (R, T), -inf where
+    masked, and values V (T, d).
     """
     m_new = np.maximum(m, S.max(axis=1))
     shift = np.where(
@@ -77,7 +77,7 @@ def online_softmax_update(
 def standard_attention(
     Q: ArrayLike, K: ArrayLike, V: ArrayLike, causal: bool = False, mask: Mask = ALL
 ) -> Array:
-    """softmax(Q K^T / sqrt(d)) V with the whole matrix in memory, (N, d_v)."""
+    """softmax(Q K^T / sqrt(d)) V (N, d_v), with the whole score matrix in memory."""
     Q, K, V = _float64(Q, K, V)
     S = _scores(Q, K, slice(0, len(Q)), slice(0, len(K)), causal, mask)
     m = S.max(axis=1, keepdims=True)
@@ -89,7 +89,7 @@ def standard_attention(
 def flash_attention(
     Q: ArrayLike, K: ArrayLike, V: ArrayLike, block_size: int, causal: bool = False
 ) -> Array:
-    """The same output (N, d), from block_size keys at a time; any block_size of at least 1."""
+    """The same output (N, d_v), computed from block_size >= 1 keys at a time."""
     O, _ = flash_attention_forward(Q, K, V, block_size, causal)
     return O
 
@@ -102,7 +102,7 @@ def flash_attention_forward(
     causal: bool = False,
     mask: Mask = ALL,
 ) -> tuple[Array, tuple[Array, Array]]:
-    """O (N, d_v) and (m, l), all that the backward needs to rebuild the probabilities."""
+    """O (N, d_v) and (m, l), from which the backward recomputes the probabilities."""
     Q, K, V = _float64(Q, K, V)
     m, l, O = np.full(len(Q), -np.inf), np.zeros(len(Q)), np.zeros((len(Q), V.shape[1]))
     for keys in _tiles(len(K), block_size):
@@ -123,8 +123,8 @@ def flash_attention_backward(
     causal: bool = False,
     mask: Mask = ALL,
 ) -> tuple[Array, Array, Array]:
-    """dQ (N, d), dK (M, d) and dV (M, d_v) from the forward's O, m and l: P = exp(S - m) / l is
-    rebuilt a tile at a time.
+    """dQ (N, d), dK (M, d) and dV (M, d_v) from the forward's O, m and l. P = exp(S - m) / l is
+    recomputed tile by tile.
     """
     grad_O, Q, K, V, O, m, l = _float64(grad_O, Q, K, V, O, m, l)
     scale = Q.shape[1] ** -0.5
@@ -152,8 +152,8 @@ def tiled_attention(
     block_size_kv: int = 32,
     causal: bool = False,
 ) -> Array:
-    """The first paper's form: keys in the outer loop, each tile shifted by its own maximum, and O
-    kept normalised throughout.
+    """The algorithm of the first paper: the outer loop runs over keys, each tile subtracts its own
+    maximum, and O stays normalised.
     """
     Q, K, V = _float64(Q, K, V)
     O, m, ell = np.zeros((len(Q), V.shape[1])), np.full(len(Q), -np.inf), np.zeros(len(Q))
@@ -162,7 +162,7 @@ def tiled_attention(
             S = _scores(Q, K, rows, keys, causal)
             m_block = S.max(axis=1)
             if (m_block == -np.inf).all():
-                continue  # every key of the tile lies in the future of every row
+                continue  # no row sees a key of this tile
             P = np.exp(S - np.where(m_block == -np.inf, 0.0, m_block)[:, None])
             m_new = np.maximum(m[rows], m_block)
             shift = np.where(m_new == -np.inf, 0.0, m_new)

@@ -1,8 +1,8 @@
-"""What an attention owes that does not claim to be softmax attention (exact=False).
+"""Oracle and budgets for an attention that does not claim to be softmax attention (exact=False).
 
-Its oracle is the `reference` of the Backend, or without one the backend itself, in float64. There
-is no naive attention whose error could set the budget. The baseline is how far the oracle's results
-move when its inputs, and the result of each of its operators, are rounded at random: Monte Carlo
+The oracle is the `reference` of the Backend, else the backend itself, in float64. No naive
+attention exists whose error could set the budget. Instead we round the oracle's inputs and the
+result of each of its operators at random, and measure how far its results move. This is Monte Carlo
 arithmetic (Parker 1997, "Monte Carlo Arithmetic: exploiting randomness in floating-point
 arithmetic").
 
@@ -26,7 +26,7 @@ DRAWS = 4  # of random roundings
 
 
 class Rounded(TorchDispatchMode):
-    """Inside, every operator's floating result is off by up to `eps` of each of its elements."""
+    """Inside, each element of an operator's result gets a random relative error up to `eps`."""
 
     def __init__(self, eps: float, generator: torch.Generator) -> None:
         super().__init__()
@@ -47,12 +47,12 @@ class Rounded(TorchDispatchMode):
 
 
 def widest(backend: Backend) -> torch.dtype:
-    """The dtype of the oracle: the widest that the backend takes, float64 with a reference."""
+    """The dtype of the oracle: float64 with a reference, else the widest that the backend takes."""
     return ALL_DTYPES[0] if backend.reference else min(backend.dtypes, key=ALL_DTYPES.index)
 
 
 def expect_function(backend: Backend, case: Case, dtype: torch.dtype, device: str) -> Expected:
-    """The results that the oracle has for a case, and the budget for the errors of the backend."""
+    """The results of the oracle for a case, and the error budgets for the backend."""
     oracle = backend
     if backend.reference is not None:
         fn, takes_all = backend.reference, {"dtypes": ALL_DTYPES, "head_dims": None}
@@ -86,8 +86,8 @@ def expect_function(backend: Backend, case: Case, dtype: torch.dtype, device: st
 def finite_differences(
     backend: Backend, case: Case, device: str
 ) -> Iterator[tuple[str, float, float]]:
-    """The slope of sum(out * d_out) by dq, dk and dv and by central differences, along a random
-    direction each: what is compared, the difference, and what the differences' own error excuses.
+    """Slopes of sum(out * d_out) along random directions of q, k and v, by gradients and by central
+    differences. Yields the name, the difference, and the error that central differences may have.
     """
     tensors, arguments, d_out, _ = case.make(torch.float64, device)
     generator = torch.Generator().manual_seed(0)
@@ -105,7 +105,7 @@ def finite_differences(
                 ends.append((attend(*moved, backend=backend, **arguments).out * d_out).sum())
             return ((ends[0] - ends[1]) / (2 * step)).item()
 
-        # doubling the step makes the error of its square four times as large
+        # the error grows with the square of the step: doubling makes it four times as large
         near, far = slope(step), slope(2 * step)
         excused = abs(far - near) + 64 * torch.finfo(torch.float64).eps * terms / step
         yield "qkv"[i], abs((gradient * along).sum().item() - near), excused
@@ -114,7 +114,7 @@ def finite_differences(
 def hidden_keys_with_gradient(
     q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, **arguments
 ) -> int:
-    """How many keys have a gradient from the output of a query that does not see them."""
+    """How many keys get a gradient from the output of a query that does not see them."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     out = attend(q, k, v, backend=backend, **arguments).out
     visible, wrong = visible_keys(q, k, **arguments).mask()[:, 0], 0  # (B or 1, N, M)

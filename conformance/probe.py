@@ -1,9 +1,9 @@
-"""How an attention is called, found out by calling it.
+"""Find out how an attention is called, by calling it.
 
     for line in probe("my_package:attend", "cpu", [torch.float32]): print(line)
 
-Each convention is a field of a Dialect. The adapter tries its values on small random inputs until
-the result is that of float64 attention.
+Each convention is a field of a Dialect. The probe tries the values of each field on small random
+inputs until the result equals float64 attention.
 
 Dimensions: B batch, H heads, N queries, M keys, D head dim.
 """
@@ -44,9 +44,9 @@ NAMES = {
     "lse_flag": ("return_lse", "return_attn_probs", "return_softmax_lse"),
     "gqa": ("enable_gqa",),
 }
-# N, M and D; a kernel may take whole tiles alone
+# length and head dim; a kernel may take only multiples of a tile
 SIZES = ((6, 8), (16, 16), (64, 64), (128, 64))
-# far above rounding in any dtype, far below the difference that a convention makes
+# far above rounding in any dtype, far below the effect of a wrong convention
 TOLERANCE = 0.03
 
 
@@ -61,11 +61,11 @@ class Trial:
         self.function, self.device, self.dtype = function, device, torch.float32
         self.length, self.head_dim = SIZES[0]
         self.known = parameters(function)
-        self.true_scale: float | None = None  # of the scores, where no argument sets it
-        self.error = ""  # of the last call that raised
+        self.true_scale: float | None = None  # the scale of the scores if no argument sets it
+        self.error = ""  # message of the last call that raised
 
     def names(self, field: str) -> list[str]:
-        """The arguments that may be this field: names, or positions where it takes no names."""
+        """Arguments that may match the field: names, or positions if it takes no names."""
         by_position = isinstance(getattr(self.function, "__self__", None), type)
         names = self.known.names
         found = [name for name in NAMES[field] if name in names or not names]
@@ -80,7 +80,7 @@ class Trial:
     def call(
         self, dialect: Dialect, tensors: list[Tensor], causal: bool, **arguments: Any
     ) -> AttentionOutput | None:
-        """What it returns; None where that is no output or it raises."""
+        """The output; None if the call raises or returns no output."""
         scale = arguments.pop("scale", None) or tensors[0].shape[-1] ** -0.5
         try:
             return Adapter(self.function, dialect)(
@@ -102,12 +102,12 @@ class Trial:
         top_left: bool = False,
         **arguments: Any,
     ) -> bool:
-        """Whether the call gives what float64 attention gives."""
+        """Whether the call equals float64 attention."""
         n = self.length
         q, k, v = self.inputs(n, m or n, groups, dtype or self.dtype)
         found = self.call(dialect, [q, k, v], causal, **arguments)
         x = getattr(found, tensor, None)
-        if top_left:  # the first N keys, of which there are more
+        if top_left:  # such a mask shows only the first N of M keys
             k, v = k[:, :, :n], v[:, :, :n]
         scale = self.true_scale or arguments.pop("scale", None)
         exact = attention(
@@ -122,7 +122,7 @@ class Trial:
         return distance(x.detach().double(), exact) < TOLERANCE * exact.abs().max().item()
 
     def gradients_agree(self, dialect: Dialect, tensor: str) -> bool:
-        """Whether the gradient of `tensor` with respect to q is float64 attention's."""
+        """Whether the gradient of `tensor` with respect to q equals that of float64 attention."""
         tensors = self.inputs(self.length, self.length, 1, self.dtype)
         tensors = [x.requires_grad_() for x in tensors]
         causal = dialect.causal != "never"
@@ -146,12 +146,12 @@ class Trial:
         return distance(gradients[0].double(), gradients[1]) < TOLERANCE * largest
 
 
-Found = tuple[Dialect, list[str]]  # the dialect with what a step found out, and what it says
+Found = tuple[Dialect, list[str]]  # the dialect after a step, and the lines that it prints
 
 
 def probe(text: str, device: str, dtypes: list[torch.dtype]) -> Iterator[str]:
-    """What is found out in the first dtype that it takes, a line each, and at the end the words for
-    `attn-conform run`. Raises ValueError where no way of calling it gives attention.
+    """A line for each convention, probed in the first dtype that works, then the command for
+    `attn-conform run`. Raises ValueError if no way of calling it gives attention.
     """
     function, _, _ = load(text)
     if isinstance(function, Backend):
@@ -170,7 +170,7 @@ def hypotheses(trial: Trial) -> Iterator[Dialect]:
     known = trial.known.names
     causal = trial.names("causal") or ([] if known else ["3"])
     module = bool(known) and known[0] == "module"
-    # transformers' functions want a mask, be it None
+    # transformers' functions require the mask argument, even if it is None
     mask = trial.names("mask")[0] if module else ""
     choices = (
         [*causal, "always", "never"],
@@ -186,7 +186,8 @@ def hypotheses(trial: Trial) -> Iterator[Dialect]:
 
 def basis(trial: Trial, dtypes: list[torch.dtype]) -> Found:
     """Layout, causal argument and scale."""
-    # what is right with and without a causal mask is best; else a wrong one is known by the rest
+    # prefer a dialect that is right with and without a causal mask; else accept one that is right
+    # in one of them, and let later steps report the rest
     for complete, dtype, size in product((True, False), dtypes, SIZES):
         trial.dtype, (trial.length, trial.head_dim) = dtype, size
         scales = (None,) if complete else (None, 1.0)
@@ -220,7 +221,7 @@ def describe_basis(trial: Trial, dialect: Dialect) -> list[str]:
 
 
 def corner(trial: Trial, dialect: Dialect) -> Found:
-    """Where the causal mask ends if there are more keys than queries, and whether there may be."""
+    """Whether there may be more keys than queries, and which corner the causal mask then uses."""
     n, flag = trial.length, dialect.causal
     if flag != "always" and not trial.agrees(dialect, m=2 * n):
         return replace(dialect, cross_length=False), ["N != M        not taken"]
@@ -255,7 +256,7 @@ def window(trial: Trial, dialect: Dialect) -> Found:
 
 
 def changes(trial: Trial, dialect: Dialect) -> Found:
-    """Arguments that change the scores, and documents."""
+    """Arguments that change the scores, sinks and documents."""
     n, causal = trial.length, dialect.causal != "never" or bool(dialect.mask)
     said: list[str] = []
     slopes = torch.tensor([0.5, 0.25], device=trial.device)
@@ -314,7 +315,7 @@ def gradients(trial: Trial, dialect: Dialect) -> Found:
 
 
 def empty_rows(trial: Trial, dialect: Dialect) -> Found:
-    """What a query without a key gets: there are some where N > M and causal ends bottom-right."""
+    """The output of a query without a key, which exists if N > M and causal is bottom-right."""
     n = trial.length
     if not dialect.mask and (dialect.causal == "never" or dialect.corner == "top_left"):
         return dialect, []
@@ -335,7 +336,7 @@ def empty_rows(trial: Trial, dialect: Dialect) -> Found:
 
 
 def kinds(trial: Trial, dialect: Dialect) -> Found:
-    """The dtypes in which it is right."""
+    """The dtypes in which the result is right."""
     causal = dialect.causal == "always"
     fine = [
         name for dtype, name in SHORT.items() if trial.agrees(dialect, causal=causal, dtype=dtype)
@@ -346,7 +347,7 @@ def kinds(trial: Trial, dialect: Dialect) -> Found:
 
 
 def words(text: str, function: Callable[..., Any], dialect: Dialect) -> str:
-    """The command with the dialect that is nearest, and what differs from it."""
+    """The command with the nearest dialect and the fields that differ from it."""
     differences = {
         name: {
             key: value
@@ -363,7 +364,7 @@ def words(text: str, function: Callable[..., Any], dialect: Dialect) -> str:
 
 
 def relevant(dialect: Dialect) -> dict[str, Any]:
-    """The fields, equal where they say the same."""
+    """The fields, normalised so that equivalent dialects compare equal."""
     fields, parts = asdict(dialect), dialect.parts
     places = [parts.index(name) if name in parts else None for name in ("out", "lse")]
     fields["returns"] = (len(parts) > 1, *places)
@@ -380,5 +381,5 @@ def relevant(dialect: Dialect) -> dict[str, Any]:
         fields["corner"] = None
     if not dialect.packed:
         fields["bounds"] = None
-    del fields["value_dim"]  # which nothing here finds out
+    del fields["value_dim"]  # no step probes it
     return fields

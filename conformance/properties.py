@@ -2,12 +2,12 @@
 
     for cell in verify_backend(get_backend("tiled")): print(cell.property, cell.status, cell.note)
 
-A property is a function that yields checks: an error and its budget, which is relative to naive
-attention's own error (see conformance.cases). A backend is green where every check holds, red where
-one fails, and n/a where it declares that it takes no such input. For another function (exact=False
-without a defect) what is of softmax alone is n/a too. The rest is what every attention owes, by an
-oracle of its own: see conformance.other_functions. A defect, or an exact backend that needs much
-memory, names in `breaks` the properties in which it is red.
+A property is a function that yields checks. A check has an error and a budget, which is relative to
+the error of naive attention (see conformance.cases). A backend is green if every check holds, red
+if one fails, and n/a if it declares that it takes no such input. A backend that computes another
+function (exact=False without a defect) is n/a in properties of softmax, and has
+its own oracle in the others: see conformance.other_functions. A defect, or an exact
+backend that needs much memory, lists in `breaks` the properties in which it is red.
 
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
@@ -37,7 +37,7 @@ from conformance.other_functions import finite_differences, hidden_keys_with_gra
 from conformance.views import FAR, LAYOUTS, cached, spread_out
 
 TENSORS = ("out", "lse", "dq", "dk", "dv", "dsinks")
-# PyTorch says this of FlexAttention on every machine, and no user can change it
+# PyTorch warns so about FlexAttention on every machine, and no user can change it
 WARNINGS = (
     "return_lse is deprecated",
     r"flex_attention called without torch\.compile",
@@ -48,15 +48,15 @@ LINEAR = 1.15  # the largest exponent that counts as linear in N
 
 @dataclass(frozen=True)
 class Cell:
-    """One backend in one property."""
+    """The result of one backend in one property."""
 
     property: str
     status: str  # green, red or n/a
-    note: str  # of red: the worst check, or what was raised; of n/a: why
-    documented: bool  # whether the backend says that it is red here
+    note: str  # red: the worst check or the exception; n/a: the reason
+    documented: bool  # whether `breaks` of the backend names the property
     checks: int = 0
     worst_share: float | None = None  # of the budget
-    worst_multiple: float | None = None  # of naive attention's own error
+    worst_multiple: float | None = None  # of naive attention's error
 
     @builtins.property  # the field above has its name
     def ok(self) -> bool:
@@ -64,7 +64,7 @@ class Cell:
 
 
 def compared(subject: Subject, cases: Iterable[Case], *tensors: str) -> Iterator[Check]:
-    """Against softmax attention in float64, or of another function against its own oracle."""
+    """Check against softmax attention in float64; for another function, against its oracle."""
     backend = subject.backend
     if not backend.claims_softmax and widest(backend) == subject.dtype and not backend.reference:
         subject.refusals.append(f"it takes no wider dtype than {subject.dtype}: add reference=")
@@ -75,7 +75,7 @@ def compared(subject: Subject, cases: Iterable[Case], *tensors: str) -> Iterator
 
 
 def is_softmax(subject: Subject) -> bool:
-    """Whether a property of softmax alone applies."""
+    """Whether a property that only softmax attention has applies."""
     if not subject.backend.claims_softmax:
         subject.refusals.append("it does not claim to be softmax attention (exact=False)")
     return subject.backend.claims_softmax
@@ -150,8 +150,8 @@ def block_sizes(subject: Subject) -> Iterator[Check]:
                     *expected.tensors, backend=backend, **expected.arguments
                 ).double()
                 first = out if first is None else first
-                # nearly equal results may round to neighbors, and a defect's may be larger than the
-                # reference
+                # nearly equal results may round to neighbours, and a defect's results may be larger
+                # than the reference
                 neighbours = torch.finfo(subject.dtype).eps * first.abs().max().item()
                 yield Check(
                     f"tiles {block_q}x{block_kv} of {case}",
@@ -274,7 +274,7 @@ def rows_without_a_key(subject: Subject) -> Iterator[Check]:
     """
     n = subject.length
     for case in (subject.case(n, n // 2 - 2), subject.case(n, n // 2, optional={"sinks": True})):
-        none = case.num_queries - case.num_keys  # lengths that must be multiples may end up equal
+        none = case.num_queries - case.num_keys  # 0 if rounding to multiples made them equal
         if not none or not subject.passes(case):
             continue
         arguments = subject.expected(case).arguments
@@ -323,11 +323,11 @@ def strides(subject: Subject) -> Iterator[Check]:
         return
     expected, plain = subject.expected(case), subject.run(case)
     for layout, change in (LAYOUTS | FAR).items():
-        # on a CPU a gradient of as_strided() would write to all of what lies between
+        # on a CPU a gradient of as_strided() would write to all the memory in between
         backward = passes == "both" and not (layout in FAR and subject.device == "cpu")
         try:
             views = change(expected.tensors)
-        except RuntimeError as error:  # PyTorch's words where memory is too small
+        except RuntimeError as error:  # PyTorch raises it if memory is too small
             subject.refusals.append(f"{layout}: {str(error).splitlines()[0]}")
             continue
         reasons = subject.backend.unsupported_reasons(
@@ -345,7 +345,7 @@ def strides(subject: Subject) -> Iterator[Check]:
 
 
 def gradients_of_any_layout(subject: Subject, case: Case) -> Iterator[Check]:
-    """The gradients of out and lse come as views too: out.sum() hands in a single one, expanded."""
+    """Gradients of out and lse may be views too: that of out.sum() is a single expanded one."""
     expected = subject.expected(case)
     d_out, d_lse = expected.d_out.to(subject.dtype), expected.inputs[3]
     expanded = d_out[:1, :1, :1].expand_as(d_out)
@@ -365,7 +365,7 @@ def gradients_of_any_layout(subject: Subject, case: Case) -> Iterator[Check]:
 
 
 def ids_of_any_layout(subject: Subject) -> Iterator[Check]:
-    """document_ids are a column of a larger table."""
+    """document_ids may be a column of a larger table."""
     case = subject.case(batch=2, optional={"document_ids": True})
     if subject.takes(case, backward=False):
         expected = subject.expected(case)
@@ -463,7 +463,7 @@ def mask_positions(subject: Subject) -> Iterator[Check]:
         q = torch.zeros_like(q)  # all scores are equal
         weights = []
         for start in range(0, case.num_keys, case.head_dim):
-            # the output's columns are the weights of as many keys as there are columns
+            # v is a part of the identity: each output column is the weight of one key
             v = torch.zeros_like(k)
             columns = torch.arange(min(case.head_dim, case.num_keys - start), device=k.device)
             v[:, :, start + columns, columns] = 1
@@ -479,10 +479,10 @@ def optional_arguments(subject: Subject) -> Iterator[Check]:
     """
     cases = [
         subject.case(optional={"window": 20}),
-        # the last query that sees a tile of keys is the first of its own tile
+        # the last query that sees a tile of keys is the first of its tile of queries
         subject.case(optional={"window": 2}),
         subject.case(optional={"softcap": 2.0}, inputs="large"),
-        # scores far below the cap, of which 1 - 2 / (1 + e) would leave little
+        # scores far below the cap, for which tanh as 1 - 2 / (1 + e) loses precision
         subject.case(16, num_heads=3, num_kv_heads=3, optional={"softcap": 100.0}),
         subject.case(num_heads=4, num_kv_heads=2, optional={"alibi_slopes": True}),
         subject.case(subject.length // 2, subject.length, optional={"alibi_slopes": True}),
@@ -572,13 +572,13 @@ def compiled_equals_eager(subject: Subject) -> Iterator[Check]:
     if not passes:
         return
     expected = subject.expected(case)
-    # on a CPU only the graph is checked: generating code for it takes a compiler and its time
+    # on a CPU only the graph is checked: code generation needs a compiler and takes time
     function = torch.compile(
         lambda q, k, v: subject.attend(q, k, v) * 1,
         backend="aot_eager" if subject.device == "cpu" else "inductor",
     )
     results = []
-    # eager first: it makes the module of a backend that brings one
+    # eager first: it creates the module of a backend that has one
     for attend in (subject.attend, function):
         tensors = [x.detach().requires_grad_(passes == "both") for x in expected.tensors]
         out = attend(*tensors)
@@ -660,13 +660,13 @@ PROPERTIES: dict[str, Property] = {
     "prefill = decode": prefill_equals_decode,
     "cache and pages": cache_and_pages,
 }
-# these take long, and do not tell whether a result is right
+# these take long and do not test whether a result is right
 SLOW = {"saved bytes", "largest tensor", "bitwise repeat", "compiled = eager"}
 
 
 def why_unusable(device: str) -> str:
-    """The error after which this process can use its GPU no more, as after a kernel that read
-    outside its memory; empty where there was none.
+    """The error that made the GPU unusable for this process, such as an illegal memory access;
+    empty if there was none.
     """
     if device == "cuda":
         try:
@@ -677,8 +677,8 @@ def why_unusable(device: str) -> str:
 
 
 def examine(subject: Subject, name: str, property: Property | None = None) -> Cell:
-    """One cell, of PROPERTIES unless another is given. Whatever the backend raises makes it red,
-    with the message.
+    """The cell of a property, by default the one of that name in PROPERTIES. An exception from the
+    backend makes it red, and the note holds the message.
     """
     subject.begin()
     documented = name in subject.backend.breaks
@@ -692,9 +692,9 @@ def examine(subject: Subject, name: str, property: Property | None = None) -> Ce
                 warnings.filterwarnings("ignore", message)
             for check in (property or PROPERTIES[name])(subject):
                 checks.append(check)
-        if subject.device == "cuda":  # a kernel's error is of the property that launched it
+        if subject.device == "cuda":  # a kernel's error belongs to the property that launched it
             torch.cuda.synchronize()
-    except Refusal as error:  # a layout that no case announced
+    except Refusal as error:  # a layout that unsupported_reasons() did not see
         subject.refusals.append(str(error))
     except (Exception, SystemExit) as error:  # a user's backend may raise anything
         message = str(error).strip().splitlines() or [""]
@@ -702,7 +702,7 @@ def examine(subject: Subject, name: str, property: Property | None = None) -> Ce
         return Cell(name, "red", note, documented, len(checks))
     finally:
         if subject.device == "cuda" and not why_unusable(subject.device):
-            torch.cuda.empty_cache()  # dozens of GiB, where views lie far apart
+            torch.cuda.empty_cache()  # dozens of GiB after views that are far apart
     if not checks:
         return Cell(name, "n/a", "; ".join(dict.fromkeys(subject.refusals)), documented)
     worst = max(checks, key=lambda check: check.share)
@@ -721,7 +721,7 @@ def examine(subject: Subject, name: str, property: Property | None = None) -> Ce
 
 
 def check_breaks(backend: Backend) -> None:
-    """Raise ValueError where `breaks` names something that is not a property."""
+    """Raise ValueError if `breaks` names something that is not a property."""
     unknown = backend.breaks - PROPERTIES.keys()
     if unknown:
         raise ValueError(
@@ -741,7 +741,7 @@ def verify_backend(
     properties: Iterable[str] | None = None,
 ) -> list[Cell]:
     """A cell for every property. quick leaves out memory, repeats and compilation. Raises
-    ValueError for an unknown name in `breaks`.
+    ValueError if `breaks` has an unknown name.
     """
     check_breaks(backend)
     subject = Subject(backend, str(torch.device(device).type), dtype, random_cases, seed)
@@ -752,8 +752,8 @@ def verify_backend(
 def red_properties(
     backend: Backend, *, device: str | torch.device, dtype: torch.dtype
 ) -> list[str]:
-    """The properties that are red in a quick check of the results, including those that a defect
-    documents.
+    """The properties that are red in a quick check, including those that the backend lists in
+    `breaks`.
     """
     cells = verify_backend(backend, device=device, dtype=dtype, quick=True, random_cases=4)
     return [cell.property for cell in cells if cell.status == "red"]

@@ -1,6 +1,6 @@
 """A test for each property: `pytest --attention my_package:attend --dialect fa`.
 
-What a dialect changes follows its name: --dialect "fa corner=top_left". A property that does not
+Changes to a dialect follow its name: --dialect "fa corner=top_left". A property that does not
 apply is skipped.
 """
 
@@ -18,7 +18,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 class Red(Exception):
-    """A property that is red; its message says where."""
+    """A property is red; the message says where."""
 
 
 class PropertyItem(pytest.Item):
@@ -44,7 +44,7 @@ class PropertyItem(pytest.Item):
         return self.path, None, self.name
 
 
-@pytest.hookimpl(tryfirst=True)  # so that -k chooses among these too
+@pytest.hookimpl(tryfirst=True)  # so that -k selects among these too
 def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
     text = session.config.option.attention
     if text is None:

@@ -33,14 +33,14 @@ The symptoms are in {symptoms}. It walks in tiles of {block_q} queries by {block
 
 
 def numbered(text: str) -> tuple[int, Exercise]:
-    """The exercise of a number that was typed."""
+    """The exercise whose number the user typed."""
     if not text.isdecimal() or not 1 <= int(text) <= len(EXERCISES):
         raise ValueError(f"there is no exercise {text}; they go from 1 to {len(EXERCISES)}")
     return int(text), EXERCISES[int(text) - 1]
 
 
 def listed() -> str:
-    """A line for every level, and what to type."""
+    """The command, and a line for every level."""
     lines = ["attn-conform quiz NUMBER out=. writes an exercise and its symptoms"]
     for level in dict.fromkeys(each.level for each in EXERCISES):
         found = [i for i, each in enumerate(EXERCISES, 1) if each.level == level]
@@ -49,7 +49,7 @@ def listed() -> str:
 
 
 def backend_of(file: Path) -> Backend:
-    """The attend() of a file. Raises ValueError where there is none."""
+    """The attend() of a file as a Backend. Raises ValueError if there is none."""
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if not file.is_file() or spec is None or spec.loader is None:
         raise ValueError(f"{file} is not a Python file")
@@ -73,14 +73,14 @@ def subject_of(file: Path) -> Subject:
 
 
 def red_cells(file: Path, names: tuple[str, ...] = ()) -> list[Cell]:
-    """The properties that an attention of the quiz's signature breaks, of all or of some."""
+    """The red properties of an attention with the quiz's signature, among `names` or all."""
     subject = subject_of(file)
     cells = (examine(subject, name) for name in names or PROPERTIES if name not in SLOW)
     return [cell for cell in cells if cell.status == "red"]
 
 
 def error_map(subject: Subject) -> str:
-    """Which rows are wrong, head by head, in the first call that has some."""
+    """Which rows are wrong, head by head, in the first call with wrong rows."""
     n = subject.length
     plain, window = subject.case(), subject.case(optional={"window": 20})
     cases = [plain, replace(plain, inputs="huge"), window, subject.case(n // 2, n)]
@@ -107,7 +107,7 @@ def error_map(subject: Subject) -> str:
 
 
 def signs(row: Tensor) -> str:
-    """A sign for each row, of its error in units of the budget."""
+    """A sign for each row, from its error in units of the budget."""
     return "".join(
         "!" if not share < torch.inf else "." if share <= 1 else "+" if share <= 100 else "#"
         for share in row.tolist()
@@ -115,7 +115,7 @@ def signs(row: Tensor) -> str:
 
 
 def write(number: int, exercise: Exercise, folder: Path) -> tuple[Path, Path]:
-    """The exercise and its symptoms, which are measured here."""
+    """Write the exercise and its symptoms, which are measured now."""
     if not folder.is_dir():
         raise ValueError(f"out={folder} is not a folder")
     file, text = (folder / f"exercise_{number:02}.{end}" for end in ("py", "txt"))
@@ -126,7 +126,7 @@ def write(number: int, exercise: Exercise, folder: Path) -> tuple[Path, Path]:
 
 
 def judge(exercise: Exercise, file: Path) -> str | None:
-    """What is still wrong with a repaired exercise; None and its answer where nothing is."""
+    """Print the red properties, or the answer if there are none. Returns what is still wrong."""
     cells = red_cells(file)
     print(reds(cells) or f"Green: every property holds. The mistake was: {exercise.says}")
     return f"properties still red: {len(cells)}" if cells else None

@@ -12,8 +12,8 @@ SOURCE = Path(__file__).with_name("quiz_attention.py").read_text()
 @dataclass(frozen=True)
 class Exercise:
     level: str  # easy, medium or hard
-    before: str  # what stands in quiz_attention.py
-    after: str  # what stands in the exercise instead
+    before: str  # the code in quiz_attention.py
+    after: str  # the code that replaces it in the exercise
     shows: str
     says: str  # the answer
 

@@ -1,5 +1,5 @@
-"""Layouts that q, k, v and gradients come in: views of other tensors, with NaN around them, and
-offsets past 2^31.
+"""Memory layouts of q, k, v and gradients: views of other tensors with NaN around them, and offsets
+past 2^31.
 
 Dimensions: B batch, H heads, N tokens, D head dim.
 """
@@ -13,14 +13,14 @@ from torch import Tensor
 
 
 def packed(tensors: list[Tensor]) -> list[Tensor]:
-    """Views of one projection (B, N, 3, H, D), as a model hands them in."""
+    """Views of one projection (B, N, 3, H, D), as in a model."""
     return list(
         torch.stack(tensors).permute(1, 3, 0, 2, 4).contiguous().permute(2, 0, 3, 1, 4).unbind()
     )
 
 
 def misaligned(x: Tensor) -> Tensor:
-    """Neither the start nor the rows fall on 16 bytes; between them lies NaN."""
+    """Neither the start nor the rows are aligned to 16 bytes; NaN lies between the rows."""
     around = x.new_full((*x.shape[:3], x.shape[3] + 3), torch.nan)
     return around[..., 1:-2].copy_(x)
 
@@ -32,18 +32,18 @@ def spread_out(x: Tensor) -> Tensor:
 
 
 def cached(x: Tensor) -> Tensor:
-    """The first rows of a cache with room for more, which has not been written."""
+    """The first rows of a cache whose other half is unwritten (NaN)."""
     around = x.new_full((*x.shape[:2], 2 * x.shape[2], x.shape[3]), torch.nan)
     return around[:, :, : x.shape[2]].copy_(x)
 
 
 def far_apart(tensors: list[Tensor], *, dim: int) -> list[Tensor]:
-    """The steps along dim take offsets past 2^31 elements; all share that memory. On a CPU only
-    what is written takes any.
+    """Views whose stride along dim makes offsets pass 2^31 elements. All share one allocation; on a
+    CPU only the pages that are written use memory.
     """
     step = 2**31 // (min(x.shape[dim] for x in tensors) - 1) // 16 * 16 + 16
     starts = [0, *accumulate(x.numel() for x in tensors)]
-    assert starts[-1] < step  # between two steps all have room
+    assert starts[-1] < step  # all views fit between two steps
     longest = max(x.shape[dim] for x in tensors)
     around = tensors[0].new_empty(step * (longest - 1) + starts[-1])
     views = []
