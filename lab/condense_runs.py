@@ -1,5 +1,5 @@
-"""Condense runs into one small JSON file that can be committed: settings, outcome and curves of
-each, and where they ran.
+"""Condense runs into one small JSON file that can be committed: their settings, outcomes, curves
+and environment.
 
     python -m lab.condense_runs multirun/DAY/TIME out=results/break_it_cpu.json
 
@@ -37,8 +37,8 @@ class Options:
 
 
 def condense(run_dir: Path) -> dict:
-    """step and CURVES, each as one list with null where a row has no such figure; curves without
-    any figure are left out.
+    """step and CURVES as one list each; null if a row has no value. Curves without any value are
+    left out.
     """
     rows = read_metrics(run_dir / "metrics.jsonl")
     curves = {"step": [row["step"] for row in rows]}
@@ -59,11 +59,11 @@ def main(options: Options) -> None:
     for run_dir, run in found.items():
         del run["dir"]
         runs.append(run | {"curves": condense(run_dir)})
-    # runs of one sweep differ in nothing but the command line
+    # the runs of one sweep usually share their environment
     environments = [load_json(run_dir / "env.json") for run_dir in found]
     first, *others = list(filter(None, environments)) or [{}]
     common = {key: first[key] for key in first if all(x.get(key) == first[key] for x in others)}
-    if "commit" not in common:  # it changed while a sweep ran
+    if "commit" not in common:  # a new commit was made during the sweep
         for run, environment in zip(runs, environments, strict=True):
             run["commit"] = environment.get("commit")
     write_json(options.out, {"environment": common, "runs": runs})

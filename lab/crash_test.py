@@ -1,23 +1,25 @@
-"""Kill a training at random moments, fill its disk, damage its checkpoints and its data, and see
-whether the resumed run ends as if nothing had been.
+"""Kill a training at random moments, fill its disk, damage its checkpoints and its data, and check
+that the resumed run ends as if nothing had happened.
 
     python -m lab.crash_test out=outputs/kills.json
 
     kills  runs to kill (20)
     harms  runs whose disk fills up or whose files are damaged (30)
-    seed   of the moments (0)
+    seed   of the random moments (0)
     out    the result (outputs/kills.json)
 
-Every training is a process of its own, `python train.py` on one CPU core. kills= of them are
-killed (SIGKILL), every other one while it saves, and resumed. harms= more have their disk filled
-while they run (a limit on the size of a file makes a write fail half way), or are killed and have a
-file of their latest checkpoint, of all of them, or metrics.jsonl, overrides.yaml or config.yaml
-truncated, altered or removed. The token store is damaged in the same ways. Its training half may
-also become zeros, its held-out half a copy of the training half, and a run may find its training
-half truncated while it reads. Weights, optimizer, random state and every computed row of
-metrics.jsonl must then be, to the bit, those of the run that nothing disturbed. Where no whole
-checkpoint is left, or the settings are lost, the answer must be one line, and no file
-of the run may have changed. Ends with 1 where anything else happened.
+Every training is a separate process, `python train.py` on one CPU core. kills= runs are killed
+(SIGKILL), every other one while it saves, and resumed. harms= more runs are harmed in these ways:
+
+- The disk fills up: a limit on file sizes makes a write fail half way.
+- The run is killed. Then a file of its latest checkpoint, of every checkpoint, or metrics.jsonl,
+  overrides.yaml or config.yaml is truncated, altered or removed.
+- The token store is damaged in the same ways, or its training half becomes zeros, or its held-out
+  half a copy of the training half, or its training half is truncated while the run reads.
+
+Weights, optimizer, random state and every computed row of metrics.jsonl must then equal, bit for
+bit, those of an undisturbed run. If no whole checkpoint is left, or the settings are lost, the run
+must end with a one-line error and leave its files unchanged. The exit code is 1 otherwise.
 """
 
 import json
@@ -47,19 +49,19 @@ from training.files import check_writable, read_metrics, write_json
 from training.retention import LATEST, newest_first, step_of
 
 STEPS, EVERY = 200, 10
-# everything that has state: dropout, two passes a step, rows, evaluations and checkpoints out of
-# step with one another, and between them steps that are queued before the one before them is looked
-# at
+# everything that has state: dropout, two passes a step, rows, evaluations and checkpoints at
+# different steps, and in between steps that are queued before the results of the previous step are
+# read
 RUN = (
     "device=cpu model.num_layers=2 model.num_heads=2 model.hidden_size=64 model.dropout=0.1 "
     "seq_len=32 batch_size=4 tokens_per_step=256 "
     f"steps={STEPS} log_every=3 eval_every=15 eval_sequences=8 checkpoint_every={EVERY} keep=3 "
     "sample_tokens=0 logger=none"
 ).split()
-# the beginnings of the names of what differs between two runs that are the same run
+# prefixes of the columns that differ between two otherwise equal runs
 MEASURED = ("seconds", "tokens_per_sec", "step_tokens_per_sec", "mfu", "memory/")
 IDENTICAL, REFUSED = "identical", "refused"
-CACHE = "cache"  # beside the runs: the token store is theirs, to be damaged
+CACHE = "cache"  # folder beside the runs, with their own token store to damage
 REBUILT = "it is built again"
 
 
@@ -83,7 +85,7 @@ def start(*arguments: str) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen) -> tuple[int, str]:
-    """Exit code and all that was printed."""
+    """Exit code and everything that was printed."""
     output = process.communicate(timeout=600)[0]
     return process.returncode, output
 
@@ -98,19 +100,19 @@ def wait_for(process: subprocess.Popen, happened: Callable[[], bool]) -> None:
 
 
 def reached(run_dir: Path) -> int:
-    """The step of the last whole row of metrics; -1 before the first."""
+    """The step of the last complete row of metrics; -1 before the first."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return json.loads(lines[-1])["step"] if lines else -1
 
 
 def state(run_dir: Path) -> Row:
-    """All that must be equal at the end of two runs that are the same."""
+    """Everything that must be equal at the end of two equal runs."""
     folder = run_dir / LATEST
     rows = read_metrics(run_dir / "metrics.jsonl")
     training = torch.load(folder / "training.pt", weights_only=True)
-    # a run draws on PyTorch's generators alone: Python's and NumPy's are not seeded, and differ
-    # from process to process
+    # a run uses only PyTorch's generators; those of Python and NumPy are not seeded and differ
+    # between processes
     training["random"] = {name: training["random"][name] for name in ("torch", "cuda")}
     return {
         "weights": load_file(folder / "model.safetensors"),
@@ -136,7 +138,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def contents(run_dir: Path) -> dict[Path, bytes]:
-    """Every file of a run, but for the log of its output."""
+    """Every file of a run except the log of its output."""
     files = (path for path in run_dir.rglob("*") if path.is_file() and path.name != "train.log")
     return {path: path.read_bytes() for path in files}
 
@@ -160,8 +162,8 @@ def started_until(run_dir: Path, step: int) -> subprocess.Popen:
 def killed(
     run_dir: Path, moment: random.Random, *, saving: bool = False, earliest: int = 3 * EVERY
 ) -> Row:
-    """Start a run and kill it: after a random row of metrics, or in the save that comes after it.
-    Returns when that was.
+    """Start a run and kill it after a random row of metrics, or in the save after that row. Returns
+    where it was killed.
     """
     process = started_until(run_dir, moment.randint(earliest, STEPS - 2 * EVERY))
     if saving:
@@ -172,7 +174,7 @@ def killed(
     if code != -signal.SIGKILL:
         raise RuntimeError(f"the run ended with {code} before it was killed: {output}")
     last = next(iter(newest_first(run_dir)), None)
-    # what a save leaves behind that did not come to its end
+    # an interrupted save leaves these traces
     moved = last is not None and not (run_dir / LATEST).exists()
     return {
         "step": reached(run_dir),
@@ -182,7 +184,7 @@ def killed(
 
 
 def judged(run_dir: Path, straight: Row, *, said: str = "") -> str:
-    """Resume to the end and compare with the run that nothing disturbed."""
+    """Resume to the end and compare with the undisturbed run."""
     before = contents(run_dir)
     code, output = resume(run_dir)
     if code != 0:
@@ -196,14 +198,14 @@ def judged(run_dir: Path, straight: Row, *, said: str = "") -> str:
 def kill(run_dir: Path, straight: Row, moment: random.Random, *, saving: bool) -> Row:
     found = killed(run_dir, moment, saving=saving, earliest=1)
     outcome = judged(run_dir, straight)
-    # before the first save there is nothing to resume, and the run is started again
+    # before the first save there is nothing to resume
     expected = IDENTICAL if found["checkpoint"] is not None else REFUSED
     return found | {"outcome": outcome if outcome == expected else f"resumed: {outcome}"}
 
 
 def fill_disk(process: subprocess.Popen, run_dir: Path, moment: random.Random) -> int:
-    """From now on no file of the process may grow beyond a random size, less than a
-    checkpoint's.
+    """Limit the size of the files that the process writes to a random number of bytes, smaller than
+    a checkpoint.
     """
     limit = moment.randint(100_000, (run_dir / LATEST / "training.pt").stat().st_size - 1)
     most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
@@ -212,8 +214,8 @@ def fill_disk(process: subprocess.Popen, run_dir: Path, moment: random.Random) -
 
 
 def truncate_store(process: subprocess.Popen, run_dir: Path, moment: random.Random) -> int:
-    """Cut the training tokens off somewhere in their first half: one of the next windows lies
-    beyond.
+    """Truncate the training tokens somewhere in their first half, so that one of the next windows
+    is missing.
     """
     tokens = store_of(run_dir) / "train.bin"
     position = moment.randrange(tokens.stat().st_size // 2)
@@ -222,7 +224,7 @@ def truncate_store(process: subprocess.Popen, run_dir: Path, moment: random.Rand
 
 
 def harm_running(run_dir: Path, straight: Row, moment: random.Random, name: str) -> Row:
-    """Harm a run at a random moment. It must end with one line, which says how to resume it."""
+    """Harm a run at a random moment. It must end with one line that says how to resume it."""
     harm, named, said = WHILE_IT_RUNS[name]
     process = started_until(run_dir, moment.randint(EVERY + 2, STEPS - 2 * EVERY))
     found = {"harm": name, "bytes": harm(process, run_dir, moment), "step": reached(run_dir)}
@@ -244,7 +246,7 @@ def harm_killed(run_dir: Path, straight: Row, moment: random.Random, name: str) 
 
 
 def damage(files: Iterable[Path], moment: random.Random) -> str:
-    """Truncate, alter or remove one of these files. Says what was done."""
+    """Truncate, alter or remove one of these files. Returns what was done."""
     path = moment.choice(sorted(files))
     size = path.stat().st_size
     how = moment.choice(["truncated", "altered", "removed"])
@@ -270,8 +272,8 @@ def store_of(run_dir: Path) -> Path:
 
 
 def damage_tokens(folder: Path, moment: random.Random) -> str:
-    """Damage a file of this token store, or both halves as damage() does not: at their full length.
-    Says what was done.
+    """Damage a file of this token store with damage(), or replace a half by wrong tokens of the
+    same length. Returns what was done.
     """
     train, val = folder / "train.bin", folder / "val.bin"
     how = moment.choice(["zeros", "swapped", "a file"])
@@ -297,12 +299,12 @@ def damage_record(run_dir: Path, moment: random.Random) -> str:
     return damage([run_dir / name for name in names], moment)
 
 
-# the harm, what the run names as it ends, and what the resumed run says
+# the harm, what the error of the run must name, and what the resumed run must print
 WHILE_IT_RUNS = {
     "disk full": (fill_disk, "", ""),
     "store truncated": (truncate_store, "train.bin", REBUILT),
 }
-# the harm, what the resumed run says, and how it may end
+# the harm, what the resumed run must print, and how it may end
 ONCE_KILLED = {
     "latest damaged": (damage_latest, "going on from step", (IDENTICAL,)),
     "store damaged": (
@@ -360,7 +362,7 @@ def main(options: Options) -> None:
     }
     write_json(options.out, {"environment": measured_on("cpu"), **result, "outcomes": outcomes})
     print(f"{options.out}: kills {outcomes['kills']}, harms {outcomes['harms']}")
-    # the folder of an unexpected outcome stays, to be looked at
+    # keep the folder of an unexpected outcome for inspection
     if any(counts.keys() - {IDENTICAL, REFUSED} for counts in outcomes.values()):
         sys.exit(f"crash_test: a run did not survive; its folder is below {folder}")
     shutil.rmtree(folder)

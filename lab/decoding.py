@@ -1,26 +1,24 @@
-"""How fast decoding is: attention of one query a sequence to a long cache, and GPT-2's tokens.
+"""Measure decoding: one query per sequence against a long cache, and GPT-2's tokens per second.
 
     python -m lab.decoding out=decoding.json
 
 Arguments are key=value, lists with commas; all have a default:
 
-    shapes     of those below, or none (all)
-    batches    of sequences that GPT-2 124M writes (1,64); 0 leaves it out
+    shapes     names in SHAPES, or none (all)
+    batches    numbers of sequences that GPT-2 124M writes (1,64); 0 leaves it out
     attention  of that model (triton)
-    rounds     of turns; in each, every variant is timed (7)
+    rounds     how often every variant is timed, in turns (7)
     dtype, device, out    as in scripts.benchmark
 
-Attention is timed as scripts.benchmark does it: the device's time alone, with a cold cache, and the
-host's time of an eager call beside it. The pages of a paged cache lie in random order. Bytes are
-those of the keys and values, each read once. A variant whose result is not within the budget of
-conformance is not timed. Peers are PyTorch's kernels: flash, cuDNN and memory-efficient, and
-compiled FlexAttention.
+Attention is timed as in scripts.benchmark: the device's time with a cold cache, and separately the
+host's time of an eager call. The pages of a paged cache are in random order. Bytes count the keys
+and values, each read once. A variant whose error exceeds the budget of conformance is not timed.
+Peers are PyTorch's flash, cuDNN and memory-efficient kernels and compiled FlexAttention.
 
-Tokens per second are those between the 64th and the last, greedy, from weights in `dtype`: neither
-the prompt nor the capture of a CUDA graph counts. The peer is the same model in plain PyTorch, with
-a static cache and a CUDA graph, once as written and once compiled. `same` is the share of tokens in
-which it agrees with ours. Variants take turns; a row has the median of its turns, and the least and
-the most.
+Tokens per second are measured between the 64th and the last token, greedy, with weights in `dtype`.
+The prompt and the capture of a CUDA graph do not count. The peer is the same model in plain
+PyTorch, with a static cache and a CUDA graph, once eager and once compiled. `same` is the share of
+tokens that agree with ours. Variants take turns; a row has the median, least and most of its turns.
 """
 
 import time
@@ -51,7 +49,7 @@ REPEATS = 10  # timed calls of a variant in a turn
 PROMPT, FIRST, LAST = 16, 64, 512  # tokens; those between the first and the last are timed
 GPT2 = ModelConfig(
     num_layers=12, num_heads=12, hidden_size=768, max_seq_len=1024, init_std=0.1
-)  # random weights, large enough that its tokens differ
+)  # random weights, large enough that the tokens vary
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """Of keys and values in 16 bits."""
+        """Bytes of keys and values in 16 bits."""
         return 2 * 2 * self.batch * self.kv_heads * self.keys * self.head_dim
 
 
@@ -120,7 +118,7 @@ def variants(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, Callable[[]
     if q.device.type == "cuda":
         from torch.nn.attention.flex_attention import flex_attention
 
-        torch._dynamo.reset()  # after eight shapes it would go on uncompiled
+        torch._dynamo.reset()  # after eight shapes it would run uncompiled
         flex = torch.compile(flex_attention, dynamic=False)
         yield "flex", lambda: flex(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
 
@@ -138,11 +136,11 @@ def paged(k: Tensor, v: Tensor, page_size: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 def why_wrong(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why the result of a variant does not count, or None; by the last sequence, in float64."""
+    """Why the result is wrong, or None; compares the last sequence with float64."""
     last = [x[-1:] for x in (q, k, v)]
     exact = attention(*(x.double() for x in last), backend="naive")
     own = distance(attention(*last, backend="naive").out.double(), exact.out)
-    # of the result, and of a score and lse
+    # rounding of the result, of a score and of lse
     rounding = torch.finfo(q.dtype).eps
     rounding += 2 * torch.finfo(torch.float32).eps * exact.lse.abs().max().item()
     budget = 2 * own + rounding * exact.out.abs().max().item()
@@ -151,7 +149,7 @@ def why_wrong(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def failure(call: Callable[[], str | None]) -> str | None:
-    """What it returns, or whatever it raises, in one line: a peer may fail in its compiler."""
+    """What `call` returns, or the error that it raises, in one line: a compiler may fail."""
     try:
         return call()
     except Exception as error:
@@ -161,8 +159,8 @@ def failure(call: Callable[[], str | None]) -> str | None:
 def in_turns(
     calls: dict[str, Callable[[], Any]], measure: Callable[[Callable[[], Any]], Row], rounds: int
 ) -> dict[str, Row]:
-    """What `measure` finds of each call, in turns: the median of each number, and of its first the
-    least and the most."""
+    """Measure each call in turns. A row has the median of each number, and the least and most of
+    the first number."""
     found: dict[str, list[Row]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -177,7 +175,7 @@ def in_turns(
 
 
 def attention_rows(name: str, shape: Shape, options: Options, device: torch.device) -> list[Row]:
-    """The rows of one shape; a variant that does not take it, or is wrong, says so."""
+    """The rows of one shape; `refused` says why a variant was not timed."""
     dtype, rows, calls = pick_dtype(options.dtype, device), {}, {}
     sizes = ((shape.heads, 1), (shape.kv_heads, shape.keys), (shape.kv_heads, shape.keys))
     q, k, v = (
@@ -206,9 +204,9 @@ def attention_rows(name: str, shape: Shape, options: Options, device: torch.devi
 
 
 class PlainGPT2:
-    """GPT-2's greedy decoding as one writes it in PyTorch, from the weights of ours.
+    """GPT-2's greedy decoding in plain PyTorch, with the weights of our model.
 
-    A static cache, the mask from the position, and on a GPU a CUDA graph of the step.
+    It uses a static cache, a mask from the position, and on a GPU a CUDA graph of the step.
     """
 
     def __init__(self, model: GPT, batch: int, *, compiled: bool):
@@ -299,14 +297,14 @@ def generation_rows(batch: int, options: Options, device: torch.device) -> list[
     head = {"batch": batch, "prompt": PROMPT, "new_tokens": LAST}
     written: dict[str, Tensor] = {}
     rows: dict[str, Row] = {}
-    for name, call in list(calls.items()):  # a warm-up of both lengths too
+    for name, call in list(calls.items()):  # also the warm-up of both lengths
         wrong = failure(
             lambda name=name, call=call: written.update({name: [call(FIRST), call(LAST)][1]})
         )
         if wrong:
             rows[name] = {"refused": wrong}
             del calls[name]
-    in_turns(calls, measure, 1)  # the first turn after something was compiled may take longer
+    in_turns(calls, measure, 1)  # the first turn after compilation may take longer
     rows |= in_turns(calls, measure, options.rounds)
     ours = next(iter(written.values()))
     for name, tokens in written.items():
@@ -332,7 +330,7 @@ def main(options: Options) -> None:
     result: Row = {"environment": measured_on(device), "attention": [], "generation": []}
 
     def keep(kind: str, rows: list[Row]) -> None:
-        """After every shape: what was measured stays, whatever becomes of the rest."""
+        """Write after every shape, so that a later failure loses nothing."""
         result[kind] += rows
         for row in rows:
             print(describe(row), flush=True)

@@ -1,21 +1,21 @@
-"""Does the judge ever call exact attention wrong? Random calls of every exact backend, each held to
-the budget of its case.
+"""Does conformance ever call exact attention wrong? Random calls of every exact backend, compared
+with the budgets of their cases.
 
     python -m lab.false_alarms calls=5000 out=results/false_alarms_cpu.json
     python -m lab.false_alarms calls=2000 seconds=280 device=cuda seeds=3 processes=15 \
         attention=triton:kernel=hopper,triton:kernel=portable
 
-calls are those of one attention in one dtype by one seed, a process of its own. What they have come
-to is in the folder OUT.parts every ten calls. On a GPU, calls come in kinds, CALLS_OF_A_KIND of
-conformance.fuzz in a row, which share what a kernel is compiled for. The other arguments are
+calls= is the number of calls of one process, which has one attention, one dtype and one seed. Every
+ten calls it writes its totals into the folder OUT.parts. On a GPU, CALLS_OF_A_KIND calls in a row
+(see conformance.fuzz) are of one kind and share compiled kernels. The other arguments are
 
-    attention  several with commas between, with options or not, or all: the exact ones (all)
+    attention  separated by commas, with or without options; all means the exact ones (all)
     seconds    after which a process makes no more calls (86400)
-    seeds      of each attention in each dtype (1)
-    device     auto, cpu or cuda (auto); processes take turns at the GPUs that PyTorch sees
-    dtype      several with commas between (fp32,bf16,fp16)
-    processes  side by side (1)
-    seed       of the calls; a seed gives the same ones again, to each process others (0)
+    seeds      number of seeds for each attention in each dtype (1)
+    device     auto, cpu or cuda (auto); processes are spread over the GPUs that PyTorch sees
+    dtype      several, separated by commas (fp32,bf16,fp16)
+    processes  number of processes at the same time (1)
+    seed       of the calls; the same seed repeats them, and each process has different calls (0)
     out        the JSON file (false_alarms.json)
 """
 
@@ -61,7 +61,7 @@ class Options:
 
 
 def measure(attention: str, dtype: str, seed: int, device: str, options: Options, part: Path):
-    """Writes what the calls have come to."""
+    """Make the calls and write their totals to `part`."""
     set_up(torch.device(device))
     take_gpu(device, seed)
     subject = Subject(parse_backend(attention), device, DTYPES[dtype])
@@ -79,7 +79,7 @@ def measure(attention: str, dtype: str, seed: int, device: str, options: Options
 
 def row_of(attention: str, dtype: str, seed: int, device: str, options: Options) -> Row:
     empty = {"attention": attention, "dtype": dtype, "seed": seed} | Tally().figures()
-    # a call may take long, as its kernel is compiled
+    # a call may take long, because its kernel is compiled
     limit = {"seconds": options.seconds + 60}
     named = {"name": f"{attention} {dtype} {seed}", "out": options.out, "empty": empty}
     return measured(measure, attention, dtype, seed, device, options, **named, **limit)
@@ -104,7 +104,7 @@ def main(options: Options) -> None:
 
 
 def totals(rows: list[Row]) -> Row:
-    """Of each attention."""
+    """Counts for each attention."""
     sums: dict[str, Counter] = {}
     for row in rows:
         counts = {name: row[name] for name in ("calls", "distinct", "refused", "checks")}

@@ -1,4 +1,4 @@
-"""What JAX's attention makes of the inputs that `attn-conform export` wrote.
+"""Run JAX's attention on the inputs that `attn-conform export` wrote.
 
 attn-conform export inputs.npz
 python lab/jax_outputs.py inputs.npz outputs.npz      # where jax is installed; needs no torch
@@ -14,9 +14,9 @@ import numpy as np
 
 
 def attend(q, k, v, *, causal, scale, window=None, document_ids=None, key_lengths=None):
-    """jax.nn.dot_product_attention, which takes (B, N, H, D); masks as it offers them."""
+    """jax.nn.dot_product_attention, which takes (B, N, H, D), with one mask for everything."""
     num_queries, num_keys = q.shape[2], k.shape[2]
-    offset = num_keys - num_queries  # its own causal mask is aligned top-left
+    offset = num_keys - num_queries  # JAX's own causal mask is aligned top-left
     i, j = jnp.arange(num_queries)[:, None] + offset, jnp.arange(num_keys)
     seen = jnp.ones((1, num_queries, num_keys), bool)
     if causal:
@@ -43,7 +43,7 @@ def main(inputs_file: str, outputs_file: str) -> None:
         arguments = json.loads(str(given.pop("arguments")))
         q, k, v, d_out = (given.pop(name) for name in ("q", "k", "v", "d_out"))
         if {"softcap", "alibi_slopes", "sinks"} & {*arguments, *given}:
-            continue  # it has none of these
+            continue  # JAX has none of these
         out, backward = jax.vjp(lambda *x: attend(*x, **arguments, **given), q, k, v)  # noqa: B023
         outputs[f"{case}/out"] = out
         for name, x in zip(("dq", "dk", "dv"), backward(jnp.asarray(d_out)), strict=True):

@@ -1,4 +1,4 @@
-"""What measurements of `python train.py` at several lengths of a sequence share."""
+"""Options for measurements of `python train.py` at several sequence lengths."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ class LengthOptions:
     overrides: list[str] = default()  # train.py's own settings
 
     def shape(self, seq_len: int) -> list[str]:
-        """Settings of train.py for steps of so many tokens, in one pass."""
+        """Settings of train.py for steps of `tokens` tokens, in one pass."""
         return [f"seq_len={seq_len}", f"batch_size={self.tokens // seq_len}"]
 
     def write(self, runs: list[Row]) -> None:

@@ -1,9 +1,9 @@
-"""What the rows of metrics cost a training, which take the largest score of every layer and head.
+"""Measure the cost of metrics: each row needs the largest score of every layer and head.
 
     python -m lab.looking attention=triton model=gpt2 tokenizer.vocab_size=50304
     out=results/looking_h200.json
 
-Takes train.py's own settings, and of its own:
+Takes train.py's settings, and:
 
     seq_len  lengths of a sequence, separated by commas (1024,8192,32768)
     tokens   tokens of a step (32768), in one pass
@@ -11,8 +11,8 @@ Takes train.py's own settings, and of its own:
     pairs    segments with rows, and as many without (6)
     out      the JSON file to write
 
-One run takes turns: a segment with a row every log_every steps, a segment with the one row at its
-end that tells its time. The first of each kind compiles, and does not count.
+One run alternates between a segment with a row every log_every steps, and a segment with only the
+row at its end that gives its time. The first of each kind compiles, and does not count.
 """
 
 import tempfile
@@ -46,7 +46,7 @@ class Options(LengthOptions):
 
 
 def due_in_turns(segment: int) -> Any:
-    """RunConfig.due with the rows of every other segment, and one at the end of each."""
+    """RunConfig.due with rows in every other segment, and a row at the end of each segment."""
     plain = RunConfig.due
 
     def due(config: RunConfig, step: int, **outcome: Any) -> Due:
@@ -58,7 +58,7 @@ def due_in_turns(segment: int) -> Any:
 
 
 def speeds(rows: list[Row], segment: int) -> list[Row]:
-    """Tokens a second by the wall clock of each segment after the first two, and its rows."""
+    """Rows and tokens per second (wall clock) of each segment after the first two."""
     found = []
     ends = [row for row in rows if row["step"] % segment == 0]
     for begin, end in zip(ends, ends[1:], strict=False):
@@ -70,7 +70,7 @@ def speeds(rows: list[Row], segment: int) -> list[Row]:
 
 
 def ratios(segments: list[Row]) -> list[float]:
-    """Of each pair of neighbours: the speed with rows, as a share of that without."""
+    """For each pair of segments, the speed with rows divided by the speed without."""
     pairs = zip(segments[::2], segments[1::2], strict=False)
     return [looking["tokens_per_sec"] / quiet["tokens_per_sec"] for looking, quiet in pairs]
 

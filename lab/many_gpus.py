@@ -1,21 +1,21 @@
-"""How much faster ranks train than one GPU: train.py by torchrun, and alone, in turns.
+"""How much faster ranks train than one GPU: train.py with torchrun and alone, in turns.
 
     python -m lab.many_gpus cases=context_131072 out=results/many_gpus_h100.json
 
-Takes train.py's own settings, which replace those of a case, and of its own:
+Takes train.py's settings, which replace those of a case, and:
 
     cases   names in CASES, separated by commas (all)
-    ranks   GPUs of a run that has several (2)
+    ranks   GPUs of a run with several (2)
     rounds  runs of each way (3), in turns: alone, then each way on ranks
-    steps   instead of those of a case, for a trial on CPUs
+    steps   replaces the steps of a case, for a trial on CPUs
     limit   seconds after which no further run begins (500)
-    out     the JSON file to write; rows of cases that it already holds stay
+    out     the JSON file to write; other cases in an existing file stay
 
-Alone, every GPU has a run of its own at the same time. Ranks are compared with the slowest of these
-runs, because the slowest GPU sets their pace. The speed is measured from outside, by the times at
-which rows arrive in metrics.jsonl after compilation, so it includes metrics. The rows also give the
-losses: two runs alone differ by the noise of one GPU. lab.steps_on_ranks measures the steps alone,
-and PyTorch's own ways beside ours.
+"Alone" means a separate run on every GPU, at the same time. Ranks are compared with the slowest of
+these runs, because the slowest GPU sets their pace. The speed is measured from outside, by the
+times at which rows arrive in metrics.jsonl after compilation, so it includes metrics. The rows also
+give the losses; those of two runs alone show the noise of one GPU. lab.steps_on_ranks measures only
+the steps, and compares with PyTorch's own methods.
 """
 
 import sys
@@ -39,7 +39,7 @@ from training.sweep import load_json
 
 
 class Case(NamedTuple):
-    """What is compared: `alone` by one GPU, and each of `ways` by ranks."""
+    """Settings to compare: `alone` on one GPU, and each of `ways` on ranks."""
 
     settings: str
     ways: dict[str, str]
@@ -83,7 +83,7 @@ class Options:
 
 
 class Jobs:
-    """Runs of train.py with what all of them share."""
+    """Runs of train.py that share options and a folder."""
 
     def __init__(self, options: Options, folder: Path) -> None:
         self.options, self.folder, self.count = options, folder, 0

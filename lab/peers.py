@@ -1,13 +1,13 @@
-"""Kernels of others as backends, to be measured beside ours:
+"""Kernels from other packages as backends, to compare with ours:
 
     python -m scripts.benchmark attention=triton,lab.peers:FLASH_ATTENTION_4 head_dim=64,128
 
-They need the package that they come from: `pip install flash-attn-4`.
+They need their package: `pip install flash-attn-4`.
 """
 
 from conformance.dialects import target
 
-# without what lab.scorecards finds red in it: other head dims, and lse under a softcap
+# leaves out what is red in lab.scorecards: other head dims, and lse with a softcap
 FLASH_ATTENTION_4 = target(
     "flash_attn.cute:flash_attn_func",
     "fa",

@@ -1,19 +1,19 @@
-"""How far a ring of ranks is from float64, beside one rank: its results must not lose by merging.
+"""The error of a ring of ranks against float64, compared with one rank: merging must not add any.
 
     python -m lab.ring_error device=cuda out=ring_error_h200.json
 
 Arguments are key=value, lists with commas; all have a default:
 
-    attention   those that run on a ring (triton:kernel=hopper,triton:kernel=portable)
+    attention   backends that run on a ring (triton:kernel=hopper,triton:kernel=portable)
     seq_len     (16384)
     heads       (8)
     kv_heads    (heads)
     dtype, device, out    as in scripts.benchmark
 
-Errors are norms, over the norm of what the tile loop gives in float64: causal attention of normal
-numbers, forward and backward, on rings of 1 to 16 ranks, all played by this process. `alone` is the
-same attention of one process without a ring; `most` is the largest error of any number of ranks
-over that of `alone`.
+An error is the norm of the difference from the tile loop in float64, divided by the norm of the
+latter. Inputs are normal, attention is causal, forward and backward, on rings of 1 to 16 ranks that
+this process simulates. `alone` is the same attention without a ring; `most` is the largest error of
+any number of ranks divided by that of `alone`.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ from training.files import check_writable, write_json
 
 RANKS, HEAD_DIMS = (1, 2, 4, 8, 16), (64, 128)
 RESULTS = ("out", "lse", "dq", "dk", "dv")
-OF_BLOCKS = ("block_q", "block_kv", "kernel")  # options of what computes a block
+OF_BLOCKS = ("block_q", "block_kv", "kernel")  # options of the kernel that computes a block
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Options:
 
 
 def on_a_ring(backend: Backend, ranks: int) -> Backend:
-    """The backend's blocks, merged by a ring whose ranks this process plays."""
+    """The backend's blocks, merged by a ring whose ranks this process simulates."""
     options = {name: x for name, x in backend.options.items() if name in OF_BLOCKS}
     return replace(RING, fn=PlayedRing(backend.ring), options=options | {"ranks": ranks})
 
@@ -76,7 +76,7 @@ def errors(backend: Backend, inputs: list[Tensor], truth: list[Tensor]) -> dict[
 
 
 def rows(options: Options, head_dim: int, device: torch.device) -> Iterator[Row]:
-    """One for each attention."""
+    """A row for each attention."""
     torch.manual_seed(0)
     counts = options.heads, *[options.kv_heads or options.heads] * 2, options.heads
     shapes = [(1, heads, options.seq_len, head_dim) for heads in counts]

@@ -1,5 +1,5 @@
-"""Jobs that measure, each in a process of its own: one that hangs or dies does not take the others
-along, and keeps what it has written to its file.
+"""Measuring jobs in separate processes: if one hangs or dies, the others go on, and the file that
+it has written so far stays.
 """
 
 import json
@@ -14,14 +14,14 @@ from scripts.tables import Row
 
 
 def take_gpu(device: str, number: int) -> None:
-    """Jobs take turns at the GPUs that PyTorch sees."""
+    """Select GPU `number` modulo the number of GPUs that PyTorch sees."""
     if device == "cuda":
         torch.cuda.set_device(number % torch.cuda.device_count())
 
 
 def ended(job: Callable[..., None], *arguments: Any, seconds: float) -> str:
-    """Runs it, and says how it ended: "whole", or why not. Its function and arguments must be such
-    as pickle takes.
+    """Run the job and return how it ended: "whole", or why not. Its function and arguments must be
+    picklable.
     """
     if seconds <= 0:
         return "not begun"
@@ -39,8 +39,8 @@ def ended(job: Callable[..., None], *arguments: Any, seconds: float) -> str:
 def measured(
     job: Callable[..., None], *arguments: Any, name: str, out: Path, seconds: float, empty: Row
 ) -> Row:
-    """What the job has written to its last argument, a file of that name in the folder OUT.parts,
-    and how it ended. `empty` stands for what was not written.
+    """The row that the job wrote to its last argument, a file in the folder OUT.parts, and how the
+    job ended. The row is `empty` if the job wrote nothing.
     """
     folder = out.with_suffix(".parts")
     folder.mkdir(exist_ok=True)

@@ -1,18 +1,18 @@
-"""Train the byte-pair vocabulary that `tokenizer=bpe` reads: pure Python, deterministic, seconds on
-one core.
+"""Train the byte-pair vocabulary that `tokenizer=bpe` reads: pure Python, deterministic, a few
+seconds on one core.
 
     python -m lab.train_bpe vocab_size=4096 out=/tmp/bpe_4096.tiktoken
 
 vocab_size= is the number of ranks to learn, the 256 bytes included (8192), and out= the file to
 write (data/bpe_8192.tiktoken, which `tokenizer=bpe` reads).
 
-Byte-pair encoding (Sennrich et al., 2016, arXiv:1508.07909) starts from the 256 bytes; again and
-again, it gives the most frequent pair of neighbouring tokens a token of its own. Neighbours are
-counted inside pre-tokens only (words, numbers, runs of punctuation or space, split by
-`data.tokenizer.PATTERN`), so no token ever spans two words.
+Byte-pair encoding (Sennrich et al., 2016, arXiv:1508.07909) starts from the 256 bytes and
+repeatedly replaces the most frequent pair of neighbouring tokens by a new token. It counts pairs
+only inside pre-tokens (words, numbers, runs of punctuation or space, split by
+`data.tokenizer.PATTERN`), so no token spans two words.
 
-Text repeats itself, so every distinct pre-token is kept once with its count, and one merge touches
-only the pre-tokens that hold the pair:
+Each distinct pre-token is stored once with its count, and a merge visits only the pre-tokens that
+contain the pair:
 
     counts = {"the": 9, "then": 2}      pairs  t h: 11   h e: 11   e n: 2
     merge (t, h) -> 256                 pairs  256 e: 11           e n: 2      (h e is gone)
@@ -72,11 +72,11 @@ def check_vocab_size(vocab_size: int) -> None:
 
 
 def train(pretokens: Counter[bytes], vocab_size: int) -> list[bytes]:
-    """The vocabulary in rank order: 256 bytes, then one token a merge; fewer than `vocab_size` when
+    """The vocabulary in rank order: 256 bytes, then one token per merge; fewer than `vocab_size` if
     nothing is left to merge.
 
-    The most frequent pair is merged first, and among equals the one with the smallest ranks: the
-    result depends on the counts alone, not on the order in which the text was read.
+    The most frequent pair is merged first; among equals, the one with the smallest ranks. So the
+    result depends only on the counts, not on the order of the text.
     """
     check_vocab_size(vocab_size)
     vocab = [bytes([value]) for value in range(256)]
@@ -88,8 +88,8 @@ def train(pretokens: Counter[bytes], vocab_size: int) -> list[bytes]:
         for pair in pairwise(word):
             pair_counts[pair] += word_counts[index]
             words_with[pair].add(index)
-    # a pair's count only falls after the merge that created it, so an outdated entry is too high:
-    # it surfaces early and is put back
+    # a pair's count only falls after the merge that created it. So an outdated entry is too high,
+    # comes up early and is pushed back with its new count
     heap = [(-count, pair) for pair, count in pair_counts.items()]
     heapq.heapify(heap)
     while heap and len(vocab) < vocab_size:

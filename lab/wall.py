@@ -1,20 +1,19 @@
-"""How fast a run is for whoever waits for it: whole runs of several lengths by the wall clock,
-beside the speeds they report.
+"""How fast a run is for the user who waits: wall time of whole runs of several lengths, compared
+with the speeds that they report.
 
     python -m lab.wall attention=triton model=gpt2 tokenizer.vocab_size=50304
     out=results/wall_h200.json
 
-Takes train.py's own settings, and of its own:
+Takes train.py's settings, and:
 
     seq_len   lengths of a sequence, separated by commas (1024,8192,32768)
     tokens    tokens of a step (32768), in one pass
-    steps     lengths of a run (20,120,220): the slope of wall time against steps leaves start-up
-              and end out
-    trees     checkouts of the project to run, separated by commas (the folder of this file alone);
-              they take turns
+    steps     numbers of steps of a run (20,120,220): the slope of wall time against steps excludes
+              start-up and end
+    trees     checkouts of the project to run in turns, separated by commas (only this one)
     out       the JSON file to write
 
-Two measures from outside, which no run can flatter: the slope, and the times at which rows arrive
+Both speeds are measured from outside the run: by that slope, and by the times at which rows arrive
 in metrics.jsonl.
 """
 
@@ -58,8 +57,8 @@ def timed_run(
     program: Sequence[str] = ("train.py",),
     **variables: str,
 ) -> Row:
-    """One run of train.py, or of another program with its settings: seconds of the whole, arrival
-    of each row, and what it reports. `variables` are put into its environment.
+    """One run of train.py, or of another program with its settings: total seconds, arrival of each
+    row, and what it reports. `variables` are added to its environment.
     """
     log = run_dir.with_suffix(".log")
     begin = time.perf_counter()
@@ -85,8 +84,8 @@ def timed_run(
 
 
 def slope(runs: list[Row]) -> Row:
-    """Tokens a second of the steps that a longer run has more: least squares over all runs, and the
-    least and most of any two.
+    """Tokens per second from the difference between longer and shorter runs: least squares over all
+    runs, and the least and most of any two.
     """
     by_pair = [
         (b["tokens"] - a["tokens"]) / (b["seconds"] - a["seconds"])
@@ -100,9 +99,7 @@ def slope(runs: list[Row]) -> Row:
 
 
 def by_arrival(run: Row) -> float:
-    """Tokens a second between the second row after the start, when all is compiled, and the
-    last.
-    """
+    """Tokens per second from the third row, when everything is compiled, to the last."""
     _, _, (first, begin), *_, (last, end) = run["arrivals"].items()
     return (last - first) * run["tokens"] / run["steps"] / (end - begin)
 
@@ -127,10 +124,10 @@ def main(options: Options) -> None:
 
 
 def measure(options: Options, seq_len: int, folder: Path) -> dict[Path, list[Row]]:
-    """The runs of every checkout at one length, from the shortest; they take turns."""
+    """The runs of every checkout at one sequence length, shortest first; checkouts take turns."""
     runs: dict[Path, list[Row]] = {tree: [] for tree in options.trees}
     lengths = sorted(options.steps)
-    # the first run of each tree fills the compilers' caches, and does not count
+    # the first run of each tree fills the compilers' caches and does not count
     for number, steps in enumerate([lengths[0], *lengths]):
         for place, tree in enumerate(options.trees):
             settings = [*options.overrides, *options.shape(seq_len), f"steps={steps}"]
