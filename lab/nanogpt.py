@@ -1,26 +1,26 @@
-"""Our training beside nanoGPT's: tokens per second, peak memory and the loss, from the same weights
-over the same batches.
+"""Compare our training with nanoGPT's: tokens per second, peak memory and loss, from the same
+weights on the same batches.
 
     python -m lab.nanogpt folder=../nanoGPT seq_len=1024,8192 attention=triton out=nanogpt.json
 
-nanoGPT (github.com/karpathy/nanoGPT) is not part of this project: folder= is your clone of it, of
-which model.py is read. Its step is that of its train.py: TF32, autocast, torch.compile, its own
-fused AdamW, clipping; batches wait in pinned memory. Ours is `python train.py` as anyone runs it,
-data, logging and all. Each has a process of its own, nanoGPT's runs first and last at every length,
-and both see the same batches. The speeds are those of the steps alone: what our run does between
-two steps for a row of metrics, nanoGPT's loop does not do.
+nanoGPT (github.com/karpathy/nanoGPT) is not part of this project: folder= is your clone, from which
+we read model.py. Its step is the one of its train.py: TF32, autocast, torch.compile, its fused
+AdamW, clipping; batches wait in pinned memory. Ours is the full `python train.py`, with data and
+logging. Each runs in a separate process on the same batches, nanoGPT before and after the other
+attentions at each length. The speeds exclude the work between two steps: nanoGPT's loop does not
+compute our metrics.
 
     attention     several, separated by commas: triton,sdpa:backend=cudnn
     seq_len       several lengths; tokens=32768 is the size of every pass, which is one step
     steps         steps of each run; the first ten are not timed, and the rest are timed ten by ten
-    curve_steps   steps of a further run of each at the first length whose losses are compared one
-                  by one; 0 for none. nanoGPT runs there again with nothing changed but roundings:
-                  from weights moved by one, and on a GPU in other kernels, which round in every
-                  step, as ours do. What such noise does is the measure of any difference
+    curve_steps   steps of another run of each at the first length, whose losses are compared step
+                  by step; 0 for none. nanoGPT then also runs with different roundings only: from
+                  weights moved by one rounding, and on a GPU with other kernels, which round
+                  differently in every step. This noise is the scale for any difference
     model, vocab_size, device    as in train.py; the vocabulary is nanoGPT's padded one
 
-Anything else is our train.py's own, as model.checkpoint=elementwise; data=torch_source
-tokenizer=bpe unless others are given.
+Other arguments are settings of our train.py, such as model.checkpoint=elementwise. The defaults
+are data=torch_source tokenizer=bpe.
 """
 
 import importlib.util
@@ -56,13 +56,13 @@ from training.sweep import load_json
 from training.trained import read_run_config
 
 WARMUP, WINDOW = 10, 10  # steps that are not timed, and steps timed together
-# what moves nanoGPT's losses by roundings alone
+# variations that change nanoGPT's losses only by roundings
 NOISE = {"nanogpt, noise 1": {"noise_seed": 1}, "nanogpt, noise 2": {"noise_seed": 2}}
 OTHER_KERNELS = {
     "nanogpt, not compiled": {"compiled": False},
     "nanogpt, flash attention": {"cudnn": False},
 }
-# what nanoGPT's GPTConfig calls our settings
+# names in nanoGPT's GPTConfig: our settings
 NAMES = {
     "n_layer": "num_layers",
     "n_head": "num_heads",
@@ -104,7 +104,7 @@ class Options:
 def train_ours(
     options: Options, run_dir: Path, *, attention: str, seq_len: int, steps: int, log_every: int
 ) -> Row:
-    """One `python train.py`. Raises ValueError with its last words where it fails."""
+    """One `python train.py`. If it fails, raises ValueError with the end of its output."""
     name, _, rest = attention.partition(":")
     settings = {
         "model": options.model,
@@ -118,7 +118,7 @@ def train_ours(
         "batch_size": options.tokens // seq_len,
         "steps": steps,
         "log_every": log_every,
-        "eval_every": 0,  # nanoGPT's loop neither evaluates nor looks into its attention meanwhile
+        "eval_every": 0,  # nanoGPT's loop neither evaluates nor inspects its attention
         "checkpoint_every": steps,
         "sample_tokens": 0,
         "logger": "none",
@@ -155,20 +155,20 @@ def train_theirs(
 ) -> Row:
     """nanoGPT's step under the settings of one of our runs.
 
-    noise_seed moves the initial weights by about a rounding error; without cudnn PyTorch takes
-    flash for its attention.
+    noise_seed moves the initial weights by about one rounding. cudnn=False makes PyTorch use flash
+    attention.
     """
     from data import build_data
 
     config = read_run_config(run_dir)
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
-    # as its train.py does
+    # as in nanoGPT's train.py
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.backends.cuda.enable_cudnn_sdp(cudnn)
     data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
     optim = config.optimizer()
-    with redirect_stdout(StringIO()):  # it counts its parameters aloud
+    with redirect_stdout(StringIO()):  # it prints its number of parameters
         model = their_model(folder, config, data.vocab_size)
         if noise_seed is not None:
             add_noise(model, noise_seed)
@@ -207,19 +207,19 @@ def train_theirs(
 
 
 def their_model(folder: Path, config: RunConfig, vocab_size: int) -> torch.nn.Module:
-    """nanoGPT's GPT in our shape, with the initial weights of our run. Raises ValueError where the
-    names of the two differ.
+    """nanoGPT's GPT in our shape, with the initial weights of our run. Raises ValueError if the
+    parameter names differ.
     """
     torch.manual_seed(config.seed)
     ours = GPT(config.model, vocab_size=vocab_size, backend=parse_backend("sdpa"))
     settings = {theirs: getattr(config.model, mine) for theirs, mine in NAMES.items()}
     spec = importlib.util.spec_from_file_location("nanogpt_model", folder / "model.py")
     nanogpt = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = nanogpt  # its dataclass looks itself up there
+    sys.modules[spec.name] = nanogpt  # its dataclass looks its module up there
     spec.loader.exec_module(nanogpt)
     shape = nanogpt.GPTConfig(block_size=config.seq_len, vocab_size=vocab_size, **settings)
     model = nanogpt.GPT(shape)
-    # nanoGPT keeps GPT-2's names, and its matrices the way nn.Linear does
+    # nanoGPT uses GPT-2's names, but stores matrices as nn.Linear does
     weights = {
         f"transformer.{GPT2.their_names(name)[0]}": tensor
         for name, tensor in ours.state_dict().items()
@@ -249,9 +249,7 @@ def now(device: torch.device) -> float:
 
 
 def percentiles(values: list[float]) -> Row:
-    """Median with the 20th and 80th percentile of the steps' tokens per second, each over ten
-    steps.
-    """
+    """Median, 20th and 80th percentile of tokens per second; each value covers ten steps."""
     low, median, high = np.percentile(values, (20, 50, 80)) if values else (None,) * 3
     return {"step_tokens_per_sec": median, "p20": low, "p80": high, "windows": len(values)}
 
@@ -262,7 +260,7 @@ def in_own_process(*arguments: Any, **variation: Any) -> Row:
 
 
 def compare_speed(options: Options, scratch: Path, seq_len: int) -> Iterator[Row]:
-    """Every run at one length, nanoGPT's first and last."""
+    """Rows of every run at one length; nanoGPT's come first and last."""
 
     how = {"seq_len": seq_len, "steps": options.steps, "log_every": WINDOW}
 
@@ -279,7 +277,7 @@ def compare_speed(options: Options, scratch: Path, seq_len: int) -> Iterator[Row
 
 
 def describe(who: str, seq_len: int, options: Options, found: Row) -> Row:
-    """The row of a run, which is printed too."""
+    """Print and return the row of a run."""
     row = {"who": who, "seq_len": seq_len, "batch_size": options.tokens // seq_len} | found
     del row["losses"]
     peak = f", {row['peak_gib']:.2f} GiB" if row["peak_gib"] else ""
@@ -327,7 +325,7 @@ def main(options: Options) -> None:
     result = {"environment": where, "settings": settings, "speed": []}
 
     def save() -> None:
-        """After every run: what was measured is kept, whatever becomes of the rest."""
+        """Write after every run, so that a later failure loses nothing."""
         if options.out:
             write_json(options.out, result)
 

@@ -1,22 +1,22 @@
-"""Scorecards of other people's attention, and of ours beside it: each held to the properties by
-attn-conform.
+"""Scorecards of attention from other packages and of ours: attn-conform checks the properties of
+each.
 
     python -m lab.scorecards out=results/scorecards_cpu.json jax=.jax/bin/python
     python -m lab.scorecards device=cuda processes=3 tutorial=06-fused-attention.py
 
-Each card and dtype has a process of its own, which writes after each cell into the folder
-OUT.parts: one that hangs or dies loses neither the others nor its own cells. A card without its
-package is left out, and the file says so. EXPLAINED says of every red cell why it is red; one that
-it does not know ends the command with an error, after the file is written. The arguments:
+Each card and dtype runs in a separate process, which writes into the folder OUT.parts after each
+cell. So a process that hangs or dies loses neither other cards nor its own cells. A card whose
+package is missing is left out, and the file says so. EXPLAINED has the reason for every red cell.
+If one has none, the command writes its file and ends with an error. The arguments:
 
     out        the JSON file (scorecards.json)
-    device     cpu or cuda, each with cards of its own (cpu)
-    card       several names with commas between, or all (all)
-    dtype      several with commas between (bf16,fp16,fp32)
+    device     cpu or cuda; each has different cards (cpu)
+    card       several names, separated by commas, or all (all)
+    dtype      several, separated by commas (bf16,fp16,fp32)
     cases      random shapes in each dtype (20)
-    processes  side by side (1); they take turns at the GPUs that PyTorch sees
-    seconds    after which one is stopped (1800)
-    total      seconds after which all are stopped, and none is begun (36000)
+    processes  number of processes at the same time (1), spread over the GPUs that PyTorch sees
+    seconds    after which a process is stopped (1800)
+    total      seconds after which all are stopped and no other is started (36000)
     jax        a Python where jax is installed (`pip install jax`); without it JAX is left out
     tutorial   Triton's python/tutorials/06-fused-attention.py; without it its card is left out
 """
@@ -63,7 +63,7 @@ from training.files import check_writable, write_json
 def by_kernel(
     q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False, *, kernel: SDPBackend
 ):
-    """PyTorch's attention by that kernel. Raises Refusal where it does not take the inputs."""
+    """PyTorch's attention with this kernel. Raises Refusal if it does not take the inputs."""
     with sdpa_kernel(kernel):
         try:
             return scaled_dot_product_attention(
@@ -85,10 +85,10 @@ sdpa_efficient = partial(by_kernel, kernel=SDPBackend.EFFICIENT_ATTENTION)
 def compiled_flex():
     from torch.nn.attention.flex_attention import flex_attention
 
-    # every other mask and head dim compiles once more; past the limit it would go on uncompiled
+    # every new mask or head dim compiles again; past the limit it would run uncompiled
     torch._dynamo.config.recompile_limit = 256
     torch._dynamo.config.accumulated_recompile_limit = 1024
-    # a second softcap would be an argument of the graph, which its kernel cannot read
+    # else a second softcap becomes an argument of the graph, which its kernel cannot read
     torch._dynamo.config.specialize_float = True
     return torch.compile(flex_attention)
 
@@ -104,7 +104,7 @@ HOPPER = get_backend("triton", kernel="hopper")
 
 
 class Card(NamedTuple):
-    """An attention, the package that it comes from, and how attn-conform is to call it."""
+    """An attention, its package, and how attn-conform calls it."""
 
     name: str
     package: str
@@ -113,7 +113,7 @@ class Card(NamedTuple):
     changes: dict[str, Any] = {}
 
 
-OURS = "tilegpt"  # installed or not
+OURS = "tilegpt"  # need not be installed
 TORCH, HERE, MODELS = "torch.nn.functional", "lab.scorecards", "transformers.models"
 FLEX = "torch.nn.attention.flex_attention:flex_attention"
 LLAMA = Card(
@@ -126,7 +126,7 @@ HF_SDPA = Card(
 MATH = Card("SDPA (math)", "torch", f"{HERE}:sdpa_math", "sdpa")
 NARROW = {"dtypes": "bf16,fp16"}
 EIGHTS = ",".join(map(str, range(8, 257, 8)))
-TUTORIAL = "fused_attention_tutorial"  # the module that its file becomes
+TUTORIAL = "fused_attention_tutorial"  # name of the module that we load from its file
 CARDS = {
     "cpu": (
         Card("SDPA (flash)", "torch", f"{TORCH}:scaled_dot_product_attention", "sdpa"),
@@ -135,7 +135,7 @@ CARDS = {
         LLAMA,
         HF_SDPA,
     ),
-    # those that take longest first
+    # the slowest first
     "cuda": (
         Card(
             "FlashAttention-4", "flash-attn-4", "flash_attn.cute:flash_attn_func", "fa",
@@ -145,7 +145,7 @@ CARDS = {
         Card("FlashAttention-2", "flash-attn", "flash_attn:flash_attn_func", "fa", NARROW),
         Card(
             "Triton's tutorial", "triton", f"{TUTORIAL}:_attention", "triton-tutorial",
-            # on Hopper its own test does not specialise warps
+            # on Hopper its test does not use warp specialisation either
             {"dtypes": "fp16", "head_dims": "64,128", "constants": "False"},
         ),
         Card("SDPA (cuDNN)", "torch", f"{HERE}:sdpa_cudnn", "sdpa", NARROW | {"value_dim": False}),
@@ -168,7 +168,7 @@ CARDS = {
 
 
 class Reason(NamedTuple):
-    """Why a cell is red, and where others have said so."""
+    """Why a cell is red, and where that was reported."""
 
     why: str
     known: str  # an issue, "by design", or "new": no issue of the project was found
@@ -273,7 +273,7 @@ class Options:
 
 
 def why_left_out(card: Card, tutorial: Path | None) -> str:
-    """Why there is no such card here; "" where there is."""
+    """Why the card cannot be measured here; "" if it can."""
     if card.target.startswith(TUTORIAL) and tutorial is None:
         return "its file is not given, by tutorial="
     if card.package == OURS:
@@ -290,8 +290,8 @@ def version_of(package: str) -> str:
 
 
 def load_tutorial(file: Path) -> None:
-    """Makes the file a module of that name."""
-    # with tests it takes one tile size, and does not time dozens for every length
+    """Import the file as module TUTORIAL."""
+    # under pytest it uses one tile size, and does not time dozens for every length
     os.environ["PYTEST_VERSION"] = "none"
     spec = importlib.util.spec_from_file_location(TUTORIAL, file)
     assert spec is not None and spec.loader is not None
@@ -301,7 +301,7 @@ def load_tutorial(file: Path) -> None:
 
 
 class Examined(NamedTuple):
-    """A cell, with what a script of it needs."""
+    """A cell, with the data from which its script is made."""
 
     dtype: str
     cell: Cell
@@ -310,7 +310,7 @@ class Examined(NamedTuple):
 
 
 def examined(subjects: dict[str, Subject], properties: dict[str, Property]) -> Iterator[Examined]:
-    """The cells of each dtype, as long as the device can be used."""
+    """The cells of each dtype, until the device becomes unusable."""
     for name, check in properties.items():
         for dtype, subject in subjects.items():
             if why_unusable(subject.device):
@@ -320,8 +320,8 @@ def examined(subjects: dict[str, Subject], properties: dict[str, Property]) -> I
 
 
 def measure(card: Card, options: Options, number: int, part: Path) -> None:
-    """Writes the card's figures to `part`, anew after each cell; each red cell with the shortest
-    call that shows it.
+    """Write the card's results to `part` again after each cell, with the smallest failing call of
+    each red cell.
     """
     set_up(torch.device(options.device))
     take_gpu(options.device, number)
@@ -364,8 +364,8 @@ def measure(card: Card, options: Options, number: int, part: Path) -> None:
 
 
 def stages(properties: dict[str, Property]) -> list[dict[str, Property]]:
-    """The last one has that after which a GPU may be of no use: a kernel that does not look at its
-    addresses dies of one that is not aligned. Before it comes what tells nothing about results.
+    """The properties in two stages. "strides and views" comes last: a misaligned address may crash
+    a kernel and make the GPU unusable. In the first stage, the SLOW properties come last.
     """
     last = {name: check for name, check in properties.items() if name == "strides and views"}
     others = sorted((name for name in properties if name not in last), key=SLOW.__contains__)
@@ -374,7 +374,7 @@ def stages(properties: dict[str, Property]) -> list[dict[str, Property]]:
 
 @contextmanager
 def one_at_a_time(file: Path, properties: dict[str, Property]) -> Iterator[None]:
-    """Views that lie far apart take dozens of GiB of a GPU."""
+    """Lock `file` for "strides and views", whose distant views take dozens of GiB of a GPU."""
     with file.open("w") as lock:
         if "strides and views" in properties:
             flock(lock, LOCK_EX)
@@ -394,7 +394,7 @@ def red_cell(name: str, dtype: str, cell: Cell, script: str | None) -> Row:
 
 
 def row_of(card: Card, options: Options, number: int, end: float) -> Row:
-    """What measure() wrote until it was done, stopped or dead."""
+    """The row that measure() wrote before it finished, was stopped or died."""
     seconds = min(options.seconds, end - time.monotonic())
     name = f"{card.name} {' '.join(options.dtype)}"
     named = {"name": name, "out": options.out, "empty": nothing(card)}
@@ -406,7 +406,7 @@ def row_of(card: Card, options: Options, number: int, end: float) -> Row:
 
 
 def joined(rows: Sequence[Row]) -> Row:
-    """The row of a card, from those of its dtypes."""
+    """The row of a card, joined from the rows of its dtypes."""
     counts = ("seconds", "green", "red", "n/a", "unexamined")
     ends = dict.fromkeys(row["ended"] for row in rows if row["ended"] != "whole")
     return rows[0] | {
@@ -422,7 +422,7 @@ def nothing(card: Card) -> Row:
 
 
 def measure_jax(python: str) -> Row:
-    """JAX's attention, by files."""
+    """The row of JAX's attention, which exchanges files."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         files = inputs, outputs = Path(folder, "inputs.npz"), Path(folder, "outputs.npz")

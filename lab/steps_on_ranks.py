@@ -1,5 +1,5 @@
-"""Steps of GPT-2 on ranks: data parallel and context parallel, beside one GPU, PyTorch's
-DistributedDataParallel and its context_parallel.
+"""Time steps of GPT-2 on ranks, data parallel and context parallel, and compare with one GPU and
+with PyTorch's DistributedDataParallel and context_parallel.
 
     torchrun --standalone --nproc-per-node=2 -m lab.steps_on_ranks
     seq_len=32768,131072 steps=8 repeats=3 out=steps_on_ranks.json
@@ -9,26 +9,27 @@ DistributedDataParallel and its context_parallel.
     seq_len   lengths of a sequence (32768,131072)
     batch     sequences of a step (1)
     who       several of these, in the order to run:
-              ours:alone            every GPU trains on all sequences, without the others
+              ours:alone            each GPU trains on all sequences, independently
               ours:data, ddp:data   each rank trains on its share of the sequences
               ours:heads, ours:ring, ours:gather   ranks share every sequence, as in parallel.how
               KERNEL:ROTATION       PyTorch's context_parallel, with its attention kernel cudnn,
                                     flash or efficient, and alltoall or allgather to move keys
-    steps     steps that are timed together (8), or fewer, as many as `seconds` have room for
-    repeats   how often (3)
-    seconds   for all repeats of a row, about (8)
+    steps     steps that are timed together (8), fewer if `seconds` are too short
+    repeats   number of such timings (3)
+    seconds   approximate time for all repeats of a row (8)
 
-Anything else is train.py's own, in place of model=gpt2 tokenizer.vocab_size=50304 attention=triton.
+Other arguments are settings of train.py and replace model=gpt2 tokenizer.vocab_size=50304
+attention=triton.
 
-Every row trains the same weights on the same sequences by our own step: data, loss and AdamW are
-ours, and everything but attention is compiled. Under context_parallel attention is
-F.scaled_dot_product_attention, which takes part in no compiled graph. A row has the slowest rank's
-seconds a step, median, least and most of the repeats, and the largest peak of memory of any rank.
+Every row trains the same weights on the same sequences with our step: data, loss and AdamW are
+ours, and everything but attention is compiled. Under context_parallel, attention is an uncompiled
+F.scaled_dot_product_attention. A row has the seconds per step of the slowest rank (median, least
+and most of the repeats) and the largest peak memory of any rank.
 
-No row that is wrong has a speed. Its first loss must be that of our model on one GPU within LOSS.
-At first weights are so small that attention matters little in that. So where sequences are shared,
-one layer's attention of normal numbers, forward and backward, must be ours on one GPU within ERROR,
-in norms over norms.
+A wrong row gets no speed. Its first loss must equal that of our model on one GPU within LOSS. The
+initial weights are so small that attention hardly changes this loss. So if sequences are shared, we
+also compare one layer's attention of normal inputs, forward and backward, with ours on one GPU: the
+norm of the error must be within ERROR of the norm of the result.
 """
 
 import copy
@@ -72,7 +73,7 @@ from training.run import Run, build_run, compose
 from training.schedule import prepare_model
 from training.step import PendingStep, queue_step
 
-LOSS, ERROR = 1e-2, 2e-2  # bfloat16 alone makes errors of 0.003
+LOSS, ERROR = 1e-2, 2e-2  # bfloat16 alone causes errors of 0.003
 TIMEOUT = 60  # seconds that a rank waits for another
 WAYS = [f"{kernel}:{way}" for kernel in KERNELS for way in ("alltoall", "allgather")]
 WAYS += [f"ours:{way}" for way in ("alone", "data", "heads", "ring", "gather")] + ["ddp:data"]
@@ -97,7 +98,7 @@ class Options:
         check_writable(self.out)
 
     def run(self, seq_len: int, batch: int) -> Run:
-        """On a ring: its keys are cut as context_parallel cuts them, so all its checks apply."""
+        """A run on a ring: it splits keys as context_parallel does, so the same checks apply."""
         settings = {
             "model": "gpt2",
             "tokenizer.vocab_size": "50304",
@@ -113,7 +114,7 @@ class Options:
 
 @dataclass
 class ContextParallel:
-    """Stands where GPT.sharded() has attention.context.Shards, inside of context_parallel()."""
+    """Replaces attention.context.Shards in GPT.sharded(), inside context_parallel()."""
 
     positions: Tensor  # (n,)
 
@@ -123,21 +124,21 @@ class ContextParallel:
     def attention(
         self, attend: Callable, q: Tensor, k: Tensor, v: Tensor, **settings: Any
     ) -> tuple[Tensor, None, None]:
-        """What attention() would give for q, k, v (B, H, n, D), without lse and scores."""
-        # in memory as block_around_attention() gives them: cuDNN has a plan for each layout
+        """out of attention() for q, k, v (B, H, n, D); None for lse and scores."""
+        # the memory layout of block_around_attention(): cuDNN has a plan for each layout
         q = q.transpose(1, 2).contiguous().transpose(1, 2)
         with torch.autocast(q.device.type, enabled=False):
             return sdpa(q, k.contiguous(), v.contiguous()), None, None
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    # looked up in its module at every call: context_parallel() replaces it there
+    # look it up in F at every call, because context_parallel() replaces it there
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 @cache
 def mesh(device: str) -> DeviceMesh:
-    """All ranks, with a communicator of their own: keys wait for no sum of gradients."""
+    """All ranks, with a separate communicator: keys do not wait for sums of gradients."""
     group = distributed.new_group(timeout=timedelta(seconds=TIMEOUT))
     return DeviceMesh.from_group(group, device)
 
@@ -146,7 +147,7 @@ def mesh(device: str) -> DeviceMesh:
 def context_parallel(
     kernel: str, rotation: str, inputs: Tensor, targets: Tensor
 ) -> Iterator[ContextParallel]:
-    """Inside, inputs and targets (1, N) are this rank's part of them, (1, n)."""
+    """Inside, inputs and targets (1, N) are replaced by this rank's part, (1, n)."""
     theirs.set_rotate_method(rotation)
     positions = torch.arange(inputs.shape[1], device=inputs.device)
     buffers, dims = [inputs, targets, positions], [1, 1, 0]
@@ -156,12 +157,12 @@ def context_parallel(
 
 
 def block_around_attention(*, compiled: bool) -> Callable:
-    """fused_block() in three: what is before attention and after it each is one compiled graph."""
+    """fused_block() with two compiled graphs, one before attention and one after it."""
 
     def before(block: Block, x: Tensor, branch: Tensor | None, rope: Rope | None) -> Any:
         x, (q, k, v) = before_attention(block, x, branch, rope)  # (B, n, H, D)
-        # the ring needs keys and values in one piece, and the graph writes them so. Views of one
-        # tensor would also leave the sum of their gradients to uncompiled operators
+        # the ring needs contiguous keys and values, so the graph writes them. Views of one tensor
+        # would also have their gradients summed by uncompiled operators
         return x, q.contiguous(), *(t.transpose(1, 2).contiguous() for t in (k, v))
 
     before, after = (
@@ -177,7 +178,7 @@ def block_around_attention(*, compiled: bool) -> Callable:
 
 
 def errors(run: Run, shards: Any, own: Tensor) -> Row:
-    """Of one layer's attention shared by ranks, over that of one: the largest of all ranks."""
+    """Relative errors of a layer's attention on ranks against one GPU; the largest of any rank."""
     layer, generator = run.model.blocks[0].attention, torch.Generator(run.device).manual_seed(0)
     qkv, d_out = (
         torch.randn(1, run.config.seq_len, size, device=run.device, generator=generator)
@@ -195,12 +196,12 @@ def errors(run: Run, shards: Any, own: Tensor) -> Row:
         found = results(qkv[:, own], d_out[:, own])
     figures = zip(("out", "dq", "dk", "dv"), found, truth, strict=True)
     apart = {name: ((x - true).norm() / true.norm()).item() for name, x, true in figures}
-    # largest_of() leaves NaN out
+    # largest_of() ignores NaN
     return run.ranks.largest_of({name: inf if isnan(x) else x for name, x in apart.items()})
 
 
 class Wrapped(DistributedDataParallel):
-    """A model that adds up its gradients itself, with the methods of the one inside."""
+    """DistributedDataParallel that sums gradients and forwards attributes to its model."""
 
     def __init__(self, model: GPT) -> None:
         super().__init__(model, broadcast_buffers=False, gradient_as_bucket_view=True)
@@ -214,13 +215,13 @@ class Wrapped(DistributedDataParallel):
 
 
 def add_up(_: None, bucket: distributed.GradBucket) -> torch.futures.Future[Tensor]:
-    """The sum, where DistributedDataParallel has the mean: losses have their share already."""
+    """Sum gradients; DistributedDataParallel takes the mean, but losses are already divided."""
     work = distributed.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
 
 
 class LossSum(nullcontext):
-    """In place of GradientSum where gradients are added up already."""
+    """Replaces GradientSum if gradients are already summed."""
 
     def __init__(self, ranks: Ranks, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__()
@@ -233,7 +234,7 @@ class LossSum(nullcontext):
 def measure(
     run: Run, model: GPT | Wrapped, ranks: Ranks, tensors: Sequence[Tensor], options: Options
 ) -> Row:
-    """The first step, which compiles; then seconds a step and the peak of memory."""
+    """Run a first step, which compiles; then measure seconds per step and peak memory."""
     optim, number = run.config.optimizer(), itertools.count()
     passes = [Pass(tuple(tensors), float(ranks.world))]
     how = {"optimizer": run.optimizer, "scaler": run.scaler, "autocast": run.autocast}
@@ -244,7 +245,7 @@ def measure(
         return queue_step(model, passes, **how, before=before)
 
     def seconds(count: int) -> float:
-        run.ranks.any(False)  # all begin together
+        run.ranks.any(False)  # a barrier: all ranks begin together
         begin, pending = now(run.device), None
         for _ in range(count):
             pending = step(pending)
@@ -274,7 +275,7 @@ def start_again(run: Run, weights: dict[str, Tensor]) -> None:
 
 
 def rows(options: Options, seq_len: int, batch: int) -> Iterator[Row]:
-    torch._dynamo.reset()  # after another length it would compile for any
+    torch._dynamo.reset()  # else a second length would compile for dynamic lengths
     run = options.run(seq_len, batch)
     ours = prepare_model(run.model, run.schedule[0], compile_mode=run.config.compile)
     peer = copy.copy(ours)
@@ -320,7 +321,7 @@ def rows(options: Options, seq_len: int, batch: int) -> Iterator[Row]:
             row["right"] = right
             for speed in () if right else ("seconds", "least_and_most", "tokens_per_sec"):
                 del row[speed]
-        except Exception as error:  # whatever it is, the next row may run
+        except Exception as error:  # whatever failed, the next row may run
             said = (str(error).strip() or "no reason").splitlines()[0]
             row["error"] = f"{type(error).__name__}: {said}"
         if run.ranks.any("error" in row):

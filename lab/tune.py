@@ -9,12 +9,12 @@ Arguments are key=value, lists with commas; all have a default:
     head_dim  of 64, 128, 256 (64,128)
     seconds   time for all of it (300)
 
-A tile that spills registers, has its products serialised or does not fit into shared memory is left
-out before it is timed. The others are timed in bfloat16 over 16,384 tokens of heads * head_dim =
-2048, at 1,024 and 16,384 tokens a sequence, causal and not; dkdv_general with grouped heads and a
-window; decoding with one query against 8,192 keys and more. The geometric mean of the times
-decides. Other tables in the file stay as they are. The clock of a shared GPU wanders: what is in
-force is timed again beside every candidate.
+A tile is not timed if it spills registers, has serialised matrix products or does not fit into
+shared memory. The others are timed in bfloat16 over 16,384 tokens with heads * head_dim = 2048, at
+1,024 and 16,384 tokens per sequence, causal and not. dkdv_general is timed with grouped heads and a
+window, decoding with one query against 8,192 keys and more. The best geometric mean of the times
+wins. Other tables in the file do not change. The clock of a shared GPU varies, so the current tile
+is timed again with every candidate.
 """
 
 import itertools
@@ -52,8 +52,8 @@ class Options:
 
 
 def candidates(kernel: str, head_dim: int) -> Iterator[Tile]:
-    """Shapes worth a look, the largest first: rows that tensor cores take, and as many warps as
-    have rows to work on.
+    """Tiles to try, the largest first: sizes for tensor cores, with at least 16 rows for each warp
+    (decoding excepted).
     """
     if kernel == "decoding":
         for walk, warps, stages in itertools.product((256, 128, 64, 32), (2, 4, 8), (2, 3, 4)):
@@ -74,7 +74,7 @@ def why_not(
     from attention.kernels.offline import compile_tile
 
     for variant in VARIANTS[kernel]:
-        if variant == "no_rescale":  # its tiles are the user's
+        if variant == "no_rescale":  # the user chooses its tiles
             continue
         try:
             compiled = compile_tile(kernel, "bf16", head_dim, variant, tile, capability=capability)
@@ -90,15 +90,15 @@ def why_not(
 
 
 def time_of(function: Callable[[], Any]) -> float:
-    """Seconds, after a warm-up."""
+    """Median seconds, after a warm-up."""
     device = torch.device("cuda")
     seconds(function, repeats=3, device=device)
     return median(seconds(function, repeats=12, device=device)[0])
 
 
 def decoding_workloads(head_dim: int) -> list[Callable[[], Any]]:
-    """Steps of decoding in bfloat16: each head's own keys and grouped heads, 2 GiB of them, and one
-    sequence."""
+    """Steps of decoding in bfloat16: batches with separate keys per head and with grouped heads,
+    2 GiB of keys and values each, and one sequence."""
     from attention.kernels.decoding import split_attention
 
     calls, heads = [], WIDTH // head_dim
@@ -144,9 +144,7 @@ def workloads(kernel: str, head_dim: int) -> list[Callable[[], Any]]:
 
 
 def tune(kernel: str, head_dim: int, table: dict[str, Any], capability: int, until: float) -> None:
-    """Put the fastest tile into the table, in place: what the operators look up is this very
-    table.
-    """
+    """Put the fastest tile into the table, in place, because the operators read the same table."""
     tiles = table["16-bit"][kernel]
     before = Tile(*tiles[str(head_dim)])
     calls = workloads(kernel, head_dim)
@@ -180,7 +178,7 @@ def tune(kernel: str, head_dim: int, table: dict[str, Any], capability: int, unt
 
 
 def write_tables(path: Path) -> None:
-    """One line a kernel, as the file is kept."""
+    """Write the tables with one line per kernel."""
 
     def text(value: Any, indent: int) -> str:
         if not isinstance(value, dict) or all(isinstance(each, list) for each in value.values()):
