@@ -2,10 +2,9 @@
 
     python -m lab.claims run=causal_as_printed
 
-Without arguments it measures all claims a CPU can (about two minutes on one core), and writes
-results/claims.json and docs/claims.md: files that git tracks, whose figures are then this
-machine's. Claims about GPUs and trainings are read from the other files of results/. The one
-argument is key=value:
+Without arguments it measures all claims that a CPU can (about two minutes on one core) and writes
+results/claims.json and docs/claims.md. These files are tracked by git and then hold the numbers of
+this machine. Figures about GPUs and trainings come from other files of results/. The one argument:
 
     run  names of claims with commas between: measure and print these, write nothing
 

@@ -1,5 +1,5 @@
-"""What a claim is: the documents that make it, a function that measures it, and the rule that turns
-the figures into a verdict.
+"""A claim: the documents that make it, a function that measures it, and the rule that turns its
+figures into a verdict.
 """
 
 import math
@@ -27,17 +27,17 @@ FAILS = "does not hold"
 
 @dataclass(frozen=True)
 class Claim:
-    """The docstring of `measure` has the words, a paragraph each: the claim in ours; "Holds if" and
-    the criterion; "Measured:" and the figures, a format string over them; and why, where it says.
+    """The docstring of `measure` has these paragraphs: the claim in our words; "Holds if" and the
+    criterion; "Measured:" and a format string over the figures; and, optionally, the reason.
     """
 
     documents: str  # names of DOCUMENTS, as in "chapter, guide"
     holds: Callable[[Figures], bool]  # the criterion
     measure: Callable[..., Figures]
-    # the condition under which alone the claim holds, and whether the figures confirm that
+    # the condition that the claim needs, and whether the figures confirm it
     only_if: tuple[str, Callable[[Figures], bool]] | None = None
-    table: str = ""  # the keys that figures share as dicts, as in "tokens": each becomes a row
-    reads: str = ""  # the file of results/ with the figures, where trainings or a GPU made them
+    table: str = ""  # the meaning of the keys, as in "tokens", if figures are dicts for a table
+    reads: str = ""  # the file of results/ with the figures, if trainings or a GPU made them
 
     @property
     def name(self) -> str:
@@ -72,7 +72,7 @@ CLAIMS: dict[str, Claim] = {}
 def claim(
     documents: str, **words: Any
 ) -> Callable[[Callable[..., Figures]], Callable[..., Figures]]:
-    """Add the measuring function below this decorator to CLAIMS, under its name."""
+    """A decorator that adds a measuring function to CLAIMS, under its name."""
 
     def add(measure: Callable[..., Figures]) -> Callable[..., Figures]:
         CLAIMS[measure.__name__] = Claim(documents, measure=measure, **words)
@@ -82,7 +82,7 @@ def claim(
 
 
 def distribution(values: Iterable[float]) -> Figures:
-    """Number, smallest, median and largest of the values that several seeds or repeats gave."""
+    """Number, smallest, median and largest of the values from several seeds or repeats."""
     values = sorted(values)
     return {"n": len(values), "min": values[0], "median": median(values), "max": values[-1]}
 

@@ -11,13 +11,13 @@ from torch import Tensor
 from attention import Backend, attention, get_backend
 from lab.claims.claim import Figures, distribution
 
-CHAPTER_SHAPE = (2, 4, 256, 32)  # B, H, N, D of the chapter's own check
+CHAPTER_SHAPE = (2, 4, 256, 32)  # B, H, N, D of the check in the chapter
 
 
 def inputs(
     seed: int, *shape: int, std: float = 1.0, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k with this standard deviation, so that scores have std**2; v with 1."""
+    """q and k with standard deviation std, so that scores have std**2; v with 1."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3))
     return (q * std).to(dtype), (k * std).to(dtype), v.to(dtype)
@@ -32,9 +32,7 @@ def over_seeds(measure: Callable[[Tensor, Tensor, Tensor], Figures], seeds: int)
 def run(
     name: str | Backend, q: Tensor, k: Tensor, v: Tensor, *, block: int | None = None, **arguments
 ) -> Tensor:
-    """The output of that backend, not causal unless the arguments say so; block sets both tile
-    sizes.
-    """
+    """The output of a backend, by default not causal; block sets both tile sizes."""
     backend = get_backend(name) if isinstance(name, str) else name
     if block is not None:
         backend = backend.configured(block_q=block, block_kv=block)
@@ -43,12 +41,12 @@ def run(
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Tensor:
-    """float64 attention of the same rounded inputs."""
+    """float64 attention on the same rounded inputs."""
     return run("naive", q.double(), k.double(), v.double(), causal=causal)
 
 
 def textbook(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Naive attention as the documents write it, all of it in the dtype of the inputs."""
+    """Naive attention as in the documents, entirely in the dtype of the inputs."""
     return (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
 
 

@@ -20,7 +20,7 @@ from lab.claims.inputs import exact, inputs, largest, run
 
 
 class EveryTile(VisibleKeys):
-    """The right mask, but no tile is skipped: the walk of the documents' code."""
+    """The right mask, but no tile is skipped, as in the documents' code."""
 
     def query_tiles(self, block_q: int) -> list[QueryTile]:
         return [replace_bounds(tile, self.num_keys) for tile in super().query_tiles(block_q)]
@@ -31,12 +31,12 @@ def every_tile(q: Tensor, k: Tensor, **arguments: Any) -> VisibleKeys:
 
 
 def as_printed(softmax: type[OnlineSoftmax]) -> Backend:
-    """This softmax in a loop that skips no tile."""
+    """A backend with this softmax, in a loop that skips no tile."""
     return tile_loop_backend(softmax.__name__, softmax=softmax, visible_keys=every_tile)
 
 
 class AlphaBetaUnguarded(OnlineSoftmax):
-    """alpha and beta as the chapter prints them, without a guard for a row that sees no key of the
+    """alpha and beta as printed in the chapter, without a guard for rows that see no key of the
     tile.
     """
 
@@ -55,14 +55,14 @@ class AlphaBetaUnguarded(OnlineSoftmax):
 
 
 class BetaGuarded(AlphaBetaUnguarded):
-    """The deep dive's remedy: beta and p are 0 for such a row; alpha stays as it was."""
+    """The fix of the deep dive: beta and p are 0 for such a row; alpha does not change."""
 
     def guard(self, x: Tensor, tile_max: Tensor) -> Tensor:
         return torch.where(tile_max.isfinite(), x, 0.0)
 
 
 class SumClamped(OnlineSoftmax):
-    """The notebook's remedy: the row sum stays above the smallest normal number; alpha has no
+    """The fix of the notebook: the row sum is at least the smallest normal number; alpha has no
     guard.
     """
 

@@ -31,14 +31,14 @@ from training.memory import GIB, bytes_of
 
 
 def forward_bytes(function: Callable[..., object], *inputs: Tensor) -> int:
-    """The peak of the bytes that function(*inputs) makes and keeps alive, without gradients."""
+    """Peak bytes of the live tensors that function(*inputs) makes, without gradients."""
     with torch.no_grad(), LiveTensors() as live:
         function(*inputs)
     return live.peak
 
 
 def kept_for_backward(function: Callable[..., Tensor], *inputs: Tensor) -> int:
-    """Bytes that autograd keeps between forward and backward, the inputs themselves left out."""
+    """Bytes that autograd keeps between forward and backward, without the inputs."""
     kept: list[Tensor] = []
 
     def pack(x: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def kept_for_backward(function: Callable[..., Tensor], *inputs: Tensor) -> int:
 
 
 def through_the_loop(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The tile loop under plain autograd, without the backward pass the project gives it."""
+    """The tile loop under plain autograd, without the project's own backward pass."""
     visible = visible_keys(q, k, causal=False)
     loop = TileLoop(visible, scale=q.shape[-1] ** -0.5, dtype=q.dtype, block_q=64, block_kv=64)
     return loop.forward(*(x.unsqueeze(2) for x in (q, k, v)))[0].squeeze(2)
@@ -123,8 +123,8 @@ def less_memory_at_every_length() -> Figures:
 
 
 def memory_rows(name: str) -> dict[int, Figures]:
-    """The rows of results/memory_h200.json of this backend, of its variants the first, by length;
-    those out of memory have the key oom.
+    """Rows of results/memory_h200.json by length, for the first variant of this backend. Rows that
+    ran out of memory have the key oom.
     """
     rows: dict[int, Figures] = {}
     for row in load("memory_h200")["rows"]:
@@ -168,8 +168,8 @@ def wall_moves_out() -> Figures:
 
 
 def longest_rows(memory_gib: float) -> dict[str, Figures]:
-    """The rows of results/longest_h200.json for a card held to this much memory, as naive_forward:
-    by backend and pass.
+    """Rows of results/longest_h200.json with this memory limit, by backend and pass, such as
+    naive_forward.
     """
     return {
         f"{row['attention'].split(':')[0]}_{row['pass']}": row

@@ -91,7 +91,7 @@ def statistics_in_input_dtype(lengths: tuple[int, ...] = (512, 2048, 8192)) -> F
     figures: Figures = {"input": {}, "float32": {}}
     for length in lengths:
         q, k, v = inputs(0, 1, 1, length, 64, dtype=torch.bfloat16)
-        # values around 1 give a sum that grows, as the documents' own checks never have
+        # values around 1 give a growing sum, unlike the checks in the documents
         q, v = q[..., :128, :], v + 1
         truth = exact(q, k, v)
         for dtype, errors in figures.items():

@@ -46,8 +46,8 @@ def sums_of_tens(keys: int = 131072) -> Figures:
 
 
 def overflowing_tiles(dtype: torch.dtype, std: float, length: int) -> list[int | None]:
-    """For each of 8 x length rows of no_max, all of it in `dtype`: the tile of 64 keys at which the
-    row leaves the finite range, or None.
+    """For each of 8 x length rows of no_max, entirely in `dtype`: the tile of 64 keys at which the
+    row overflows, or None.
     """
     backend = get_backend("no_max", block_q=length, block_kv=64, softmax_dtype="input")
     qkv = inputs(0, 2, 4, length, 32, std=std, dtype=dtype)

@@ -29,7 +29,7 @@ with standard deviation 1, unless a statement says otherwise.
 
 
 class Sentence(Formatter):
-    """Format strings over figures: a distribution reads "median (min to max, n=5)", a dict
+    """Formats figures: a distribution becomes "median (min to max, n=5)", a dict
     "key: value, ...".
     """
 
@@ -58,7 +58,7 @@ def sentence(template: str, figures: Figures) -> str:
 
 
 def figures_of(claim: Claim) -> Figures:
-    """From the file of results/ that holds them."""
+    """The figures of a claim, from their file in results/."""
     return claim.measure() if claim.reads else load("claims")["claims"][claim.name]
 
 

@@ -15,7 +15,7 @@ from lab.claims.inputs import CHAPTER_SHAPE, exact, inputs, largest, over_seeds,
 
 
 class RescaleWithoutMax(OnlineSoftmax):
-    """p = exp(score), unshifted, while the past sums still shrink by alpha."""
+    """p = exp(score), unshifted, although earlier sums are still multiplied by alpha."""
 
     def update(self, scores: Tensor, v: Tensor) -> "RescaleWithoutMax":
         next_max = torch.maximum(self.row_max, scores.amax(-1, keepdim=True))

@@ -21,7 +21,7 @@ from lab.results.tables import load
 
 
 class Calls(TorchDispatchMode):
-    """Counts the operators called: on a GPU each is at least one kernel launch."""
+    """Counts operator calls: on a GPU each is at least one kernel launch."""
 
     count = 0
 
@@ -32,7 +32,7 @@ class Calls(TorchDispatchMode):
 
 
 def milliseconds(function: Callable[[], object], repeats: int) -> Figures:
-    """Wall times after one call to warm up."""
+    """Wall times in ms, after one warm-up call."""
     function()
     return distribution(1e3 * time for time in timeit.repeat(function, number=1, repeat=repeats))
 

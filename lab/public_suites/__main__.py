@@ -3,13 +3,13 @@
     python -m lab.public_suites
 
 Measures on a CPU, in about 12 minutes on one core, and writes results/public_suites.json, its
-figure and docs/public-suites.md: files that git tracks, whose figures are then this machine's. The
-mistakes are tests/conformance/mutants.py, the tests are restated in lab/public_suites/suites.py.
-Takes no arguments. `python -m lab.results` draws the figure and the page, and measures nothing.
+figure and docs/public-suites.md. These files are tracked by git and then hold the numbers of this
+machine. The mistakes are in tests/conformance/mutants.py; lab/public_suites/suites.py restates the
+tests. Takes no arguments. `python -m lab.results` draws the figure and the page without measuring.
 
-A suite passes a mistake that it accepts on all its calls. A mistake is in its reach where it
-catches it, or where a case of conformance/ catches it that the suite could express: its arguments,
-its dtype, its results, but any lengths and any numbers.
+A suite passes a mistake if it accepts the mistake on all its calls. A mistake is in its reach if
+the suite catches it, or if a case of conformance/ catches it that the suite could express. Such a
+case has the suite's arguments, dtype and results, but any lengths and numbers.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from scripts.arguments import command
 
 @dataclass
 class Options:
-    """None: a mistyped argument must not rewrite the tracked files."""
+    """There are none: a mistyped argument must not rewrite the tracked files."""
 
 
 @command
@@ -44,7 +44,7 @@ def measure(name: str) -> dict[str, Any]:
     from tests.conformance.mutants import MUTANTS
     from tests.conformance.shipped import CALLS, MEMORY, STRIDES
 
-    torch.set_num_threads(1)  # the tensors are small: threads would only wait for one another
+    torch.set_num_threads(1)  # the tensors are small: threads would only wait for each other
     suite = SUITES[name]
     mistakes = [mutant for mutant in MUTANTS if mutant.survives is None]
     caught_by = {}
@@ -67,7 +67,7 @@ def measure(name: str) -> dict[str, Any]:
         "passes": list(caught_by),
         "reach": in_reach,
         "passes_in_reach": reach,
-        # of those, what is about calls, memory and views; the others compute something else
+        # of those, mistakes about calls, memory and views; the others compute wrong numbers
         "around_the_call": [name for name in reach if name in around],
         "passes_the_mean_of_v": suite.passes(MEAN),
         "add": smallest_cover(caught_by),

@@ -1,4 +1,4 @@
-"""What a suite could have caught: the properties of conformance/, held to the calls that the suite
+"""What a suite could have caught: the properties of conformance/, limited to calls that the suite
 can express, in its dtype.
 """
 
@@ -12,7 +12,7 @@ from conformance.cases import Case
 from conformance.properties import PROPERTIES
 from lab.public_suites.suite import Suite
 
-# what a case of the property adds to a suite; of two that catch as much, the first is proposed
+# what a case of the property adds to a suite. If two catch equally many, the first is proposed
 ADDITIONS = {
     "key permutation": "keys in another order",
     "rows sum to one": "values of one",
@@ -40,7 +40,7 @@ ADDITIONS = {
     "lse": "lse of more shapes",
 }
 RAISED = " is raised"
-# these presuppose a causal mask
+# these need a causal mask
 OF_CAUSAL = {
     "no leak (outputs)",
     "no leak (gradients)",
@@ -50,7 +50,7 @@ OF_CAUSAL = {
 
 @dataclass
 class Restricted(Subject):
-    """A subject that is only given what a suite can express."""
+    """A subject that takes only cases that a suite can express."""
 
     suite: Suite | None = None
 
@@ -76,7 +76,7 @@ class Restricted(Subject):
 
 
 def restricted(backend: Backend, suite: Suite) -> Restricted:
-    """The backend with no more arguments, passes and results than the suite's calls have."""
+    """The backend, limited to the arguments, passes and results of the suite's calls."""
     inner = backend.fn
 
     def fn(*tensors: Any, **arguments: Any) -> AttentionOutput:
@@ -93,7 +93,7 @@ def restricted(backend: Backend, suite: Suite) -> Restricted:
 
 def additions(backend: Backend, suite: Suite) -> list[tuple[str, str]]:
     """The cases that the suite could express and that catch the attention, each with the property
-    that asks for it.
+    that it belongs to.
     """
     subject = restricted(backend, suite)
     found: dict[tuple[str, str], None] = {}
@@ -110,14 +110,14 @@ def additions(backend: Backend, suite: Suite) -> list[tuple[str, str]]:
 
 
 def smallest_cover(caught_by: Mapping[str, Iterable[tuple[str, str]]]) -> list[dict[str, Any]]:
-    """Cases that together catch all that any case catches, the one with the most left to catch
-    first.
+    """Cases that together catch every mistake that any case catches. The greedy choice takes the
+    case that catches most of the rest.
     """
     left = {name: set(cases) for name, cases in caught_by.items() if cases}
     names = list(ADDITIONS)
 
     def place(case: tuple[str, str]) -> tuple[bool, int, str]:
-        # what keeps something of an earlier call may raise in any property
+        # an attention that remembers an earlier call may raise in any property
         stray = case[1].endswith(RAISED) and case[0] != "call history"
         return stray, names.index(case[0]), case[1]
 

@@ -1,4 +1,4 @@
-"""What a published test of attention is, as data: its calls, its reference and its rule.
+"""A published test of attention as data: its calls, its reference and its rule.
 
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
@@ -20,20 +20,20 @@ Results = dict[str, Tensor]  # out, lse, dq, dk, dv, dsinks
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a suite, of q (B, H, N, D) and k, v (B, H_kv, M, D)."""
+    """One call of a suite; q (B, H, N, D), k and v (B, H_kv, M, D)."""
 
     tensors: list[Tensor]
-    arguments: dict[str, Any]  # of attention(): causal, and what differs from its defaults
+    arguments: dict[str, Any]  # of attention(): causal, and those that differ from the defaults
     d_out: Tensor | None = None  # None: the suite compares no gradient here
     d_lse: Tensor | None = None
     finish: Callable[[Tensor], Tensor] | None = (
         None  # what the suite does to out before it compares
     )
-    note: Any = None  # what the rule wants to know
+    note: Any = None  # extra data for the rule
 
 
 # whether a result is accepted: rule(name, found, reference, low, call); low is plain attention in
-# the inputs' dtype, where the suite has such a second reference
+# the inputs' dtype, if the suite has this second reference
 Rule = Callable[[str, Tensor, Tensor, Tensor | None, Call], bool]
 
 
@@ -45,7 +45,7 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Suite:
-    """A published test, restated. What it could express bounds the mistakes in its reach."""
+    """A published test, restated. A mistake is in its reach only if it could express a case."""
 
     title: str
     source: Source
@@ -60,19 +60,19 @@ class Suite:
     low: Callable[[Call], Results] | None = None
     lse: bool = False  # whether it compares lse
     lse_gradient: bool = False
+    # tile sizes of the attention under test
     tiles: Mapping[str, int] = field(default_factory=lambda: {"block_q": 128, "block_kv": 64})
-    # by whose sizes the attention under test walks
 
     @cached_property
     def expected(self) -> list[tuple[Call, Results, Results]]:
-        """Every call with its references, which all attentions are compared with."""
+        """Every call with its references, computed once for all attentions."""
         return [
             (call, self.reference(call), self.low(call) if self.low else {})
             for call in self.calls()
         ]
 
     def passes(self, backend: Backend) -> bool:
-        """Whether the suite accepts an attention; what raises is not accepted."""
+        """Whether the suite accepts an attention; one that raises is not accepted."""
         if self.tiles.keys() <= backend.options.keys():
             backend = backend.configured(**self.tiles)
         try:
@@ -115,10 +115,10 @@ def plain(
     scale_keys: bool = False,
     lse: bool = False,
 ) -> Results:
-    """Softmax attention written down, and its gradients by autograd.
+    """Plain softmax attention, and its gradients by autograd.
 
-    inside: the dtype to compute in, else that of the inputs. hidden: the score of a key that is not
-    seen. weights: the dtype that the softmax is rounded to. scale_keys: scale k instead of the
+    inside: the dtype to compute in, else that of the inputs. hidden: the score of a hidden
+    key. weights: the dtype that the softmax is rounded to. scale_keys: scale k instead of the
     scores.
     """
     sinks = call.arguments.get("sinks")
@@ -139,7 +139,7 @@ def plain(
     if sinks is not None:
         column = leaves["dsinks"].to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, column), -1)
-    # a row of -inf alone would be NaN
+    # a row of only -inf would give NaN
     none = (scores == -torch.inf).all(-1, keepdim=True)
     p = scores.masked_fill(none, 0.0).float().softmax(-1).masked_fill(none, 0.0)
     p = p.to(weights or v.dtype).to(v.dtype)[..., : k.shape[2]]

@@ -1,6 +1,6 @@
-"""The published tests of attention, each restated from its file in our words: what it calls with
-which inputs, and what it accepts. Batches, heads and the longest lengths are cut, which `left_out`
-says: sequences and heads do not meet in attention, so a real run is hardly stricter.
+"""Published tests of attention, each restated from its file: its calls, inputs and rule. We reduce
+batches, heads and the longest lengths, and `left_out` says so. Sequences and heads do not interact
+in attention, so the original is hardly stricter.
 
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
@@ -20,7 +20,7 @@ from attention.mask import visible_keys
 from lab.public_suites.suite import Call, Results, Source, Suite, close, plain
 
 KERNELBENCH = "423217d9fda91e0c2d67e4a43bf62f96f6d104f1"
-TRIALS = 5  # inputs that KernelBench draws of a problem
+TRIALS = 5  # inputs that KernelBench draws for a problem
 
 
 def kernelbench_97(dtype: torch.dtype) -> Iterator[Call]:
@@ -49,13 +49,13 @@ def projected(outward: nn.Linear, out: Tensor) -> Tensor:
 
 
 def as_the_kernels(call: Call) -> Results:
-    """Plain attention in float32, its results in the inputs' dtype."""
+    """Plain attention in float32, with results rounded to the inputs' dtype."""
     dtype = call.tensors[0].dtype
     return {name: x.to(dtype) for name, x in plain(call, inside=torch.float32).items()}
 
 
 def finished(call: Call) -> Results:
-    """Plain attention in the inputs' dtype, and what the model makes of it."""
+    """Plain attention in the inputs' dtype, followed by the rest of the model."""
     assert call.finish is not None
     return {"out": call.finish(plain(call)["out"])}
 
@@ -80,10 +80,10 @@ FLASH_LENGTHS = (
     *((255, 256), (239, 1), (799, 3), (113, 203), (113, 128), (128, 217), (113, 211), (108, 256)),
     *((256, 512), (384, 256), (640, 128), (512, 256), (1023, 1024)),
 )
-NEARLY_0 = 1e-5  # our addition: with one key their reference's gradients are 0 to the bit
-# our addition too: attention() puts sinks on an output that is already rounded
+NEARLY_0 = 1e-5  # our addition: with one key the gradients of their reference are exactly 0
+# our addition too: attention() applies sinks to an output that is already rounded
 SECOND_ROUNDING = 0.01
-# H_kv of 6 heads, softcap, sinks: a third of the products that the file has
+# (H_kv for 6 heads, softcap, sinks): a third of the combinations in the file
 FLASH_KINDS = ((6, 0.0, False), (3, 15.0, False), (1, 0.0, True))
 
 
@@ -102,7 +102,7 @@ def flash_attention() -> Iterator[Call]:
         if sinks:
             arguments["sinks"] = torch.randn(6).bfloat16()
         tensors = [x.bfloat16() for x in (q, k, v)]
-        # its backward is left out where a mask leaves rows without a key
+        # the file skips backward if the mask leaves rows without a key
         d_out = None if mask != "full" and m < n else torch.randn(1, 6, n, 64).bfloat16()
         yield Call(tensors, arguments, d_out, note=(3.0, 3e-4) if softcap else (2.0, NEARLY_0))
     for n, width, causal in product((128, 256), (64, 128), (True, False)):
@@ -115,7 +115,7 @@ def flash_attention() -> Iterator[Call]:
 def of_flash_attention(
     name: str, found: Tensor, reference: Tensor, low: Tensor | None, call: Call
 ) -> bool:
-    """At most so many times the error of plain attention in bfloat16, and two roundings."""
+    """At most a multiple of the error of plain attention in bfloat16, plus two roundings."""
     assert low is not None
     error = (found - reference).abs()
     if call.d_lse is not None:
@@ -149,7 +149,7 @@ def pytorch(dtype: torch.dtype) -> Iterator[Call]:
 
 def of_pytorch(name: str, found: Tensor, reference: Tensor, low: Tensor | None, call: Call) -> bool:
     """allclose with tolerances from the errors of plain attention in the inputs' dtype: atol from
-    the largest, rtol from the largest relative one.
+    the largest error, rtol from the largest relative error.
     """
     assert low is not None
     dtype = call.tensors[0].dtype
@@ -167,7 +167,7 @@ def opinfo() -> Iterator[Call]:
         torch.manual_seed(seed)
         shapes = ((4, 4, 3, 8), (4, 4, 6, 8), (4, 4, 6, 8))
         q, k, v = (torch.empty(shape).uniform_(-9, 9).bfloat16() for shape in shapes)
-        # it aligns queries with the first keys, and then sees no others
+        # its causal mask aligns queries with the first keys, so the others are never seen
         keys = slice(q.shape[2] if causal else None)
         yield Call([q, k[:, :, keys], v[:, :, keys]], {"causal": causal})
 
