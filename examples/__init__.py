@@ -1,1 +1,1 @@
-"""Attentions to begin from: copy one, change it, train it by attention=examples.NAME:BACKEND."""
+"""Attentions to start from: copy one, change it, train with attention=examples.NAME:BACKEND."""

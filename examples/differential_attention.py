@@ -2,13 +2,13 @@
 
     python train.py -m attention=tiled,examples.differential_attention:BACKEND seed=0,1
 
-Each head has two softmax maps, of the two halves of its q and k, and takes their difference, so
-that what both attend to cancels:
+Each head computes two softmax maps, from the two halves of its q and k, and subtracts them, so that
+weight in both cancels:
 
     out = (1 - lambda_init) * RMSNorm((softmax(q1 k1^T) - lambda * softmax(q2 k2^T)) v)
     lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
 
-The paper gives its heads twice the width and halves their number; here model.num_heads says both.
+The paper doubles the width of the heads and halves their number; here model.num_heads sets both.
 
 Dimensions: B batch, H query heads, N queries, D head dim.
 """
@@ -26,18 +26,18 @@ TILED, TRITON = get_backend("tiled"), get_backend("triton")
 
 
 def softmax_for(q: Tensor) -> Backend:
-    """The kernels on a GPU, which take no float64."""
+    """The Triton kernels on a GPU; they take no float64."""
     return TRITON if q.is_cuda and q.dtype != torch.float64 else TILED
 
 
 class DifferentialAttention(nn.Module):
-    """The lambdas and the norm's gain of one layer, which its heads share."""
+    """The lambdas and the gain of the norm of one layer, shared by its heads."""
 
     def __init__(self, *, head_dim: int, layer: int, **_: int):
         super().__init__()
         if head_dim % 2:
             raise ValueError(f"differential attention halves the head dim, and {head_dim=} is odd")
-        # more is taken away in deeper layers; the paper counts them from 1
+        # deeper layers subtract more; the paper counts layers from 1
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer)
         for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
             self.register_parameter(name, nn.Parameter(0.1 * torch.randn(head_dim // 2)))  # (D/2,)
@@ -49,7 +49,7 @@ class DifferentialAttention(nn.Module):
         half, wide = q.shape[-1] // 2, torch.promote_types(q.dtype, torch.float32)
         softmax = softmax_for(q)
         first, second = (
-            # zeros in a half of q leave the products of the other half
+            # zeros in one half of q leave only the products of the other half
             attention(x, k, v, backend=softmax, scale=scale * math.sqrt(2), **mask).out.to(wide)
             for x in (F.pad(q[..., :half], (0, half)), F.pad(q[..., half:], (half, 0)))
         )

@@ -1,8 +1,8 @@
-"""Softmax attention whose heads learn how sharp they are: the shortest attention with parameters.
+"""Softmax attention with a learned temperature per head: the shortest attention with parameters.
 
     python train.py attention=examples.learnable_temperature:BACKEND
 
-Henry et al. 2020 (arXiv:2010.04245) learn such a factor of the scores.
+Henry et al. 2020 (arXiv:2010.04245) learn such a factor for the scores.
 
 Dimensions: B batch, H query heads, N queries, D head dim.
 """
@@ -18,12 +18,12 @@ TILED, TRITON = get_backend("tiled"), get_backend("triton")
 
 
 def softmax_for(q: Tensor) -> Backend:
-    """The kernels on a GPU, which take no float64."""
+    """The Triton kernels on a GPU; they take no float64."""
     return TRITON if q.is_cuda and q.dtype != torch.float64 else TILED
 
 
 class LearnableTemperature(nn.Module):
-    """softmax(temperature * q k^T * scale) v, one temperature a head."""
+    """softmax(temperature * q k^T * scale) v, with one temperature per head."""
 
     def __init__(self, *, num_heads: int, **_: int):
         super().__init__()
@@ -33,7 +33,7 @@ class LearnableTemperature(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, **mask: Any
     ) -> AttentionOutput:
         temperature = self.log_temperature.exp()[:, None, None]
-        # parameters are float32, and q, k and v have one dtype, such as bfloat16
+        # parameters are float32; q, k and v must share one dtype, such as bfloat16
         q = (q * temperature).to(q.dtype)
         return attention(q, k, v, backend=softmax_for(q), scale=scale, **mask)
 

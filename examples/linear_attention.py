@@ -6,8 +6,8 @@ With features phi(x) = elu(x) + 1 in place of exp, the sum over keys does not de
 
     out_i = phi(q_i) S_i / (phi(q_i) . z_i)      S_i = sum_j phi(k_j) v_j^T, z_i = sum_j phi(k_j)
 
-Time and memory are linear in N: within a chunk of queries the weights are written out, and what
-came before the chunk is in S and z. The paper scales nothing, so `scale` is not read.
+Time and memory are linear in N: weights are computed only within a chunk of queries, and S and z
+sum up the keys before it. The paper scales nothing, so `scale` is not used.
 
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
@@ -29,10 +29,10 @@ def linear_attention(
 ) -> AttentionOutput:
     groups = q.shape[1] // k.shape[1]
     keys = features(k).repeat_interleave(groups, 1)  # (B, H, M, D)
-    # a value of one beside the others: the last column of S is z
+    # append a value of one, so that the last column of S is z
     values = F.pad(v.to(keys.dtype), (0, 1), value=1.0).repeat_interleave(groups, 1)
     queries = features(q)
-    # keys that the first query sees before its own, and queries that see no key
+    # the number of keys before that of the first query, and of queries that see no key
     past = k.shape[2] - q.shape[2] if causal else k.shape[2]
     past, blind = max(0, past), max(0, -past)
     state = keys[:, :, :past].mT @ values[:, :, :past]  # (B, H, D, D + 1)
@@ -53,7 +53,7 @@ def linear_attention(
 def weighted_sum(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, chunk: int
 ) -> AttentionOutput:
-    """The same with all weights at once, which `scripts.verify` compares with in float64."""
+    """The same with all weights at once: the float64 reference of `scripts.verify`."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     weights = features(q) @ features(k).mT

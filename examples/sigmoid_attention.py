@@ -7,8 +7,8 @@ Each weight is a sigmoid of its own score, so a row's weights need not sum to on
 
     out = sigmoid(q k^T * scale + bias) v        with bias = -log(max_seq_len)
 
-The bias makes a row's weights sum to about one at the start. It is that of the longest sequence,
-not of the call: a token is read alike in a prompt and after it.
+The bias makes a row's weights sum to about one at the start. It depends on max_seq_len, not on the
+call, so a token has the same weights in a prompt and after it.
 
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
@@ -21,11 +21,11 @@ from torch.utils.checkpoint import checkpoint
 
 from attention import AttentionOutput, Backend
 
-BLOCK_Q = 128  # queries whose scores are there at once
+BLOCK_Q = 128  # queries whose scores are in memory at once
 
 
 class SigmoidAttention(nn.Module):
-    """No parameters: the module is there to hear of max_seq_len."""
+    """No parameters: the module exists to receive max_seq_len."""
 
     def __init__(self, *, max_seq_len: int, **_: int):
         super().__init__()
@@ -49,10 +49,10 @@ class SigmoidAttention(nn.Module):
 
         blocks, start = [], 0
         for each in q.split(BLOCK_Q, 2):
-            # the keys behind the last query of a block weigh nothing
+            # keys after the last query of a block have no weight
             seen = max(0, start + each.shape[2] + past) if causal else k.shape[2]
             inputs = each, k[:, :, :seen], v[:, :, :seen], start
-            # the backward pass computes each block's scores again, so that memory is linear in N
+            # the backward pass recomputes each block's scores, so memory is linear in N
             blocks.append(checkpoint(block, *inputs, use_reentrant=False))
             start += each.shape[2]
         return AttentionOutput(torch.cat(blocks, 2))
@@ -61,7 +61,7 @@ class SigmoidAttention(nn.Module):
 def sigmoid_attention(
     q: Tensor, k: Tensor, v: Tensor, *, module: SigmoidAttention, causal: bool, scale: float
 ) -> AttentionOutput:
-    """The same written down, which `scripts.verify` compares with in float64."""
+    """The same written directly: the float64 reference of `scripts.verify`."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     weights = (q @ k.mT * scale + module.bias).sigmoid()

@@ -1,1 +1,1 @@
-"""One module a finding: what it measures, and the figure. docs/findings/ has their pages."""
+"""A module per finding, with its measurement and its figure. The pages are in docs/findings/."""

@@ -1,18 +1,18 @@
-"""bfloat16 accumulators: which of their errors are a bias, and what training makes of it.
+"""bfloat16 accumulators: which of their errors are a bias, and how the bias affects training.
 
     python train.py experiment=bf16_accumulators hydra.sweep.dir=multirun/bf16
     python -m lab.findings.bf16_accumulators multirun/bf16 out=results/bf16_accumulators.json
 
-The arguments of the second are runs, or folders of them, and out= the JSON file to write; the
-figure stands beside it.
+The second command takes runs, or folders of runs, and out= the JSON file to write; the figure is
+written beside it.
 
-arXiv:2510.04212 traces a failure of low-precision training to flash attention: rounding errors of
-its output are a bias, and enter the backward pass through delta = rowsum(d_out * out). Its code
-keeps out and the sums in bfloat16; kernels keep them in float32, and round out once. BACKEND is
-attention in bfloat16 inside a float32 model, with these options:
+arXiv:2510.04212 traces a failure of low-precision training to flash attention. There the rounding
+errors of the output are biased, and enter the backward pass through delta = rowsum(d_out * out).
+Its code keeps out and the sums in bfloat16; kernels keep them in float32 and round out once.
+BACKEND is attention in bfloat16 inside a float32 model, with these options:
 
     narrow  what is rounded to bfloat16 after each tile: out, sums, both or neither
-    delta   of which out: rounded, as it was returned, or exact, never rounded
+    delta   which out delta uses: rounded, as returned, or exact, never rounded
 
 Dimensions: B sequences, H heads, N queries, M keys, D head dim.
 """
@@ -53,9 +53,9 @@ from scripts.drawing import new_figure
 from scripts.tables import Cell, Row, by, mean, spread, table
 
 NARROW, DELTA = ("neither", "out", "sums", "both"), ("rounded", "exact")
-RELATIVE = ("out", "dq", "dk", "dv")  # errors beside the size of the tensor
+RELATIVE = ("out", "dq", "dk", "dv")  # tensors with relative errors
 REPEATED = (0, 0.1, 0.5, 0.9)  # shares of keys
-SEQUENCES = 64  # held out, of which each gives a gradient
+SEQUENCES = 64  # held-out sequences; each gives a gradient
 
 
 def rounded(x: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def rounded(x: Tensor) -> Tensor:
 
 @cache
 def accumulators(narrow: str) -> type[OnlineSoftmax]:
-    """The streaming softmax that rounds what it keeps of out and of the sums to bfloat16."""
+    """The streaming softmax with out, sums, both or neither rounded to bfloat16."""
 
     def kept(x: Tensor, name: str) -> Tensor:
         return rounded(x) if narrow in (name, "both") else x
@@ -74,7 +74,7 @@ def accumulators(narrow: str) -> type[OnlineSoftmax]:
             next_max = self.next_max(scores.amax(-1, keepdim=True))
             alpha = self.correction(next_max)
             p = torch.exp(scores - finite(next_max))
-            # each operation rounds, as on tensors of bfloat16
+            # each operation rounds, as with bfloat16 tensors
             row_sum = kept(alpha * self.row_sum, "sums") + kept(p.sum(-1, keepdim=True), "sums")
             acc = kept(alpha * self.acc, "out") + kept(weighted_sum(p, v), "out")
             return replace(
@@ -85,7 +85,7 @@ def accumulators(narrow: str) -> type[OnlineSoftmax]:
 
 
 class ExactDelta(TileLoop):
-    """A backward pass whose delta comes from the out of float32 sums, before any rounding."""
+    """A backward pass with delta from an out of float32 sums that was never rounded."""
 
     def backward_from_lse(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *others: Tensor
@@ -143,16 +143,16 @@ def variants() -> dict[tuple[str, str], Backend]:
 
 
 def coherence(errors: Tensor) -> float:
-    """Of (B, ...): the size of the sum over B, beside what it is if errors of different sequences
-    have nothing in common. 1 where so, and the root of B where all are the same.
+    """The norm of the sum of errors (B, ...) over B, divided by its value for orthogonal errors. It
+    is 1 for orthogonal errors, and sqrt(B) if all errors are equal.
     """
     errors = errors.flatten(1)
     return float(errors.sum(0).norm() / errors.norm(dim=1).square().sum().sqrt())
 
 
 def errors_of_calls(layer: Captured) -> list[Row]:
-    """Relative errors of out, dq, dk and dv of one layer (root mean square), against float64 on the
-    same numbers of bfloat16; coherence of that of out; mean and deviation of that of lse.
+    """Relative errors (root mean square) of out, dq, dk and dv of one layer, against float64 on the
+    same bfloat16 inputs; coherence of the error of out; mean and deviation of the error of lse.
     """
     exact, rows = called(layer, "naive", torch.float64), []
     for (narrow, delta), backend in variants().items():
@@ -166,8 +166,8 @@ def errors_of_calls(layer: Captured) -> list[Row]:
 
 
 def errors_of_gradients(weights: Weights) -> list[Row]:
-    """Of the gradient of all weights that make q, k and v, one a sequence, against attention in
-    float64 that takes the same roundings of q, k and v: mean of the relative sizes, and coherence.
+    """Errors of the gradient of all qkv weights, one gradient per sequence, against float64
+    attention on the same rounded q, k and v: mean relative error, and coherence.
     """
     model, inputs, targets = weights
     names = [name for name, _ in model.named_parameters() if name.endswith("qkv.weight")]
@@ -192,7 +192,7 @@ def errors_of_gradients(weights: Weights) -> list[Row]:
 
 
 def in_float64(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> AttentionOutput:
-    """Exact attention on q, k and v as bfloat16 holds them; their gradients are not rounded."""
+    """Exact attention on q, k and v rounded to bfloat16; their gradients are not rounded."""
     wide = (x.double() + (rounded(x) - x).double().detach() for x in (q, k, v))
     out, lse = attention(*wide, backend="naive", **settings)
     return AttentionOutput(out.to(q.dtype), lse.to(torch.float32))
@@ -202,9 +202,7 @@ REFERENCE = Backend("float64", in_float64, features=frozenset({"lse"}), exact=Fa
 
 
 def maxima_that_tie(layer: Captured) -> float:
-    """The share of rows in which two keys or more have a p of one after its rounding to
-    bfloat16.
-    """
+    """The share of rows in which at least two keys have p = 1 after rounding to bfloat16."""
     q, k, _ = (x.bfloat16().float() for x in layer[:3])
     scores = q @ k.mT * q.shape[-1] ** -0.5
     future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -214,13 +212,13 @@ def maxima_that_tie(layer: Captured) -> float:
 
 
 def errors_where_repeated(share: float, seed: int, device: torch.device) -> list[Row]:
-    """Of out where a share of 1,024 keys is one token, with one k and one v, that takes most of
-    every row; 16 sequences that differ in all else.
+    """Errors of out if a share of 1,024 keys repeats one token, with one k and one v, that takes
+    most of every row. The 16 sequences differ in everything else.
     """
     draw = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(16, 1, n, 64, generator=draw) for n in (64, 1024, 1024))
     of_token = torch.randn(64, generator=draw)
-    # the first feature of k is the score, the others give each row a little of its own
+    # the first feature of k is the score; the others add a little that differs by row
     q[..., 0], k = 8, k / 8
     k[..., 0] = 0
     is_token = torch.rand(16, 1, 1024, 1, generator=draw) < share
@@ -258,8 +256,8 @@ def in_text(found: Row) -> str:
 
 
 def draw(found: Row, path: Path) -> None:
-    """Coherence of the gradients' errors, and the held-out loss less that of the exact delta with
-    float32 sums of the same seed.
+    """Coherence of the gradients' errors, and the held-out loss minus that of exact delta and
+    float32 sums with the same seed.
     """
     figure, (left, right) = new_figure(1, 2, size=(11, 3.8))
     names = {variant: ", ".join(variant) for variant in product(NARROW, DELTA)}

@@ -1,4 +1,4 @@
-"""The q, k and v that the models of runs make, and what an attention makes of them.
+"""The q, k and v inside the models of runs, and the results of an attention on them.
 
 Dimensions: B sequences, H heads, N tokens, D head dim.
 """
@@ -22,7 +22,7 @@ RESULTS = ("out", "lse", "dq", "dk", "dv")
 
 
 class Weights(NamedTuple):
-    """The model of a run at one of its steps, and held-out sequences to ask it about."""
+    """The model of a run at one step, and held-out sequences for it."""
 
     model: GPT
     inputs: Tensor  # (B, N)
@@ -30,7 +30,7 @@ class Weights(NamedTuple):
 
 
 class Captured(NamedTuple):
-    """What one layer's attention took, and the gradient that came back to its output."""
+    """The inputs of one layer's attention, and the gradient of its output."""
 
     q: Tensor  # (B, H, N, D)
     k: Tensor  # (B, H, N, D)
@@ -41,15 +41,15 @@ class Captured(NamedTuple):
 def weights_of(
     run: Path, sequences: int, device: torch.device, *, initial: bool = False
 ) -> Weights:
-    """The weights that a run left, or those that it began with."""
+    """The final weights of a run, or its initial ones."""
     trained, inputs, targets, _ = load(run, device, "fp32", sequences)
     model = build_run(read_run_config(run)).model if initial else trained.model
     return Weights(model.to(device).eval(), inputs, targets)
 
 
 def capture(weights: Weights, backend: Backend) -> list[Captured]:
-    """What the attention of each layer takes and gets back, under this backend, of the sum of the
-    losses of the sequences.
+    """The inputs and output gradient of each layer's attention with this backend, for the summed
+    loss of the sequences.
     """
     kept: list[list[Tensor]] = []
 
@@ -72,9 +72,7 @@ def capture(weights: Weights, backend: Backend) -> list[Captured]:
 
 
 def in_bfloat16(loop: Callable[..., TileLoop]) -> Callable[..., AttentionOutput]:
-    """A Backend's fn: out and lse by this loop of q, k and v as bfloat16 holds them, whatever their
-    dtype.
-    """
+    """A Backend's fn that rounds q, k and v to bfloat16 and computes out and lse with this loop."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> AttentionOutput:
         out, lse = TiledAttention(loop)(*(x.bfloat16() for x in (q, k, v)), **settings)
@@ -84,7 +82,7 @@ def in_bfloat16(loop: Callable[..., TileLoop]) -> Callable[..., AttentionOutput]
 
 
 def called(layer: Captured, backend: str | Backend, dtype: torch.dtype) -> dict[str, Tensor]:
-    """RESULTS in float64, of q, k and v as bfloat16 holds them, handed in in dtype."""
+    """RESULTS in float64, from q, k and v rounded to bfloat16 and passed as dtype."""
     leaves = [x.bfloat16().to(dtype).requires_grad_() for x in layer[:3]]
     out, lse = attention(*leaves, backend=backend)
     gradients = torch.autograd.grad(out, leaves, layer.d_out.to(dtype))
@@ -93,5 +91,5 @@ def called(layer: Captured, backend: str | Backend, dtype: torch.dtype) -> dict[
 
 
 def relative(found: Tensor, exact: Tensor) -> float:
-    """Root mean square of the error beside that of `exact`."""
+    """Root mean square of the error, divided by that of `exact`."""
     return float((found - exact).norm() / exact.norm())

@@ -1,4 +1,4 @@
-"""What the findings share: the runs that they read, their figures, and how they end."""
+"""Shared by the findings: reading runs, drawing figures, and writing results."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ class Options:
 
 
 def finding(measure: Callable[[list[Path], torch.device], Row]) -> Callable[..., None]:
-    """Makes `measure(paths, device)` the command of its module, whose in_text(found) is printed and
-    whose draw(found, path) draws the figure beside the JSON file.
+    """Turn `measure(paths, device)` into the command of its module. The module's in_text(found) is
+    printed, and its draw(found, path) draws the figure beside the JSON file.
     """
     module = measure.__globals__
 
@@ -44,9 +44,9 @@ def publish(
     in_text: Callable[[Row], str],
     draw: Callable[[Row, Path], None],
 ) -> None:
-    """Measure on a GPU where there is one, print, write and draw."""
+    """Measure, on a GPU if there is one; then print, write and draw."""
     check_writable(out)
-    torch.set_num_threads(1)  # the tiles are small: threads would only wait for one another
+    torch.set_num_threads(1)  # the tiles are small: threads would only wait for each other
     device = pick_device("auto")
     found = measure(device)
     print(in_text(found))
@@ -55,7 +55,7 @@ def publish(
 
 
 def completed_runs(folders: Iterable[Path]) -> dict[Path, Row]:
-    """The summary of each completed run. Raises ValueError where there is none."""
+    """The summary of each completed run. Raises ValueError if there is none."""
     found = {path: row for path, row in runs_below(folders).items() if row["status"] == "completed"}
     if not found:
         raise ValueError(f"no completed run in {', '.join(map(str, folders))}")
@@ -63,13 +63,13 @@ def completed_runs(folders: Iterable[Path]) -> dict[Path, Row]:
 
 
 def curves(run: Path, *columns: str) -> Row:
-    """step and these columns of the rows that have the first one."""
+    """step and these columns, from the rows that have the first column."""
     rows = [row for row in read_metrics(run / "metrics.jsonl") if columns[0] in row]
     return {name: [round(row[name], 4) for row in rows] for name in ("step", *columns)}
 
 
 def losses(row: Row, name: str = OWN) -> dict[int, float]:
-    """By step."""
+    """Losses by step."""
     return dict(zip(row["curves"]["step"], row["curves"][name], strict=True))
 
 
@@ -88,7 +88,7 @@ def plot_groups(axes: Any, groups: Mapping[str, list[dict[int, float]]], *colors
 
 
 def finish(figure: Any, path: Path) -> None:
-    """Grids, and legends where there is none yet; saved for light pages and dark ones."""
+    """Add grids and missing legends; save the figure for light and dark pages."""
     for axes in figure.axes:
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0] and axes.get_legend() is None:

@@ -3,21 +3,21 @@
     python train.py experiment=fp8_forward hydra.sweep.dir=multirun/fp8
     python -m lab.findings.fp8_forward multirun/fp8 out=results/fp8_forward.json
 
-The arguments of the second are runs of that recipe, or folders of them, and out= the JSON file to
-write; the figure stands beside it.
+The second command takes runs of that recipe, or folders of them, and out= the JSON file to write;
+the figure is written beside it.
 
-On a Hopper GPU fp8 makes the forward pass faster and the backward pass not, so a hybrid computes
-out and lse from q, k, v and p in e4m3, and the gradients from q, k and v in bfloat16. BACKEND does
-this inside a float32 model; its option `scaling` says what shares a scale before the rounding:
+On a Hopper GPU fp8 speeds up only the forward pass. So a hybrid computes out and lse from q, k, v
+and p in e4m3, and the gradients from q, k and v in bfloat16. BACKEND does this inside a float32
+model; its option `scaling` says which numbers share a scale before the rounding:
 
     bf16      nothing is rounded to e4m3
     tensor    all of q, all of k, all of v
     block     64 tokens of one head
-    hadamard  as tensor, of q and k turned by a random Hadamard matrix, which spreads outliers
-    both      as block, turned
+    hadamard  as tensor, with q and k rotated by a random Hadamard matrix, which spreads outliers
+    both      as block, with that rotation
 
 FlashAttention-3 (2024, arXiv:2407.08608) has block and both. p is multiplied by 2^8 before it is
-rounded, and the sums take it before that.
+rounded; the sums use the unrounded p.
 
 Dimensions: B sequences, H heads, N tokens, D head dim.
 """
@@ -51,17 +51,17 @@ E4M3 = torch.float8_e4m3fn
 SCALINGS = ("bf16", "tensor", "block", "hadamard", "both")
 BLOCK = 64  # tokens that share a scale
 TENSORS = ("out", "dq", "dk", "dv")
-SEQUENCES = 16  # held out, to look at
+SEQUENCES = 16  # held-out sequences for the errors
 
 
 def shared_scale(x: Tensor) -> Tensor:
-    """x (..., N, D) as e4m3 holds it with one scale for everything in it."""
+    """x (..., N, D) rounded to e4m3 with one scale for the whole tensor."""
     scale = x.abs().amax().clamp(min=1e-30) / torch.finfo(E4M3).max
     return (x / scale).to(E4M3).to(x.dtype) * scale
 
 
 def scale_of_block(x: Tensor) -> Tensor:
-    """x (..., N, D) as e4m3 holds it with a scale for BLOCK tokens of each head."""
+    """x (..., N, D) rounded to e4m3 with one scale for BLOCK tokens of each head."""
     blocks = []
     for block in x.split(BLOCK, -2):
         scale = block.abs().amax((-2, -1), keepdim=True).clamp(min=1e-30) / torch.finfo(E4M3).max
@@ -70,7 +70,7 @@ def scale_of_block(x: Tensor) -> Tensor:
 
 
 def hadamard(head_dim: int) -> Tensor:
-    """(D, D), orthogonal: columns of Sylvester's matrix with random signs, always the same."""
+    """(D, D), orthogonal: columns of Sylvester's matrix with fixed random signs."""
     if head_dim & (head_dim - 1):
         raise ValueError(f"{head_dim=} must be a power of two for a Hadamard matrix")
     made = torch.ones(1, 1)
@@ -82,7 +82,7 @@ def hadamard(head_dim: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Fp8Forward(TileLoop):
-    """A loop whose forward pass takes q, k and v in e4m3; its backward pass takes them as given."""
+    """A loop whose forward pass rounds q, k and v to e4m3; the backward pass does not."""
 
     scaling: str = "bf16"
 
@@ -135,8 +135,8 @@ def main(paths: list[Path], device: torch.device) -> Row:
 
 
 def drawn(seed: int, device: torch.device) -> dict[str, Captured]:
-    """Normal inputs of 1,024 tokens, and the same with outliers as FlashAttention-3 has them: one
-    number in a thousand gets another of standard deviation 10 added.
+    """Normal inputs of 1,024 tokens, and the same with outliers as in FlashAttention-3: to one
+    number in a thousand, a normal number of standard deviation 10 is added.
     """
     draw = torch.Generator().manual_seed(seed)
     plain = [torch.randn(1, 4, 1024, 64, generator=draw) for _ in range(4)]
@@ -149,7 +149,7 @@ def drawn(seed: int, device: torch.device) -> dict[str, Captured]:
 
 def errors(layer: Captured) -> list[Row]:
     """Relative errors (root mean square) of out and the gradients by scaling, against float64 on
-    the same numbers of bfloat16; and the mean error of lse.
+    the same bfloat16 inputs; and the mean error of lse.
     """
     exact, rows = called(layer, "naive", torch.float64), []
     for scaling in SCALINGS:
@@ -175,7 +175,7 @@ def in_text(found: Row) -> str:
 
 
 def draw(found: Row, path: Path) -> None:
-    """Errors of out and dq by scaling, and losses less those of a forward pass in bfloat16."""
+    """Errors of out and dq by scaling, and losses minus those of a bfloat16 forward pass."""
     figure, (left, middle, right) = new_figure(1, 3, size=(12, 3.8))
     for axes, name in ((left, "out"), (middle, "dq")):
         for inputs, rows in by(found["calls"], "inputs").items():

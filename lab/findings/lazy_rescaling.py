@@ -2,16 +2,16 @@
 
     python -m lab.findings.lazy_rescaling out=results/lazy_rescaling.json
 
-    lengths  keys of a row (1024,8192,32768)
+    lengths  numbers of keys (1024,8192,32768)
     seeds    of the inputs (0,1,2)
-    out      the JSON file to write; the figure stands beside it
+    out      the JSON file to write; the figure is written beside it
 
-The streaming softmax of FlashAttention-4 moves the subtracted maximum only when a tile outgrows it
-by `threshold`, so p reaches 2^(threshold + offset). A narrow dtype that ends before that
-saturates. Sums are float32 and take p before it is rounded, as kernels do; p @ v takes it rounded.
+The streaming softmax of FlashAttention-4 updates the subtracted maximum only when a tile exceeds it
+by `threshold`, so p reaches 2^(threshold + offset). A narrow dtype with a smaller range saturates.
+As in kernels, the sums are float32 and use the unrounded p; p @ v uses the rounded p.
 
-Inputs: "climbing" has later scores as high as the threshold lets pass, and an equal number of them
-at each length, which is the worst case; "normal" has scores of standard deviation 4.
+Inputs: "climbing" is the worst case, with later scores as high as the threshold allows, the same
+number of them at each length. "normal" has scores of standard deviation 4.
 """
 
 from dataclasses import dataclass, replace
@@ -41,10 +41,10 @@ DTYPES = {
 }
 KINDS = ("climbing", "normal")
 ROWS, HEAD_DIM, BLOCK_KV = 64, 64, 128
-# powers of two: by which a score may outgrow the subtracted maximum (0 rescales at once, and its
-# error is the measure of the others), and that p is multiplied by, to use a narrow range well
+# both in powers of two: how far a score may exceed the subtracted maximum (0 always rescales, and
+# is the baseline for the errors), and a factor on p, which makes better use of a narrow range
 THRESHOLDS, OFFSETS = range(17), (0, 4, 8)
-BROKEN = 2  # times the error of a smaller threshold
+BROKEN = 2  # multiple of the error of a smaller threshold
 NAMES = ("inputs", "dtype", "length", "offset", "threshold")  # of a case
 
 
@@ -57,7 +57,7 @@ class Options:
 
 @cache
 def lazy(threshold: float, offset: float, dtype: torch.dtype) -> type[OnlineSoftmax]:
-    """The streaming softmax with a threshold and an offset, in powers of two, and p in `dtype`."""
+    """The streaming softmax with threshold and offset in powers of two, and p in `dtype`."""
     largest = torch.finfo(dtype).max
 
     class Lazy(OnlineSoftmax):
@@ -69,7 +69,7 @@ def lazy(threshold: float, offset: float, dtype: torch.dtype) -> type[OnlineSoft
             next_max = self.next_max(scores.amax(-1, keepdim=True))
             alpha = self.correction(next_max)
             p = torch.exp(scores - finite(next_max))
-            # the conversion of a GPU saturates; that of PyTorch would give NaN or inf
+            # conversion on a GPU saturates; in PyTorch it would give NaN or inf
             rounded = (p * 2**offset).clamp(max=largest).to(dtype).to(p.dtype) / 2**offset
             return replace(
                 self,
@@ -82,8 +82,8 @@ def lazy(threshold: float, offset: float, dtype: torch.dtype) -> type[OnlineSoft
 
 
 def inputs(kind: str, length: int, threshold: float, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q (1, R, D), k and v (1, M, D) in float32: the score of key j is the first feature of k, the
-    same for each row, plus a little of the row's own.
+    """q (1, R, D), k and v (1, M, D) in float32. The first feature of k sets the score of a key for
+    all rows; with "normal", the others add a little that differs by row.
     """
     draw = torch.Generator().manual_seed(seed)
     q = torch.randn(1, ROWS, HEAD_DIM, generator=draw) / 8
@@ -91,7 +91,7 @@ def inputs(kind: str, length: int, threshold: float, seed: int) -> tuple[Tensor,
     if kind == "normal":
         score = 4 * torch.randn(length, generator=draw)
     else:
-        # the first tile at 0; of the rest, 64 keys as high as the threshold lets pass
+        # one key of the first tile at 0; 64 later keys as high as the threshold allows
         score = torch.full((length,), -2.0)
         score[0] = 0
         high = BLOCK_KV + torch.randperm(length - BLOCK_KV, generator=draw)[:64]
@@ -102,7 +102,7 @@ def inputs(kind: str, length: int, threshold: float, seed: int) -> tuple[Tensor,
 
 
 def error(case: Row, seeds: list[int], device: torch.device) -> Row:
-    """Relative error of out (root mean square) and the largest error of lse, beside float64; of the
+    """Relative error of out (root mean square) and largest error of lse against float64, for the
     worst seed.
     """
     length, threshold = case["length"], case["threshold"]
@@ -143,8 +143,8 @@ def in_text(found: Row) -> str:
 
 
 def region(rows: list[Row], dtype: str, offset: float) -> Row:
-    """The largest threshold up to which no length of climbing inputs has BROKEN times the error of
-    a smaller threshold; and the prediction, log2 of the dtype's largest number less the offset.
+    """The largest threshold before any length of climbing inputs has BROKEN times the error of a
+    smaller threshold; and the prediction, log2 of the dtype's largest number minus the offset.
     """
     broken = []
     for row in rows:
@@ -168,7 +168,7 @@ def region(rows: list[Row], dtype: str, offset: float) -> Row:
 
 
 def draw(found: Row, path: Path) -> None:
-    """Error against threshold at the longest length, one line an offset, with the prediction."""
+    """Error against threshold at the longest length, a line per offset, with the prediction."""
     figure, panels = new_figure(2, len(DTYPES), size=(12, 5.5), sharex=True, sharey="row")
     longest = max(row["length"] for row in found["runs"])
     lines = by(found["runs"], "inputs", "dtype", "length", "offset")

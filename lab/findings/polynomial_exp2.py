@@ -1,17 +1,17 @@
-"""What a polynomial in place of exp2 does to the output, to lse, and to a trained model.
+"""How a polynomial in place of exp2 changes the output, lse, and a trained model.
 
     python -m lab.findings.polynomial_exp2 outputs/agree out=results/polynomial_exp2.json
 
-The arguments are one run, or several (of other seeds, say), and
+The arguments are one or more runs (such as several seeds), and
 
     degrees  of the polynomial (1,2,3,4,5)
-    eighths  of the keys whose exponential is the polynomial, in eighths (1,2,4,8)
+    eighths  share of keys whose exponential is the polynomial, in eighths (1,2,4,8)
     dtype    of the matrix products: fp32, bf16, fp16 or auto, the run's own (fp32)
     out      the JSON file to write
 
-FlashAttention-4 and cuDNN compute a part of the exponentials by multiplication, since a GPU has few
-units for exp2: 2^x = 2^n 2^f with n = floor(x), and a polynomial for 2^f on [0, 1). Here it
-interpolates 2^f in Chebyshev's points, and float32 evaluates it by Horner's rule.
+A GPU has few units for exp2, so FlashAttention-4 and cuDNN compute part of the exponentials by
+multiplication: 2^x = 2^n 2^f with n = floor(x), and a polynomial for 2^f on [0, 1). Ours
+interpolates 2^f at Chebyshev points and is evaluated in float32 by Horner's rule.
 """
 
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ from scripts.tables import Row, by, mean, spread, table
 from training.device import pick_device
 from training.files import check_writable, write_json
 
-SEQUENCES = 16  # held out, and prompts to go on with
+SEQUENCES = 16  # held-out sequences, also used as prompts
 
 
 @dataclass
@@ -53,13 +53,13 @@ class Options:
 
 @cache
 def coefficients(degree: int) -> tuple[float, ...]:
-    """Of 2^f on [0, 1), the highest power first."""
+    """Coefficients of the polynomial for 2^f on [0, 1), highest power first."""
     found = Chebyshev.interpolate(np.exp2, degree, domain=[0, 1])
     return tuple(found.convert(kind=Polynomial).coef[::-1])
 
 
 def exp2(x: Tensor, degree: int) -> Tensor:
-    """2^x by the polynomial; 0 for -inf."""
+    """2^x by the polynomial; 0 for x < -126."""
     whole = x.clamp(min=-126).floor()
     fraction = (x - whole).clamp(max=1)
     value = torch.zeros_like(x)
@@ -69,7 +69,7 @@ def exp2(x: Tensor, degree: int) -> Tensor:
 
 
 def polynomial(degree: int, eighths: int) -> Backend:
-    """Exact attention by tiles but for the exponential of `eighths` of each eight keys."""
+    """Tiled attention, exact except for the exponentials of `eighths` of every eight keys."""
 
     class PolynomialExp2(OnlineSoftmax):
         def update(self, scores: Tensor, v: Tensor) -> "PolynomialExp2":
@@ -85,8 +85,8 @@ def polynomial(degree: int, eighths: int) -> Backend:
 
 
 def errors(backend: Backend) -> Row:
-    """Of out (relative, root mean square) and lse (largest) in float32, beside float64: scores of
-    standard deviation 4, 4,096 keys.
+    """Errors of out (relative, root mean square) and lse (largest) in float32 against float64, for
+    scores of standard deviation 4 and 4,096 keys.
     """
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, length, 64, generator=draw) for length in (64, 4096, 4096))
@@ -109,7 +109,7 @@ def main(options: Options) -> None:
 
 
 def ask(folder: Path, options: Options) -> Row:
-    """What a run's weights say with each polynomial, beside the exact exponential."""
+    """Compare a run's model with each polynomial to the same model with exact exponentials."""
     trained, *held_out, about = load(folder, pick_device("auto"), options.dtype, SEQUENCES)
     tokens = about["seq_len"] // 2
     exact = read(trained, "tiled", get_backend("tiled"), *held_out, tokens)
@@ -138,7 +138,7 @@ def in_text(runs: list[Row]) -> str:
         for (degree, eighths), same in by(rows, "degree", "eighths").items()
     }
     columns = {
-        "error of out": mean("out"),  # of the same drawn call, whatever the run
+        "error of out": mean("out"),  # of the same random call for every run
         "of lse": mean("lse"),
         "loss": spread("loss_change", "{:+.1e}"),
         "mean |d log p|": spread("mean", "{:.1e}"),

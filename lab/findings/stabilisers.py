@@ -1,17 +1,17 @@
-"""Which stabiliser keeps attention scores down, and how long no_max in float16 lives under it.
+"""Which stabiliser keeps attention scores down, and how long no_max in float16 survives with it.
 
     python train.py experiment=stabilisers hydra.sweep.dir=multirun/stabilisers/none/exact
     python -m lab.findings.stabilisers multirun/stabilisers out=results/stabilisers.json
 
-The arguments of the second are runs of that recipe, or folders of them: without a stabiliser and
-with optim.qk_clip=5,8,10, optim.z_loss=1e-4,1e-2, optim.weight_decay=0.1,1, model.qk_norm=true,
-attention.softcap=10, optim=muon or optim.lr=2e-3; and all of them with attention=no_max dtype=fp16
-too. The page has the loop.
+The second command takes runs of that recipe, or folders of them: without a stabiliser and with
+optim.qk_clip=5,8,10, optim.z_loss=1e-4,1e-2, optim.weight_decay=0.1,1, model.qk_norm=true,
+attention.softcap=10, optim=muon or optim.lr=2e-3; and all of these also with attention=no_max
+dtype=fp16. The page has the loop.
 
-    out     the JSON file to write; the figure stands beside it
+    out     the JSON file to write; the figure is written beside it
 
-no_max is a fuse: it is exact until a score passes ln(65504) = 11.09, where exp(score) leaves
-float16. Then its output is infinite, and the run ends.
+no_max works as a fuse: it is exact until a score passes ln(65504) = 11.09, where exp(score)
+overflows float16. Then its output is infinite, and the run ends.
 """
 
 import re
@@ -31,9 +31,9 @@ from training.names import as_typed
 from training.trained import read_run_config
 
 LIMIT = LIMITS[torch.float16]
-LR = 1e-2  # of the recipe
+LR = 1e-2  # the recipe's learning rate
 BY_HEAD = "attention/max_score_by_head"
-# what the file has of runs with exact attention, and with no_max
+# tables of the JSON file, and the runs in them
 TABLES = {"exact": "run with exact attention", "fuse": "run with attention=no_max"}
 
 
@@ -52,7 +52,7 @@ def main(paths: list[Path], device: torch.device) -> Row:
 
 
 def described(run: Path, summary: Row) -> Row:
-    """The run's stabiliser and how the run ended; of exact attention also the largest scores."""
+    """The run's stabiliser and how the run ended; for exact attention also the largest scores."""
     config = read_run_config(run)
     fuse = summary["attention"] == "no_max"
     row = {"stabiliser": stabiliser(config), "seed": config.seed, "fuse": fuse}
@@ -63,7 +63,7 @@ def described(run: Path, summary: Row) -> Row:
     by_head = torch.tensor([row[BY_HEAD] for row in rows], dtype=torch.float64)  # (rows, layers, H)
     return row | {
         "largest_score": round(summary["max_score"], 2),
-        "passes_at": summary["float16_overflow_step"],  # of the steps with a row of metrics
+        "passes_at": summary["float16_overflow_step"],  # among steps with a row of metrics
         "largest_by_head": by_head.amax(0).tolist(),  # of each layer
         "own": summary["val/loss"],
         "curves": {
@@ -74,7 +74,7 @@ def described(run: Path, summary: Row) -> Row:
 
 
 def stabiliser(config: RunConfig) -> str:
-    """What keeps this run's scores down, in words."""
+    """The name of the stabiliser that this run uses."""
     optim, cap = config.optim, config.attention.softcap
     words = {
         "QK-norm": config.model.qk_norm,
@@ -110,7 +110,7 @@ def in_text(found: Row) -> str:
 
 
 def draw(found: Row, path: Path) -> None:
-    """The largest score over training, that of each head, and how long the fuse lives."""
+    """The largest score over training, the largest of each head, and how long no_max survives."""
     figure, (over, heads, fuse) = new_figure(1, 3, size=(13, 4))
     by_name = by(found["exact"], "stabiliser")
     names = sorted(by_name, key=lambda name: max(row["largest_score"] for row in by_name[name]))

@@ -1,19 +1,19 @@
-"""no_rescale by the size of its tiles: what its weights are worth under exact attention, how two
-tile sizes tell it without a reference, and how soon exact attention repairs it.
+"""no_rescale by tile size: the loss of its weights under exact attention, how two tile sizes detect
+it without a reference, and how soon exact attention repairs it.
 
     python train.py experiment=tile_size hydra.sweep.dir=multirun/tiles/size
     python -m lab.findings.tile_size multirun/tiles out=results/tile_size.json
 
-The arguments of the second are runs of that recipe, or folders of them, and out= the JSON file to
-write; the figure stands beside it.
+The second command takes runs of that recipe, or folders of them, and out= the JSON file to write;
+the figure is written beside it.
 
-More runs, each sweep in a folder beside the first: model.num_layers=1,4 or seq_len=64,256 with
-attention.block_kv=16,256 (one tile of all keys is exact); for the repair attention.block_kv=16
+More sweeps go into folders beside the first: model.num_layers=1,4 or seq_len=64,256 with
+attention.block_kv=16,256 (one tile of all keys is exact). The repair needs attention.block_kv=16
 attention.switch_at=100,300,500 attention.switch_to=naive eval_every=5, and attention.block_kv=128
-eval_every=5, which was never broken.
+eval_every=5, which is never broken.
 
-The detector computes the same output with two tile sizes. Those of exact attention differ by
-roundings alone, so no reference is needed.
+The detector computes the same output with two tile sizes. With exact attention the two differ only
+by roundings, so no reference is needed.
 """
 
 from collections import Counter
@@ -40,8 +40,8 @@ from scripts.drawing import new_figure
 from scripts.tables import Row, by, least, listed, most, spread, table
 from training.trained import read_run_config
 
-SEQUENCES = 8  # that the detector looks at
-TILES = (16, 32)  # keys of the two that it compares; the first is that of the runs too
+SEQUENCES = 8  # held-out sequences for the detector
+TILES = (16, 32)  # block_kv that the detector compares; the runs use the first
 
 
 @finding
@@ -59,12 +59,12 @@ def main(paths: list[Path], device: torch.device) -> Row:
 
 
 def described(run: Path, summary: Row) -> Row:
-    """What sets the run apart, how it ended, and its curves."""
+    """The settings in which runs differ, how the run ended, and its curves."""
     config = read_run_config(run)
     row = {
         "layers": config.model.num_layers,
         "seq_len": config.seq_len,
-        # larger tiles are one tile too
+        # larger tiles also hold all keys in one tile
         "block_kv": min(summary["options"]["block_kv"], config.seq_len),
         "seed": config.seed,
         "switch_at": config.attention.switch_at,
@@ -74,8 +74,8 @@ def described(run: Path, summary: Row) -> Row:
 
 
 def by_size(runs: list[Row]) -> list[Row]:
-    """The runs that differ in the size of their tiles alone: those of the most common shape that
-    did not switch.
+    """The runs that differ only in tile size: those of the most common shape that did not switch
+    attention.
     """
     plain = [row for row in runs if row["switch_at"] is None]
     (shape, _), *_ = Counter((row["layers"], row["seq_len"]) for row in plain).most_common(1)
@@ -101,7 +101,7 @@ def detect(run: Path, device: torch.device) -> list[Row]:
 
 
 def difference(backend: Backend, layer: Captured, dtype: str) -> float:
-    """The largest, between the outputs with two tile sizes."""
+    """The largest difference between the outputs with two tile sizes."""
     q, k, v = (x.to(getattr(torch, dtype)) for x in layer[:3])
     few, many = (
         attention(q, k, v, backend=backend.configured(block_kv=tile)).out.float() for tile in TILES
@@ -110,11 +110,11 @@ def difference(backend: Backend, layer: Captured, dtype: str) -> float:
 
 
 def repairs(runs: list[Row]) -> list[Row]:
-    """Each run that switched, beside the run of its seed that was never broken.
+    """Compare each run that switched with the run of the same seed that was never broken.
 
-    A row says how much higher its exact loss is at the switch and at the end. It also has the steps
-    of exact attention until half of that is gone, and the step at which the other run had come to
-    the same loss.
+    A row has the excess of its exact loss at the switch and at the end. It also has the steps of
+    exact attention until the excess has halved, and the step at which the other run had the same
+    loss.
     """
     found = []
     for row in (row for row in runs if row["switch_at"] is not None):
@@ -133,7 +133,7 @@ def repairs(runs: list[Row]) -> list[Row]:
 
 
 def never_broken(runs: list[Row], like: Row) -> dict[int, float]:
-    """The losses by step of the runs with one tile, else as `like`."""
+    """The losses by step of the runs with one tile and otherwise the settings of `like`."""
     same = ("layers", "seq_len", "seed")
     found: dict[int, float] = {}
     for row in runs:
@@ -175,7 +175,7 @@ def in_text(found: Row) -> str:
 
 
 def draw(found: Row, path: Path) -> None:
-    """Losses by the size of the tile, what the own loss hides over training, and the repair."""
+    """Losses by tile size, exact minus own loss over training, and the repair."""
     figure, (tiles, gap, repair) = new_figure(1, 3, size=(12, 3.8))
     runs = found["runs"]
     size = by_size(runs)

@@ -1,10 +1,10 @@
-"""A sink that is not shifted by the maximum: when training shows it, and the test that finds it.
+"""A sink that is not shifted by the maximum: when training shows it, and a test that finds it.
 
     python train.py experiment=unshifted_sink hydra.sweep.dir=multirun/sinks
     python -m lab.findings.unshifted_sink multirun/sinks out=results/unshifted_sink.json
 
-The arguments of the second are runs of that recipe, or folders of them, and out= the JSON file to
-write; the figure stands beside it.
+The second command takes runs of that recipe, or folders of them, and out= the JSON file to write;
+the figure is written beside it.
 
 A sink is a term exp(sink) in the denominator of the softmax; a sink of 0 is softmax plus one. The
 streaming softmax keeps sums of exp(score - row_max), so the term there is exp(sink - row_max):
@@ -12,8 +12,7 @@ streaming softmax keeps sums of exp(score - row_max), so the term there is exp(s
     exact      acc / (row_sum + exp(sink - row_max))
     unshifted  acc / (row_sum + exp(sink))
 
-BACKEND is the second one: with attention.sinks=true its out is that of the mistake, and without
-sinks it is exact.
+BACKEND is the unshifted one: wrong with attention.sinks=true, exact without sinks.
 
 Dimensions: B sequences, H heads, N tokens, D head dim.
 """
@@ -44,13 +43,13 @@ from lab.findings.finding import (
 from scripts.drawing import new_figure
 from scripts.tables import Row, by, least, listed, most, spread, table
 
-SEQUENCES = 8  # held out, to look at
+SEQUENCES = 8  # held-out sequences
 SCORES = (0.0, 0.1, 1.0, 5.0)  # of the test with one query and one key
-SHOWS = 0.02  # nats
+SHOWS = 0.02  # difference of losses that counts as visible, in nats
 
 
 class UnshiftedSink(OnlineSoftmax):
-    """Sinks are merged by lse, so that of the mistake lacks the maximum: it is log(row_sum)."""
+    """Sinks are merged using lse. To make the mistake, lse lacks the maximum: log(row_sum)."""
 
     def finalize(self) -> tuple[Tensor, Tensor]:
         out, lse = super().finalize()
@@ -90,7 +89,7 @@ def main(paths: list[Path], device: torch.device) -> Row:
 
 
 def shows_at(curve: Row) -> int | None:
-    """The first step from which on the exact loss is higher than the own one by SHOWS."""
+    """The first step from which on the exact loss exceeds the own loss by SHOWS."""
     found = None
     for step, own, exact in zip(curve["step"], curve[OWN], curve[EXACT], strict=True):
         shown = exact > own + SHOWS
@@ -99,12 +98,12 @@ def shows_at(curve: Row) -> int | None:
 
 
 def sinks_of(weights: Weights) -> list[Tensor]:
-    """(H,) of each layer."""
+    """The sinks (H,) of each layer."""
     return [block.attention.sinks.detach() for block in weights.model.blocks]
 
 
 def shares(weights: Weights) -> Row:
-    """The mean share of a row that its sink takes, exact and unshifted, and the mean sink."""
+    """The mean share of a row's weight in its sink, exact and unshifted, and the mean sink."""
     layers, sinks = capture(weights, get_backend("tiled")), sinks_of(weights)
 
     def share(lse_of: Callable[[Captured], Tensor]) -> float:
@@ -119,7 +118,7 @@ def shares(weights: Weights) -> Row:
 
 
 def difference(weights: Weights) -> float:
-    """The largest, of the two outs of one layer with the model's sinks."""
+    """The largest difference between exact and unshifted out of a layer, with its sinks."""
     layers = capture(weights, get_backend("tiled"))
     return max(
         unlike(*layer[:3], sinks) for layer, sinks in zip(layers, sinks_of(weights), strict=True)
@@ -134,7 +133,7 @@ def unlike(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> float:
 
 
 def drawn_tests(device: torch.device) -> list[Row]:
-    """Of normal q, k and v with sinks of 0, by the number of keys."""
+    """Differences for normal q, k and v with sinks of 0, by the number of keys."""
     rows = []
     for length in (1, 16, 128, 1024):
         draw = torch.Generator().manual_seed(0)
@@ -145,7 +144,7 @@ def drawn_tests(device: torch.device) -> list[Row]:
 
 
 def smallest(score: float, device: torch.device) -> Row:
-    """One query, one key, a value of 1 and a sink of 0: what out is."""
+    """out for one query, one key, a value of 1 and a sink of 0."""
     one = torch.ones(1, 1, 1, 1, device=device)
     sinks = torch.zeros(1, device=device)
     found = {
@@ -178,7 +177,7 @@ def in_text(found: Row) -> str:
 
 
 def draw(found: Row, path: Path) -> None:
-    """Held-out losses over training: own, and of the same weights with the exact sink."""
+    """Held-out losses over training: own, and with the exact sink for the same weights."""
     figure, (left, right) = new_figure(1, 2, size=(11, 3.8))
     runs = {f"{name} sink": rows for name, rows in by(found["training"], "attention").items()}
     own = {name: [losses(row) for row in rows] for name, rows in runs.items()}

@@ -3,9 +3,9 @@ results/README.md.
 
     python -m lab.results
 
-Only reads results/*.json; measures nothing. Every table says where and on what its figures were
-measured. Rewrites tracked files: results/README.md and the pictures in it, docs/claims.md,
-and docs/public-suites.md with its figure.
+Reads results/*.json and measures nothing. Every table names the hardware and commit of its figures.
+Rewrites tracked files: results/README.md and its pictures, docs/claims.md, and
+docs/public-suites.md with its figure.
 """
 
 import re
@@ -65,7 +65,7 @@ PICTURE = (
 
 @dataclass
 class Options:
-    """None: a mistyped argument must not rewrite the tracked files."""
+    """There are none: a mistyped argument must not rewrite the tracked files."""
 
 
 @command
@@ -84,7 +84,7 @@ def main(options: Options) -> None:
     text = re.sub(r"!\[(.*?)\]\((\w+)\.png\)", PICTURE, text)
     (FOLDER / "README.md").write_text(text)
     print(f"{FOLDER / 'README.md'}: {len(parts)} sections")
-    # both draw on the tables above
+    # both use the tables above
     from lab.claims.render import write_page
     from lab.public_suites import page
 

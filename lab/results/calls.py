@@ -1,6 +1,4 @@
-"""The sections of results/README.md about one attention call: is it right, what does it keep, how
-fast is it.
-"""
+"""The sections of results/README.md about one attention call: correctness, memory and speed."""
 
 from collections.abc import Iterable
 from itertools import product
@@ -30,7 +28,7 @@ OTHER_CODE = {
 }
 WITHOUT_REFERENCE = "it needs no reference, and holds for other functions than softmax too"
 NAMES = "it names the fault, which others only show"
-# of a property that alone catches nothing
+# why we keep a property that catches nothing alone
 STAYS = {
     "forward": "the first question; its error is what others are compared with",
     "gradients": "the first question about the backward pass",
@@ -62,7 +60,7 @@ def verification() -> str:
 
 
 def gaps(data: Row) -> str:
-    """Which columns a time limit cut off, by name, and by dtype where it left some."""
+    """The columns that a time limit left out, with their dtypes if only some are missing."""
     named = "; ".join(
         column if dtypes == data["dtypes"] else f"{column} in {', '.join(dtypes)}"
         for column, dtypes in data.get("missing", {}).items()
@@ -71,7 +69,7 @@ def gaps(data: Row) -> str:
 
 
 def false_alarms() -> str:
-    """Random calls of exact attentions: what the judge calls wrong."""
+    """Random calls of exact attentions that conformance wrongly rejects."""
     data = load("false_alarms_cpu")
     rows = [
         row | {"failed": len(row["failures"]), "first": (row["failures"] or ["-"])[0]}
@@ -101,7 +99,7 @@ def false_alarms() -> str:
 
 
 def scorecards() -> str:
-    """Other people's attention, held to the properties."""
+    """The properties of attention from other packages."""
     where = {
         "scorecards_cpu": "on a CPU, by `attn-conform` in {} (JAX by files, in fp32)",
         "scorecards_h200": "on an H200, in {}",
@@ -182,7 +180,7 @@ def caught(data: Row, edits: str) -> str:
 
 
 def harmless(data: Row) -> str:
-    """The edits that nothing catches, and why that is right."""
+    """The edits that no property catches, and why that is right."""
     return "No property catches the others, because they change no result:\n\n" + "\n".join(
         f"- `{row['name']}`: {row['says']} No mistake: {row['survives']}."
         for row in data["mutants"]
@@ -191,7 +189,7 @@ def harmless(data: Row) -> str:
 
 
 def because_they_stay() -> str:
-    """Properties that catch nothing alone, in no matrix, and why they are asked all the same."""
+    """Properties that catch nothing alone in any matrix, and why we still check them."""
     rows = [row for name in ("mutants", *OTHER_CODE) for row in load(name)["mutants"]]
     alone = {row["killed_by"][0] for row in rows if len(row["killed_by"]) == 1}
     names = [name for name in load("mutants")["properties"] if name not in alone]
@@ -250,7 +248,7 @@ def call_tables(data: Row, *figures: tuple[str, str, float]) -> Iterable[str]:
 
 
 def memory() -> str:
-    """Peak memory of one attention call against length, with its time and where it stands under the
+    """Peak memory of one attention call against length, with its time and its place under the
     roofline.
     """
     data = load("memory_h200")
@@ -287,7 +285,7 @@ def longest() -> str:
 
 
 def kernels() -> str:
-    """Speed of our Triton kernels beside PyTorch's and others', those of a table in one run."""
+    """Speed of our Triton kernels, PyTorch's and others; each table comes from one run."""
     files = map(load, ("kernels_h200", "kernels_flex_h200", "kernels_rested_h200"))
     return "\n\n".join(section(data, *speed_tables(data)) for data in files)
 
@@ -343,8 +341,8 @@ def direction_tables(all_rows: list[Row], direction: str) -> list[str]:
 
 
 def decoding() -> str:
-    """One query a sequence against a long cache, by the bytes of the cache that it reads; and the
-    tokens that GPT-2 writes.
+    """One query per sequence against a long cache, by the bytes that it reads; and GPT-2's tokens
+    per second.
     """
     data = load("decoding_h200")
     what = (

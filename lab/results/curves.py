@@ -15,7 +15,7 @@ WORDS = {"triton": "exact"}
 
 
 def points(run: Row, column: str) -> dict[int, float]:
-    """Values of one curve by step, without step 0 and where they are finite."""
+    """Finite values of one curve by step, without step 0."""
     curve = zip(run["curves"]["step"], run["curves"][column], strict=True)
     return {step: value for step, value in curve if step and value is not None}
 
@@ -76,7 +76,7 @@ def mark_end(axes: Any) -> None:
 
 
 def draw_accuracy(axes: Any, runs: list[Row]) -> None:
-    """Accuracy on last_write by tile size, of no_rescale beside exact attention."""
+    """Accuracy on last_write by tile size: no_rescale and exact attention."""
     by_name = grouped(runs, itemgetter("attention"))
     tiles = grouped(by_name["no_rescale"], lambda run: run["options"]["block_kv"])
     by_tile = {size: finite(tiles[size], "val/accuracy") for size in sorted(tiles)}
@@ -142,6 +142,6 @@ def root_mean_square(values: list[float]) -> float:
 
 
 def differences(a: Row, b: Row) -> list[float]:
-    """Of the training losses, step by step."""
+    """Differences of the training losses, step by step."""
     pairs = zip(a["curves"]["train/loss"], b["curves"]["train/loss"], strict=True)
     return [x - y for x, y in pairs if x is not None and y is not None]

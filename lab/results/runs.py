@@ -1,4 +1,4 @@
-"""The sections of results/README.md about training runs: what they learnt, what they took, how they
+"""The sections of results/README.md about training runs: what they learnt, what they cost, how they
 ended.
 """
 
@@ -35,19 +35,19 @@ OWN, EXACT = "held-out loss, own attention", "same weights, exact attention"
 
 
 def with_speed(run: Row) -> Row:
-    """The run with `speed`, tokens per second of the steps alone. Where the wall clock's was not
-    measured beside it, tokens_per_sec has that meaning.
+    """The run with `speed`, tokens per second of the steps alone. In runs without a separate
+    step_tokens_per_sec, tokens_per_sec means that.
     """
     return run | {"speed": run.get("step_tokens_per_sec", run.get("tokens_per_sec"))}
 
 
 def chosen(run: Row, *prefixes: str) -> str:
-    """What the command line of the run set, of the settings whose names begin so."""
+    """The settings from the run's command line that begin with one of `prefixes`."""
     return " ".join(setting for setting in run["overrides"] if setting.startswith(prefixes))
 
 
 def evaluated(run: Row) -> dict[int, tuple[float, float]]:
-    """Step to (val/loss, val/loss_exact), where both are finite."""
+    """(val/loss, val/loss_exact) by step, if both are finite."""
     curves = run["curves"]
     rows = zip(curves["step"], curves["val/loss"], curves["val/loss_exact"], strict=True)
     return {step: (own, exact) for step, own, exact in rows if None not in (own, exact)}
@@ -90,8 +90,7 @@ def text() -> str:
     """
     data = load("defects_text")
     draw_text(data["runs"], FOLDER / "defects_text.png")
-    # runs of one dtype are compared at the last step at which all that did not diverge were
-    # evaluated
+    # compare the runs of a dtype at the last step at which all that did not diverge were evaluated
     steps = {}
     for run in data["runs"]:
         if run["status"] != "diverged":
@@ -160,7 +159,7 @@ def mqar() -> str:
 
 
 def recalled(name: str, what: str) -> str:
-    """Accuracy by length of a JSON file of scripts.recall, and its picture."""
+    """Accuracy by length from a JSON file of scripts.recall, and its picture."""
     data = load(name)
     recall.draw(data["rows"], FOLDER / f"{name}.png")
     lengths = sorted({row["length"] for row in data["rows"]})
@@ -256,7 +255,7 @@ def predicted() -> str:
 
 
 def with_error(run: Row) -> Row:
-    """The run with the error of the memory that was predicted for it, and how it ran."""
+    """The run with the error of its predicted memory, and whether it was compiled."""
     error = run["memory/predicted_gib"] / run["memory/peak_gib"] - 1
     return run | {"error": error, "how": "compiled" if run["compiled"] else "eager"}
 
@@ -404,14 +403,14 @@ def kept() -> str:
 
 
 def wall() -> str:
-    """Tokens a second by the wall clock, from outside the runs: before and after
-    attention/max_score became cheap, and before and after the attention call itself gave it.
+    """Tokens per second by the wall clock, from outside the runs: before and after
+    attention/max_score became cheap, and before and after the attention call returned it.
     """
     data = load("wall_h200")
     rows = []
     for run in data["runs"]:
         longest = run["each"][-1]
-        # before, tokens_per_sec was that of the steps alone
+        # before, tokens_per_sec was the speed of the steps alone
         speed = longest["tokens_per_sec" if run["tree"] == "before" else "step_tokens_per_sec"]
         figures = {
             "speed": speed,
@@ -446,8 +445,8 @@ def wall() -> str:
 
 
 def steps() -> str:
-    """Tokens a second of the steps alone, before and after a run became an object and the attention
-    call gave attention/max_score, where both rest equally: a row every 100 steps.
+    """Tokens per second of the steps alone, before and after a run became an object and the
+    attention call returned attention/max_score. Both log a row every 100 steps.
     """
     data = load("steps_h200")
     rows = []
@@ -496,7 +495,7 @@ def step_trials() -> str:
 
 
 def looking() -> str:
-    """What rows of metrics cost, which hold the largest score of every layer and head."""
+    """The cost of rows of metrics, which have the largest score of every layer and head."""
     parts = []
     for data in map(load, ("looking_h200", "looking_cpu")):
         rows = [
@@ -520,7 +519,7 @@ def looking() -> str:
 
 
 def start() -> str:
-    """Where the seconds of a short run go, and what a graph a block saves of them."""
+    """Where the seconds of a short run go, and how many one graph per block saves."""
     data = load("start_h200")
     what = (
         "Seconds of the whole process, and of the phases in summary.json, one run per row. "
@@ -584,7 +583,7 @@ def without_figures(run: Row) -> Row:
 
 
 def sweep() -> str:
-    """Jobs of one process one after the other, some without enough memory, some that diverge."""
+    """Successive jobs of one process; some run out of memory, some diverge."""
     data = load("sweep_h200")
     rows = []
     for run in map(without_figures, data["runs"]):
@@ -612,7 +611,7 @@ def sweep() -> str:
 
 
 def survival() -> str:
-    """Runs that were killed or harmed and resumed, against one that nothing disturbed."""
+    """Runs that were killed or harmed and resumed, against an undisturbed run."""
     data = load("kills")
     killed = {False: "killed (SIGKILL) while it trains", True: "killed (SIGKILL) while it saves"}
     named = {
@@ -644,7 +643,7 @@ def laptop() -> str:
 
 
 def several_gpus() -> str:
-    """Two GPUs beside one, and beside PyTorch's own ways: a shared sequence, shared batches, a
+    """Two GPUs against one GPU and against PyTorch's methods: a shared sequence, shared batches, a
     profile of both, and whole runs of train.py.
     """
     data, whole = load("steps_on_ranks_h100"), load("many_gpus_h100")

@@ -1,5 +1,5 @@
-"""What every section of results/README.md is made with: reading, tables, and where and on what a
-figure was measured.
+"""Helpers for the sections of results/README.md: reading files, tables, and the provenance of
+figures.
 """
 
 import json
@@ -23,7 +23,7 @@ def provenance(data: Row) -> str:
     chip = hardware["gpu"] or f"{hardware['cpu']}, {hardware['cpu_cores']} cores"
     names = ("torch", "triton", "flash-attn-4", "python")
     packages = ", ".join(f"{name} {versions[name]}" for name in names if versions.get(name))
-    # runs of one table may come from several commits; then each says its own
+    # runs of one table may come from several commits; then each run names its own
     runs = data.get("runs") or data.get("speed") or [{}]
     commits = {run.get("commit") or environment.get("commit") or "unknown" for run in runs}
     short = ", ".join(sorted(commit[:7] for commit in commits))
@@ -37,8 +37,8 @@ def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
 
 
 def formatted(columns: str, rows: Iterable[Row]) -> str:
-    """A table from a line for each column: its title, two spaces or more, and the format of its
-    cells, as in "peak GiB  {memory/peak_gib:.2f}". A dash where a row has no such figure.
+    """A table. `columns` has a line for each: its title, two or more spaces, and the format of its
+    cells, as in "peak GiB  {memory/peak_gib:.2f}". A missing figure becomes a dash.
     """
     lines = (re.split(" {2,}", line.strip()) for line in columns.strip().splitlines())
     forms = {"".join(title): form for *title, form in lines}
@@ -57,7 +57,7 @@ def section(data: Row, *parts: str) -> str:
 
 
 def spread(values: list[float], form: str = "{:.3f}") -> str:
-    """Mean and, of several, the standard deviation and their number."""
+    """Mean; for several values also the standard deviation and their number."""
     text = mean_and_deviation(values, form)
     return text if len(values) == 1 else f"{text} (n={len(values)})"
 
@@ -83,5 +83,5 @@ def finite(runs: Iterable[Row], name: str) -> list[float]:
 
 
 def joined(values: Iterable[Any], form: str = "{}") -> str:
-    """One figure of several runs: 12.1/13.0/12.7."""
+    """The same figure of several runs: 12.1/13.0/12.7."""
     return "/".join(map(form.format, values))

@@ -1,4 +1,4 @@
-"""The picture and the table of what scripts.verify and the mutants' tests measured. Only reads; see
+"""Pictures and tables of the results of scripts.verify and of the tests on mutants. Only reads; see
 lab.results.
 """
 
@@ -13,7 +13,7 @@ from scripts.verify import cells_of, mark, not_verified
 from training.palette import BLUE, GREEN, ORANGE
 from training.plot import plain_text
 
-# a red that no palette has, for what should not be
+# an unusual red for results that should not occur
 COLORS = {"+": GREEN, "x": ORANGE, "!": "#e00000", ".": "#ededed"}
 MEANING = {
     "+": "holds",
@@ -24,7 +24,7 @@ MEANING = {
 
 
 def square(symbol: str) -> Row:
-    """The look of a mark: what is refused is hatched, what should not be is framed."""
+    """The look of a mark: hatched if refused, framed if it should not occur."""
     look = {"facecolor": COLORS[symbol], "edgecolor": "white", "linewidth": 1.5}
     if symbol == ".":
         look |= {"hatch": "////", "edgecolor": "#bdbdbd", "linewidth": 0}
@@ -56,8 +56,8 @@ def draw_grid(axes: Any, marks: list[list[str]]) -> None:
 
 @plain_text()
 def draw_matrix(panels: dict[str, Row], path: Path) -> None:
-    """Properties down, backends across, a panel for every file of scripts.verify: title -> its
-    contents.
+    """A panel for every file of scripts.verify, by title: rows are properties, columns are
+    backends.
     """
     from matplotlib.patches import Patch
 
@@ -90,7 +90,7 @@ def draw_matrix(panels: dict[str, Row], path: Path) -> None:
 
 
 def effort(data: Row) -> list[list[str]]:
-    """A row for every backend: what was tried, and its largest error where it is green."""
+    """A row for every backend: what was tried, and its largest error in green cells."""
     rows, order = [], list(data["properties"])
     for name, column in data["backends"].items():
         tried, worst, cells = column["tried"], column["worst_multiple_of_naive"], column["cells"]
@@ -121,7 +121,7 @@ EFFORT_HEAD = [
 
 
 def verdict(data: Row) -> str:
-    """One sentence a file of scripts.verify comes to."""
+    """A sentence that sums up a file of scripts.verify."""
     cells = [cell for column in data["backends"].values() for cell in column["cells"]]
     statuses = [cell["status"] for cell in cells]
     green, red, refused = (statuses.count(status) for status in ("green", "red", "n/a"))
@@ -135,8 +135,8 @@ def verdict(data: Row) -> str:
 
 @plain_text()
 def draw_kills(data: Row, path: Path) -> None:
-    """Mutants down, properties across: what catches what. The properties that are enough between
-    them are in bold.
+    """Which property (column) catches which mutant (row). Bold properties together catch all
+    mutants.
     """
 
     rows, names = data["mutants"], data["properties"]
@@ -145,7 +145,7 @@ def draw_kills(data: Row, path: Path) -> None:
         says = f"No mistake: {row['survives']}" if row["survives"] else row["says"]
         dtype = "" if row["dtype"] == "fp32" else f" ({row['dtype']})"
         texts.append(fill(says + dtype, 75))
-    # a row is as high as its text, and lies in the middle of that
+    # a row is as high as its text, with the mark in the middle
     heights = [1 + 0.7 * text.count("\n") for text in texts]
     ys = [bottom - height / 2 for bottom, height in zip(accumulate(heights), heights, strict=True)]
     size = (14, 0.22 * sum(heights) + 1.9)
@@ -169,7 +169,7 @@ def draw_kills(data: Row, path: Path) -> None:
 
 
 def kills(data: Row) -> list[list[Any]]:
-    """A row for every property: how many mutants it catches, and which of them no other does."""
+    """A row for every property: how many mutants it catches, and which it alone catches."""
     rows = []
     for name in data["properties"]:
         caught = [row for row in data["mutants"] if name in row["killed_by"]]
