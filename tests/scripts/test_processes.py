@@ -31,9 +31,11 @@ def with_a_compiler(folder: Path, number: int) -> None:
     compiler.wait()
 
 
-def pids(folder: Path, count: int) -> list[int]:
+def pids(folder: Path, count: int, process: subprocess.Popen) -> list[int]:
+    """Those in the first `count` files that the process writes to the folder."""
     began = time.monotonic()
     while len(files := list(folder.glob("[0-9]"))) < count:
+        assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() - began < 60
         time.sleep(0.01)
     return [int(pid) for file in files for pid in file.read_text().split()]
@@ -96,7 +98,7 @@ def test_no_end_leaves_a_process(tmp_path, number):
         text=True,
         start_new_session=True,
     )
-    found = pids(tmp_path, 2)
+    found = pids(tmp_path, 2, process)
     assert all(map(is_running, found))
     (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
     said = process.communicate(timeout=60)[1]
