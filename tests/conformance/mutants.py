@@ -1,9 +1,9 @@
-"""Single mistakes in the tile loop and in a ring, each as the edit that makes it; GALLERY has
-those of decoding and of the Triton kernels too.
+"""Single mistakes in the tile loop and in a ring, each as the edit that makes it. GALLERY also has
+those in decoding and in the Triton kernels.
 
-The list is what one gets wrong when writing this loop by hand: the maximum, the rescaling, the
-order, the sum, the mask, the tail, the scale, lse, the heads, the backward pass. Those with
-`survives` change no result, and the sentence says why. What others shipped is in shipped.py.
+These are typical mistakes in a hand-written loop: the maximum, the rescaling, the order, the sum,
+the mask, the tail, the scale, lse, the heads, the backward pass. Edits with `survives` change no
+result, and its sentence says why. Mistakes that other projects shipped are in shipped.py.
 """
 
 from pathlib import Path
@@ -23,8 +23,8 @@ MATRIX_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where the kill
 
 
 def write_matrix(path: Path, rows: list[dict[str, Any]]) -> None:
-    """The rows in the order of GALLERY, with where they were measured and the covering
-    properties.
+    """Write the rows in the order of GALLERY, with the environment and the properties that cover
+    them.
     """
     where = measured_on(MATRIX_DEVICE)
     order = [mutant.name for mutants in GALLERY.values() for mutant in mutants]

@@ -1,5 +1,5 @@
-"""Single mistakes in decoding over a cache, in its specification: lengths and tables of another
-step or sequence, positions, splits and their merge. Those of the kernel are in mutants_kernels.py.
+"""Single mistakes in the specification of decoding over a cache: lengths and tables of another step
+or sequence, positions, splits and their merge. mutants_kernels.py has those in the kernel.
 """
 
 from tests.conformance.mutation import Mutant, kept, mask

@@ -1,5 +1,5 @@
-"""Single mistakes in the Triton kernels: the flash-attention, its intervals, and the split kernel
-of decoding. On a CPU they run in Triton's interpreter.
+"""Single mistakes in the Triton kernels: flash attention, its intervals, and the split kernel of
+decoding. On a CPU they run in Triton's interpreter.
 """
 
 from tests.conformance.mutation import Mutant

@@ -1,5 +1,5 @@
-"""How a mutant is made: the source of modules of attention/ with one line changed (a few need a
-second), loaded beside the real one.
+"""Make mutants: load modules of attention/ with one changed line (a few need two), beside the real
+modules.
 """
 
 import linecache
@@ -37,8 +37,8 @@ def path_of(name: str) -> Path:
 
 @cache
 def code(name: str, edits: tuple[tuple[str, str], ...] = (), author: str = "nobody") -> CodeType:
-    """A module of attention/ with edits. Raises AssertionError where its source no longer reads as
-    an edit expects.
+    """A module of attention/ with edits. Raises AssertionError if its source does not contain the
+    text of an edit exactly once.
     """
     source = path_of(name).read_text()
     for before, after in edits:
@@ -59,8 +59,8 @@ def same(function: Callable[..., Any]) -> Callable[..., Any]:
 def loaded_beside(
     names: tuple[str, ...], edits: tuple[tuple[str, str, str], ...], author: str
 ) -> Iterator[dict[str, Any]]:
-    """Modules of attention/ with edits, in place of the real ones. Operators are plain functions
-    there: PyTorch knows the name of the real ones.
+    """Modules of attention/ with edits, in place of the real ones. Their operators are plain
+    functions, because PyTorch has already registered the real ones under these names.
     """
     real = {f"attention.{name}": import_module(f"attention.{name}") for name in names}
     loaded: dict[str, Any] = {}
@@ -96,7 +96,7 @@ class Mutant:
 
     @contextmanager
     def installed(self) -> Iterator[Backend]:
-        """The backend with the mistake in it, and attention() with its sinks."""
+        """Yield the backend with the mistake; attention() uses the mutant's with_sinks()."""
         names = MODULES + KERNELS * (self.backend == "triton")
         with loaded_beside(names, self.edits, self.name) as loaded:
             found = {
@@ -111,8 +111,8 @@ class Mutant:
 
 
 def smallest_cover(rows: list[dict[str, Any]]) -> list[str]:
-    """Properties that together catch what all of them catch, the one with the most left to catch
-    first.
+    """Properties that together catch as much as all properties. The greedy choice takes the one
+    that catches most of the rest.
     """
     left, cover = {row["name"] for row in rows if row["killed_by"]}, []
     while left:

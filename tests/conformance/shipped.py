@@ -1,6 +1,6 @@
-"""Single mistakes of the kinds that others shipped: what a call keeps of the one before, memory
-that nobody wrote, offsets and strides, rows that share something, sinks, windows, documents,
-biases, decoding, and the merge of states. The edits are those of tests.conformance.mutants.
+"""Single mistakes of kinds that other projects shipped: state from an earlier call, unwritten
+memory, offsets and strides, rows that share something, sinks, windows, documents, biases, decoding,
+and the merge of states. They are edits as in tests.conformance.mutants.
 """
 
 import torch
@@ -48,12 +48,12 @@ MERGE_SCALES = (
 
 
 def before_tiles(line: str) -> tuple[tuple[str, str, str], ...]:
-    """A line at the start of the forward pass."""
+    """Edits that insert a line at the start of the forward pass."""
     return loop((BEFORE_TILES, f"{line}\n        {BEFORE_TILES}"))
 
 
 def late(name: str, says: str, condition: str) -> Mutant:
-    """The maximum is one of several rows, which only far greater rows show."""
+    """A mutant in which rows share a maximum, which shows only if one row is far greater."""
     return Mutant(
         name,
         says,

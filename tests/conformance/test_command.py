@@ -1,4 +1,4 @@
-"""`attn-conform`: what it says of a backend, and that its wheel needs torch and numpy alone."""
+"""`attn-conform`: its output for a backend, and that its wheel needs only torch and numpy."""
 
 import importlib.metadata
 import json
@@ -148,7 +148,7 @@ def test_ctrl_c_is_one_line(attn_conform, monkeypatch, capsys):
 
 
 def test_a_reader_that_has_read_enough():
-    """`attn-conform run ... | head -1` ended with a traceback."""
+    """A regression test: `attn-conform run ... | head -1` ended with a traceback."""
     words = [sys.executable, "-m", "conformance.command", "run", "naive", *QUICK]
     reader, writer = os.pipe()
     os.close(reader)
@@ -185,7 +185,7 @@ def test_files_that_are_not_results(attn_conform, tmp_path, monkeypatch):
 
 
 def test_a_disk_that_fills_up_leaves_the_old_file(attn_conform, tmp_path):
-    """A regression test: half an .npz stayed."""
+    """A regression test: a partial .npz was left behind."""
     resource = pytest.importorskip("resource")
     file = tmp_path / "inputs.npz"
     file.write_text("old")
@@ -200,7 +200,7 @@ def test_a_disk_that_fills_up_leaves_the_old_file(attn_conform, tmp_path):
 
 
 def test_both_distributions_bring_the_command():
-    """README's install gave no attn-conform, which its text and the quiz name."""
+    """A regression test: the README's install did not provide the attn-conform that it names."""
     for folder in (ROOT, ROOT / "packaging/attn-conform"):
         project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
         assert project["scripts"] == {"attn-conform": "conformance.command:main"}
@@ -225,7 +225,7 @@ def test_a_probe_finds_the_conventions(attn_conform, name, says):
 
 
 def test_what_a_probe_says_of_a_kernel_is_enough_to_run_it(attn_conform):
-    """It takes no fp32, one head dim, whole tiles, and has no backward pass."""
+    """The kernel takes no fp32, only one head dim and whole tiles, and has no backward pass."""
     _, out = attn_conform("probe", f"{ATTENTIONS}:tensor_cores", "device=cpu", "dtype=fp32,bf16")
     line = out.splitlines()[-1]
     for word in ("multiple=64", "head_dims=64", "dtypes=bf16", "lse_base=2", "backward=false"):
@@ -242,8 +242,8 @@ def test_a_probe_finds_a_dialect_by_its_name(attn_conform):
 
 
 def test_the_card_and_the_smallest_failing_calls(attn_conform, tmp_path, monkeypatch):
-    """Each script fails in a process that imports the attention and torch alone, and what it shows
-    is small.
+    """Each script fails in a process that imports only the attention and torch, and its case is
+    small.
     """
     monkeypatch.chdir(tmp_path)
     for name, dialect, property, most in (
@@ -284,7 +284,7 @@ def test_the_card_and_the_smallest_failing_calls(attn_conform, tmp_path, monkeyp
 
 
 def needed(distribution: str) -> set[str]:
-    """This distribution and those that it needs on this system, without Triton."""
+    """This distribution and its requirements on this system, without Triton."""
     names = {distribution}
     for text in importlib.metadata.requires(distribution) or ():
         requirement = Requirement(text)
@@ -297,7 +297,7 @@ def needed(distribution: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory) -> Path:
-    """A virtual environment that holds the wheel, torch, numpy, pytest and what these need."""
+    """A virtual environment with the wheel, torch, numpy, pytest and their requirements."""
     folder = tmp_path_factory.mktemp("product")
     source = folder / "source"
     for name in ("attention", "conformance", "packaging"):
@@ -324,8 +324,8 @@ def environment(tmp_path_factory) -> Path:
 
 
 def test_the_wheel_beside_a_users_own_modules(environment, tmp_path):
-    """The command, and pytest with its plugin, run in a folder with a config.py and a data/ of the
-    user, on an attention that does not know this project, and import none of the others.
+    """The command and the pytest plugin run on a user's attention, in a folder with the user's own
+    config.py and data/, and import neither of them.
     """
     shutil.copy(ROOT / "tests/user_attentions.py", tmp_path / "mine.py")
     (tmp_path / "data").mkdir()
@@ -347,8 +347,8 @@ def test_the_wheel_beside_a_users_own_modules(environment, tmp_path):
 
 
 def test_every_module_and_table_is_in_the_wheel(environment, tmp_path):
-    """All that needs neither Triton nor transformers is imported from there, and the tables stand
-    beside it.
+    """Every module that needs neither Triton nor transformers can be imported from the wheel, and
+    its tables are beside it.
     """
     modules = [
         ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")

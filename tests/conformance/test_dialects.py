@@ -1,5 +1,5 @@
-"""Attentions that do not know this project: judged in their dialect, written out as scripts, and
-judged by files.
+"""Attentions that do not know this project: judged in their dialect, written as scripts, and judged
+through files.
 """
 
 import json
@@ -37,7 +37,7 @@ def named(text: str, dialect: str) -> Target:
 
 
 def column(text: str, dialect: str) -> dict[str, str]:
-    """Status by property, of a quick look."""
+    """Status by property, from a quick check."""
     subject = Subject(named(text, dialect).backend, "cpu", FP32, random_cases=1, seed=0)
     return {cell.property: cell.status for cell in cells_of(subject, quick=True)}
 
@@ -141,7 +141,7 @@ def test_sinks_are_handed_in_only_where_the_function_names_them():
     ],
 )
 def test_a_script_of_a_right_call_passes(text, dialect):
-    """What a script says of a failure is true only if the same script passes for a right one."""
+    """The script of a failure means something only if it passes for a right attention."""
     found = target(text) if not dialect else named(text, dialect)
     subject = Subject(found.backend, "cpu", FP32)
     found = with_options(found, subject.backend)
@@ -201,7 +201,7 @@ def test_an_output_of_another_form_is_an_error():
 
 
 def outputs_of(inputs, wrong: float) -> dict[str, np.ndarray]:
-    """What somebody else's program writes who takes no window; `wrong` is added to each lse."""
+    """Outputs as from another program that takes no window, with `wrong` added to each lse."""
     outputs = {}
     for case in inputs["cases"]:
         arguments = json.loads(str(inputs[f"{case}/arguments"]))

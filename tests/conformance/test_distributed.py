@@ -1,4 +1,4 @@
-"""The properties of attention, asked of several processes."""
+"""The properties of attention, checked on several processes."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_exchanged_heads_are_green():
 
 
 def test_a_ring_of_a_users_own_is_told_apart():
-    """One that is right and keeps the keys of all, one whose positions are those of the rank."""
+    """One ring is right but keeps all keys; the other counts positions within the rank."""
     right = statuses(Setting(2, target="tests.user_rings:RIGHT", layout="contiguous"))
     assert right == dict.fromkeys(ASKED, "green") | {"bytes of a rank": "red"}
     wrong = statuses(Setting(2, target="tests.user_rings:LOCAL", layout="contiguous"))

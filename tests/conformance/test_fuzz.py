@@ -1,5 +1,5 @@
-"""`attn-conform fuzz`: random calls of an exact attention are green, of a wrong one red, and what
-they draw reaches every feature.
+"""`attn-conform fuzz`: random calls of an exact attention are green, those of a wrong one red, and
+they reach every feature.
 """
 
 import json
@@ -45,7 +45,7 @@ def test_a_seed_gives_the_same_calls_again_and_another_one_others():
 
 
 def test_on_a_gpu_calls_of_a_kind_follow_one_another(monkeypatch):
-    """They share what a kernel is compiled for. A kind that is refused is drawn once."""
+    """Calls of a kind share compiled kernels. A kind that is refused is drawn once."""
 
     def try_out(subject, case, layout):
         refused = "softcap" if "softcap" in case.optional else ""
@@ -84,7 +84,7 @@ def test_what_raises_is_a_failure_and_not_the_end(monkeypatch, error):
 
 
 def test_inputs_that_change_are_a_failure():
-    """A regression test: the changed inputs were those that the result was judged by."""
+    """A regression test: the result was compared with a reference on the changed inputs."""
 
     def destroys(q, k, v, *, causal, scale):
         out = attention(q, k, v, backend="naive", causal=causal, scale=scale).out
@@ -113,7 +113,7 @@ def test_an_interrupted_command_keeps_what_it_found(tmp_path, monkeypatch, capsy
 
 
 def test_the_gradient_of_a_sink_that_holds_next_to_nothing():
-    """A regression test: the reference rounded it to zero, and called exact attention wrong."""
+    """A regression test: the reference rounded it to zero, so exact attention was red."""
     sunk = {"softcap": 64.0, "sinks": True}
     case = Case(num_heads=1, num_kv_heads=1, inputs="down", optional=sunk, seed=3)
     expected = expect(case, torch.float32, "cpu")

@@ -1,12 +1,12 @@
-"""Do the properties bite? Every mistake in the gallery turns at least one of them red, and what is
-no mistake turns none.
+"""Do the properties catch mistakes? Every mistake in the gallery turns at least one property red,
+and a harmless edit turns none red.
 
     pytest tests/conformance/test_mutants.py -k loop --kill-matrix results/mutants.json
 
-tries every property on every mutant of the tile loop, on the GPU where there is one; so do -k ring
+tries every property on every mutant of the tile loop, on the GPU if there is one; so do -k ring
 and -k decoding, for their own files. -k kernel, for results/mutants_kernels.json, stops at the
-first property that is red: the kernels are interpreted on a CPU. Without the option each mutant
-meets one property that the committed matrix says catches it, on the CPU.
+first red property, because the kernels are interpreted on a CPU. Without the option, each mutant is
+tried on the CPU with one property that catches it in the committed matrix.
 """
 
 import json
@@ -36,7 +36,7 @@ NO_RESULT = ("NameError", "SyntaxError", "IndentationError", "CompilationError")
 
 
 def until_red(property: Property) -> Property:
-    """The property, which ends with its first red check."""
+    """The property, stopped after its first red check."""
 
     def check(subject: Subject) -> Iterator[Check]:
         for each in property(subject):
@@ -48,7 +48,7 @@ def until_red(property: Property) -> Property:
 
 
 def caught(mutant: Mutant, names, *, first: bool = False, device: str = "cpu") -> list[str]:
-    """The properties that are red; with first, not more than one."""
+    """The properties that are red; with first, only the first of them."""
     found = []
     with mutant.installed() as backend:
         subject = Subject(backend, device, mutant.dtype, random_cases=4, seed=0)
@@ -63,8 +63,8 @@ def caught(mutant: Mutant, names, *, first: bool = False, device: str = "cpu") -
 
 
 def cheapest(mutant: Mutant, matrix: dict) -> list[str]:
-    """One property that catches the mutant, of the few that catch all; or all properties, where it
-    has not been measured.
+    """One property that catches the mutant, from the matrix's cover; all properties if the matrix
+    does not have the mutant.
     """
     # a value that nobody wrote may be right by chance, but not there
     order = ["poisoned memory", *matrix["cover"]]
@@ -114,7 +114,7 @@ def test_a_loop_is_caught(mutant, kill_record):
     ],
 )
 def test_no_mistake_in_a_loop_is_caught(mutant, kill_record):
-    """Red here would be a property that asks for more than attention owes."""
+    """A property that is red here demands more than attention must do."""
     found = caught(mutant, everything(), device=MATRIX_DEVICE if kill_record else "cpu")
     if kill_record:
         kill_record(row(mutant, found))
@@ -122,7 +122,7 @@ def test_no_mistake_in_a_loop_is_caught(mutant, kill_record):
 
 
 def test_without_a_mistake_passes():
-    """Loaded the way the mutants are, and compared with the real one."""
+    """An unedited copy, loaded as mutants are, equals the real backend."""
     copy = Mutant("copy", "No edit.", ())
     assert caught(copy, everything()) == []
     q, k, v = (
@@ -185,7 +185,7 @@ def test_the_page_of_shipped_bugs_says_what_was_measured():
 
 @by_name(RING_MUTANTS)
 def test_a_ring_is_held_to_the_same_properties(mutant, kill_record):
-    """Four ranks, played in one process."""
+    """Four ranks, simulated in one process."""
     few = ("forward", "gradients", "large logits")
     judge(mutant, MATRICES["mutants_ring"], kill_record, few)
 
@@ -215,8 +215,9 @@ def judge(
     *,
     first: tuple[str, ...] | None = None,
 ) -> None:
-    """A mistake is caught, and none is not. few: of what is none, unless the matrix is written.
-    first: with it the matrix has one property for a mistake, and these are tried before the others.
+    """Assert that a mistake is caught and a harmless edit is not. few: properties for a harmless
+    edit, unless the matrix is written. first: the matrix gets one property per mistake, and these
+    are tried before the others.
     """
     mistake = mutant.survives is None
     if kill_record:

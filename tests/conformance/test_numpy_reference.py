@@ -1,5 +1,5 @@
-"""The NumPy forms: against plain softmax attention, against the tile loop, against central
-differences, and by hand.
+"""The NumPy forms, compared with plain softmax attention, the tile loop, central differences and
+results by hand.
 """
 
 import ast
@@ -60,8 +60,8 @@ shapes = st.tuples(st.integers(1, 23), st.integers(1, 23), st.integers(1, 9))
 )
 @settings(max_examples=150)
 def test_every_form_is_softmax_attention(shape, block_size, block_size_q, causal, gain, seed):
-    """Any tile size, more keys than queries and fewer (rows without keys, tiles masked first),
-    small scores and large.
+    """Any tile size, more or fewer keys than queries (rows without keys, masked first tiles), small
+    and large scores.
     """
     Q, K, V = random_inputs(*shape, gain=gain, seed=seed)
     expected = naive(Q, K, V, causal)
@@ -73,8 +73,8 @@ def test_every_form_is_softmax_attention(shape, block_size, block_size_q, causal
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("num_queries, num_keys", [(50, 50), (20, 50), (50, 20)])
 def test_forward_and_backward_agree_with_the_tile_loop(num_queries, num_keys, causal):
-    """Two implementations with nothing in common: NumPy walks all rows at once, the tile loop tiles
-    the queries too.
+    """Two independent implementations: NumPy takes all rows at once, the tile loop also tiles the
+    queries.
     """
     Q, K, V = random_inputs(num_queries, num_keys, 8)
     q, k, v = (torch.from_numpy(x)[None, None].requires_grad_() for x in (Q, K, V))
@@ -95,7 +95,7 @@ def test_forward_and_backward_agree_with_the_tile_loop(num_queries, num_keys, ca
 
 
 def differentiated(Q, K, V, grad_O, causal, mask):
-    """O, the log-sum-exp, dQ, dK, dV of one sequence and one head, by the NumPy forms."""
+    """O, the log-sum-exp, dQ, dK, dV of one sequence and one head, from the NumPy forms."""
     if len(Q) == 0 or len(K) == 0:
         return np.zeros_like(grad_O), np.full(len(Q), -np.inf), *map(np.zeros_like, (Q, K, V))
     O, (m, l) = flash_attention_forward(Q, K, V, 4, causal, mask)  # noqa: E741
@@ -193,7 +193,7 @@ def test_online_softmax_counts_its_chunks():
 
 
 def test_online_softmax_of_masked_entries():
-    """Whatever comes first: a chunk of -inf leaves no NaN, and nothing but -inf gives no weight."""
+    """A chunk of -inf gives no NaN in any place; a vector of only -inf gets no weight."""
     x = np.array([-np.inf, -np.inf, 1.0, 2.0])
     close(online_softmax(x, 2).softmax, np.array([0, 0, 1, np.e]) / (1 + np.e))
     softmax, m, ell, _ = online_softmax(x[:2], 1)
@@ -201,8 +201,8 @@ def test_online_softmax_of_masked_entries():
 
 
 def test_update_by_hand():
-    """A maximum that moves from 0.8 to 1.2 makes the past worth exp(-0.4) = 0.670: 0.670 * 2.755 +
-    2.084 = 3.930.
+    """If the maximum moves from 0.8 to 1.2, the past is scaled by exp(-0.4) = 0.670: 0.670 * 2.755
+    + 2.084 = 3.930.
     """
     m, l, O = np.array([-np.inf]), np.zeros(1), np.zeros((1, 4))  # noqa: E741
     V = np.eye(8)[:, :4]
@@ -216,7 +216,7 @@ def test_update_by_hand():
 
 
 def test_update_by_a_masked_tile_changes_nothing():
-    """Before the first visible key too, where the maximum is still -inf."""
+    """Also before the first visible key, when the maximum is still -inf."""
     V = np.ones((3, 2))
     masked = np.full((2, 3), -np.inf)
     m, l, O = online_softmax_update(np.full(2, -np.inf), np.zeros(2), np.zeros((2, 2)), masked, V)  # noqa: E741

@@ -1,5 +1,5 @@
-"""An attention that is not softmax attention: green where it keeps what every attention owes, red
-for each way to break it.
+"""An attention that is not softmax attention: green if it has the properties of every attention,
+red for each way to break one.
 
 Dimensions: B batch, H heads, N queries, M keys, D head dim.
 """
@@ -33,7 +33,7 @@ def cells(backend: Backend, *properties: str) -> dict[str, Cell]:
 
 
 def test_a_right_one_is_green_in_all_that_is_not_of_softmax_alone():
-    """A regression test: sigmoid attention was not as documented in eight properties."""
+    """A regression test: sigmoid attention was wrongly red in eight properties."""
     found = cells(SIGMOID)
     assert {name: cell.note for name, cell in found.items() if cell.status == "red"} == {}
     not_claimed = "it does not claim to be softmax attention (exact=False)"
@@ -112,7 +112,7 @@ def test_a_reference_is_the_oracle():
 
 
 class Gated(nn.Module):
-    """What the gate lets in leaks the future, and at the start it is closed."""
+    """The gate leaks the future, but it is closed at the start."""
 
     def __init__(self, *, num_heads: int, **_: int):
         super().__init__()

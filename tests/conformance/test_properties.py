@@ -1,5 +1,5 @@
-"""The properties judge backends; here they are judged: green for what is right, red for each way to
-be wrong, never a crash.
+"""Tests of the properties themselves: green for a right backend, red for each kind of wrong one,
+never a crash.
 
 Dimensions: B batch, H heads, N queries, M keys, D head dim.
 """
@@ -108,7 +108,7 @@ def test_backends_that_are_slow_on_a_cpu(name):
 
 
 def shiftless(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> AttentionOutput:
-    """softmax without its maximum: what a first draft looks like."""
+    """softmax without its maximum, as in a first draft."""
     p = torch.exp(q @ k.mT * scale).tril()
     return AttentionOutput(p / p.sum(-1, keepdim=True) @ v)
 
@@ -131,7 +131,7 @@ def top_left(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> 
 
 
 def first_head(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
-    """Deals the key/value heads out in turn instead of in groups."""
+    """Assigns key/value heads to query heads in turn instead of in groups."""
     repeats = q.shape[1] // k.shape[1]
     return naive(q, k.repeat(1, repeats, 1, 1), v.repeat(1, repeats, 1, 1), **arguments)
 
@@ -158,7 +158,7 @@ def base_two(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
 
 
 class KeptLayout(torch.autograd.Function):
-    """Reads every d_out by the strides that the first of its shape had."""
+    """Reads every d_out with the strides of the first d_out of its shape."""
 
     strides: dict[torch.Size, tuple[int, ...]] = {}
 
@@ -173,7 +173,7 @@ class KeptLayout(torch.autograd.Function):
 
 
 def compiled_once(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
-    """As PyTorch calls cuDNN's backward pass."""
+    """Makes the mistake with which PyTorch calls cuDNN's backward pass."""
     return AttentionOutput(KeptLayout.apply(attention(q, k, v, backend="naive", **arguments).out))
 
 
@@ -182,7 +182,7 @@ def promised(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
 
 
 def test_a_backend_that_passes_on_ordinary_inputs_is_caught():
-    """allclose on randn, the usual test, lets it through at every length and in the gradients."""
+    """The usual test, allclose on randn, passes it at every length and in the gradients."""
     backend = Backend("shiftless", shiftless)
     for length in (16, 64, 200):
         generator = torch.Generator().manual_seed(length)
@@ -275,7 +275,7 @@ def test_what_only_one_property_sees(function, name, others):
 def in_its_own_dtype(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
 ) -> AttentionOutput:
-    """As one writes it first: right in float32."""
+    """A typical first version: right in float32."""
     scores = q @ k.mT * scale
     if causal:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
@@ -283,8 +283,8 @@ def in_its_own_dtype(
 
 
 def test_statistics_in_the_inputs_dtype_are_red_in_float32_too():
-    """A CPU is asked for float32, where a softmax in the inputs' dtype is right: what it would be
-    in bfloat16 is asked all the same.
+    """In float32, the dtype for a CPU, a softmax in the inputs' dtype is right. The property still
+    checks it in bfloat16.
     """
     assert red(get_backend("tiled", softmax_dtype="input")) == {"float32 statistics"}
     plain = Backend("plain", in_its_own_dtype, features=frozenset({"non_causal"}))
@@ -319,7 +319,7 @@ def test_a_backend_that_raises_is_red_with_its_words():
 
 
 def test_a_kernel_that_leaves_the_gpu_unusable_is_red_and_nothing_after_it_runs(monkeypatch):
-    """The error comes at the end of the property that launched it, and from then on always."""
+    """The error appears at the end of the property that launched the kernel, and ever after."""
     subject = Subject(get_backend("naive"), "cuda", torch.float32, 0, 0)
     launched = []
 
@@ -407,7 +407,7 @@ def test_random_cases_follow_the_seed_and_what_the_backend_takes():
 
 
 def test_a_column_is_quick_where_it_must_be():
-    """One subject for all properties: forward, gradients and lse share their runs."""
+    """All properties use one subject: forward, gradients and lse share their runs."""
     subject = Subject(get_backend("tiled"), "cpu", torch.float32, random_cases=3, seed=0)
     cells = [examine(subject, name) for name in ("forward", "gradients", "lse")]
     assert len({cell.checks for cell in cells[:1]}) == 1 and len(subject.rows) == 8

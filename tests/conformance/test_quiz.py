@@ -1,4 +1,4 @@
-"""The exercises of attn-conform quiz: red as they are, green when the one edit is taken back."""
+"""The exercises of attn-conform quiz: red as written, green after the edit is undone."""
 
 import ast
 import re
@@ -78,7 +78,7 @@ def test_the_command(monkeypatch, tmp_path, capsys):
 
 
 def test_the_package_page_shows_what_the_judge_prints(monkeypatch, tmp_path, capsys):
-    """Budgets, and with them which case is the worst, follow the rounding of the CPU."""
+    """Budgets, and so the worst case, depend on the rounding of the CPU."""
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "packaging/attn-conform/README.md").read_text()
     number, shown, end = re.search(
