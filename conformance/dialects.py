@@ -31,14 +31,14 @@ from attention.mask import MASKS as MASK_ARGUMENTS
 from attention.mask import sides, visible_keys
 from conformance.cases import SHORT
 
-# how an input x (B, H, N, D) is converted to the layout, and an output y is converted back
+# how to convert an input x (B, H, N, D) to the layout, and an output y back
 LAYOUTS = {
     "BHND": ("x", "y"),
     "BNHD": ("x.transpose(1, 2)", "y.transpose(1, 2)"),
     "BND": ("x.flatten(0, 1)", "y.unflatten(0, ({batch}, -1))"),  # heads are sequences
     "THD": ("x.transpose(1, 2).flatten(0, 1)", "y.unflatten(0, ({batch}, -1)).transpose(1, 2)"),
 }
-# how lse y is converted back to (B, H, N)
+# how to convert lse y back to (B, H, N)
 LSE_LAYOUTS = {
     "BHN": "y",
     "BNH": "y.transpose(1, 2)",
@@ -52,7 +52,7 @@ PAGES = (
     "torch.nn.functional.pad(x.transpose(1, 2).flatten(0, 1), (0, 0, 0, 0, 0, 1), "
     f"value={FILLER})[slots]"
 )
-# how to pass the number of visible keys left and right of a query; only pairs pass the right one
+# how to pass the visible keys left and right of a query; only pairs pass the right side
 WINDOWS = {
     "count": "{left} + 1",  # includes the query's own key
     "left": "{left}",

@@ -30,7 +30,7 @@ from attention.played_ring import collected
 from conformance.backend_under_test import Check, Subject
 from conformance.properties import PROPERTIES, Property
 
-KEPT = 8  # calls for which a process keeps the graph for a backward pass
+KEPT = 8  # calls whose graph a process keeps for a backward pass
 KEEPS = 1.5  # bytes that a process may keep, as a multiple of its own part
 PATIENCE = 120  # seconds that a process waits for another process
 # the parent process cannot observe these in its workers
@@ -64,7 +64,7 @@ class Setting:
 
 
 class Processes:
-    """Context manager: starts the processes, and terminates them at the end of the block."""
+    """Starts the processes, and terminates them after the block."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting

@@ -1,7 +1,7 @@
 """The smallest failing call of a red property, as a script that does not import this project.
 
-Each candidate is a case. We write its script, run that script here, and compare its error with the
-budget of the case. So the script that we shrink is the one that the user gets.
+Each candidate is a case. We write its script, run it here, and compare its error with the budget of
+the case. So we shrink exactly what the user gets.
 """
 
 import re

@@ -186,8 +186,7 @@ def hypotheses(trial: Trial) -> Iterator[Dialect]:
 
 def basis(trial: Trial, dtypes: list[torch.dtype]) -> Found:
     """Layout, causal argument and scale."""
-    # prefer a dialect that is right with and without a causal mask; else accept one that is right
-    # in one of them, and let later steps report the rest
+    # first look for a dialect that is right with and without a causal mask, then in only one case
     for complete, dtype, size in product((True, False), dtypes, SIZES):
         trial.dtype, (trial.length, trial.head_dim) = dtype, size
         scales = (None,) if complete else (None, 1.0)
@@ -221,7 +220,7 @@ def describe_basis(trial: Trial, dialect: Dialect) -> list[str]:
 
 
 def corner(trial: Trial, dialect: Dialect) -> Found:
-    """Whether there may be more keys than queries, and which corner the causal mask then uses."""
+    """Whether there may be more keys than queries, and the corner of the causal mask then."""
     n, flag = trial.length, dialect.causal
     if flag != "always" and not trial.agrees(dialect, m=2 * n):
         return replace(dialect, cross_length=False), ["N != M        not taken"]

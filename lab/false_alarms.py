@@ -9,13 +9,13 @@ calls= is the number of calls of one process, which has one attention, one dtype
 ten calls it writes its totals into the folder OUT.parts. On a GPU, CALLS_OF_A_KIND calls in a row
 (see conformance.fuzz) are of one kind and share compiled kernels. The other arguments are
 
-    attention  separated by commas, with or without options; all means the exact ones (all)
+    attention  several, separated by commas, or all: the exact ones (all)
     seconds    after which a process makes no more calls (86400)
     seeds      number of seeds for each attention in each dtype (1)
     device     auto, cpu or cuda (auto); processes are spread over the GPUs that PyTorch sees
     dtype      several, separated by commas (fp32,bf16,fp16)
     processes  number of processes at the same time (1)
-    seed       of the calls; the same seed repeats them, and each process has different calls (0)
+    seed       of the calls; the same seed repeats them, different ones for each process (0)
     out        the JSON file (false_alarms.json)
 """
 

@@ -1,4 +1,4 @@
-"""Write docs/public-suites.md and its figure from results/public_suites.json, no measuring."""
+"""Write docs/public-suites.md and its figure from results/public_suites.json."""
 
 from typing import Any
 
@@ -130,7 +130,7 @@ def added(suite: Row) -> list[str]:
 
 
 def draw(suites: dict[str, Row]) -> None:
-    """A bar for each suite: mistakes that it catches, that it passes, and that are out of reach."""
+    """A bar for each suite: mistakes caught, passed, and out of its reach."""
     figure, axes = new_figure(size=(9, 0.42 * len(suites) + 1.2))
     for y, suite in enumerate(suites.values()):
         passed = len(suite["passes_in_reach"])
