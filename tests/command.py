@@ -166,9 +166,15 @@ def shortcuts(curve: bool = False) -> Iterator[None]:
         yield
 
 
-def start(*arguments: str, new_group: bool = False, **variables: str) -> forked.Process:
+def start(
+    *arguments: str,
+    new_group: bool = False,
+    loaded: tuple[str, ...] = forked.PACKAGES,
+    **variables: str,
+) -> forked.Process:
     """train.py with these arguments, in a process of its own; communicate()[0] is all it prints."""
-    return forked.Process("train.py", *arguments, env=environment(**variables), new_group=new_group)
+    given = {"env": environment(**variables), "new_group": new_group, "loaded": loaded}
+    return forked.Process("train.py", *arguments, **given)
 
 
 def start_quick(*arguments: str, **variables: str) -> forked.Process:

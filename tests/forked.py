@@ -29,6 +29,8 @@ STREAMS = ("stdin", "stdout", "stderr")
 CLOSED = Path("closed")  # as by `>&-` in a shell
 PID_BYTES = 20  # of the message with a process's id, behind which its exit code comes
 PACKAGES = ("torch._dynamo", "matplotlib.pyplot", "hydra", "safetensors.torch", "tqdm.auto")
+# for runs that log no table: the first child to end removes the folder that wandb has made for them
+WITH_WANDB = (*PACKAGES, "wandb", "wandb.sdk.launch")
 
 
 class Process:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 
+from tests import forked
 from tests.command import (
     ROOT,
     TINY,
@@ -30,6 +31,7 @@ from tests.command import (
     tiny_sweep,
     wait_for_rows,
 )
+from tests.forked import WITH_WANDB
 from training.sweep import read_sweep
 
 needs_wandb = pytest.mark.skipif(
@@ -400,7 +402,7 @@ def test_out_of_memory_is_a_result_and_leaves_nothing_behind(tmp_path):
         "logger=wandb",
     )
     asked = tiny_sweep(tmp_path, *shape, "seq_len=32,200000,48")[1:]  # the recipe is a sweep
-    done = finish(start("experiment=memory_wall", *asked, WANDB_MODE="offline"))
+    done = finish(start("experiment=memory_wall", *asked, loaded=WITH_WANDB, WANDB_MODE="offline"))
     assert done.code == 0 and "Traceback" not in done.output, done.output
     before, failed, after = index(tmp_path)
     assert [row["status"] for row in (before, failed, after)] == ["completed", "oom", "completed"]
@@ -507,9 +509,8 @@ def test_wandb_has_the_whole_sweep_in_one_folder_and_every_row_of_it(tmp_path):
         "WANDB_MODE": "online",
     }
     sweep = tmp_path / "sweep"
-    done = finish(
-        start(*tiny_sweep(sweep, *DIVERGES, "attention=tiled,no_max", "logger=wandb"), **account)
-    )
+    asked = tiny_sweep(sweep, *DIVERGES, "attention=tiled,no_max", "logger=wandb")
+    done = finish(start(*asked, loaded=WITH_WANDB, **account))
     assert done.code == 0 and "Traceback" not in done.output, done.output
     assert done.output.count("nosuch.invalid does not answer; this run is logged offline") == 2
     assert [row["status"] for row in index(sweep)] == ["completed", "diverged"]
@@ -531,7 +532,7 @@ def test_wandb_has_the_whole_sweep_in_one_folder_and_every_row_of_it(tmp_path):
         assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d sweep", started["run_group"])
     assert f"wandb: wandb sync {sweep}/wandb/offline-run-*\n" in done.output
     # one of them goes on alone, in a folder that has all of it
-    assert finish(start(f"resume={sweep / '0'}", "steps=41")).code == 0
+    assert finish(start(f"resume={sweep / '0'}", "steps=41", loaded=WITH_WANDB)).code == 0
     assert (
         not (sweep / "0/wandb").exists() and len(list((sweep / "wandb").glob("offline-run-*"))) == 2
     )
@@ -604,7 +605,8 @@ def test_wandb_names_and_shows_what_a_sweep_compares(tmp_path):
 @needs_wandb
 def test_a_switch_that_is_to_come_is_in_the_name(tmp_path):
     swept = ("attention=naive", "attention.switch_to=tiled", "attention.switch_at=null,2")
-    done = finish(start(*tiny_sweep(tmp_path, *swept, "logger=wandb"), WANDB_MODE="offline"))
+    asked = tiny_sweep(tmp_path, *swept, "logger=wandb")
+    done = finish(start(*asked, loaded=WITH_WANDB, WANDB_MODE="offline"))
     assert done.code == 0, done.output
     names = [started(records_of(tmp_path, job))[1]["variant"] for job in "01"]
     assert names == ["naive", "naive, tiled after step 2"]
@@ -632,16 +634,13 @@ def records_of(sweep: Path, job: str) -> list[dict]:
 
 
 def inspect_summary(sweep: Path, job: str) -> dict:
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json"]
-    text = subprocess.run(
-        [*command, str(offline_log(sweep, job))],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=100,
-    ).stdout
-    return json.loads(text)
+    return json.loads(leet("--summary", "--json", str(offline_log(sweep, job))))
+
+
+def leet(*arguments: str) -> str:
+    """What wandb's own tool tells."""
+    command = ("-m", "wandb", "leet", "inspect", *arguments)
+    return forked.run(*command, env=environment(), loaded=WITH_WANDB, check=True).stdout
 
 
 @pytest.mark.slow
@@ -690,11 +689,7 @@ def metrics_of(item: dict) -> dict:
 
 
 def inspect(log: Path) -> list[dict]:
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(log)]
-    text = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, check=True, timeout=100
-    ).stdout
-    return [json.loads(line) for line in text.splitlines()]
+    return [json.loads(line) for line in leet("--json", str(log)).splitlines()]
 
 
 def as_wandb_has_it(row: dict) -> dict:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from scripts import dashboard
+from tests import forked
 from tests.command import metrics, python_path, run, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,16 +49,12 @@ def start(*arguments: str) -> subprocess.CompletedProcess:
     """In a process of its own: wandb reads its settings once. No terminal, and nothing to read: a
     question would fail it.
     """
-    command = [sys.executable, "-m", "scripts.dashboard", *arguments]
+    return start_python("-m", "scripts.dashboard", *arguments)
+
+
+def start_python(*arguments: str) -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHONPATH": python_path(ROOT)}
-    return subprocess.run(
-        command,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        stdin=subprocess.DEVNULL,
-    )
+    return forked.run(*arguments, env=environment, cwd=Path.cwd(), loaded=forked.WITH_WANDB)
 
 
 def complaint(done: subprocess.CompletedProcess) -> str:
@@ -258,16 +255,7 @@ def test_a_server_that_never_answers(offline):
         offline.setenv("WANDB_API_KEY", "0" * 40)
         offline.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         began = time.monotonic()
-        command = [sys.executable, "-c", code, "entity=me"]
-        environment = os.environ | {"PYTHONPATH": python_path(ROOT)}
-        done = subprocess.run(
-            command,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            stdin=subprocess.DEVNULL,
-        )
+        done = start_python("-c", code, "entity=me")
         assert "took longer than 1 s" in complaint(done) and time.monotonic() - began < 50
 
 

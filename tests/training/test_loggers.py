@@ -88,17 +88,17 @@ def run_program(folder: Path, mode: str = "auto", jobs=((0, False),), **variable
     (folder / "0").mkdir(exist_ok=True)
     (folder / "0/metrics.jsonl").touch()
     command = ["-c", PROGRAM, str(folder), mode, json.dumps(list(jobs))]
-    done = forked.run(*command, cwd=folder, env=environment(folder, **variables))
+    given = {"env": environment(folder, **variables), "loaded": forked.WITH_WANDB}
+    done = forked.run(*command, cwd=folder, **given)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
 
 def inspect(run: Path) -> list[dict]:
     """The records of an offline run, read by wandb's own tool."""
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(run)]
-    text = subprocess.run(
-        command, env=environment(run), capture_output=True, text=True, check=True, timeout=100
-    ).stdout
+    command = ("-m", "wandb", "leet", "inspect", "--json", str(run))
+    given = {"env": environment(run), "loaded": forked.WITH_WANDB}
+    text = forked.run(*command, check=True, **given).stdout
     return [json.loads(line) for line in text.splitlines()]
 
 
@@ -201,7 +201,9 @@ def kill_twice(folder: Path, name: str, **variables: str) -> list[dict]:
     """
     for first, last in ((0, 23), (15, 31), (28, 40)):
         command = ["-c", KILLED, str(folder), str(first), str(last), name]
-        code = forked.run(*command, cwd=folder, env=environment(folder, **variables)).returncode
+        given = {"env": environment(folder, **variables)}
+        given |= {"loaded": forked.WITH_WANDB} if name == "wandb" else {}
+        code = forked.run(*command, cwd=folder, **given).returncode
         assert code == (-9 if last < 40 else 0)
         if name == "wandb" and last == 31:  # as wandb names the second folder of a second
             (killed,) = folder.glob("wandb/offline-run-*")
