@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import multiprocessing
 
 from conformance.backend_under_test import Subject
 from conformance.distributed import Processes, Setting
@@ -18,6 +19,14 @@ def statuses(setting: Setting, names=ASKED) -> dict[str, str]:
     return {cell.property: cell.status for cell in cells}
 
 
+@pytest.fixture
+def forked(monkeypatch):
+    """Processes that need not import torch, which takes each of them seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["conformance.distributed"])
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
+
+
 @pytest.mark.slow
 def test_our_ring_is_green():
     assert set(statuses(Setting(2, attention="tiled")).values()) == {"green"}
@@ -29,7 +38,7 @@ def test_exchanged_heads_are_green():
     assert statuses(Setting(2, attention="tiled", heads=2), tuple(asked)) == asked
 
 
-def test_a_ring_of_a_users_own_is_told_apart():
+def test_a_ring_of_a_users_own_is_told_apart(forked):
     """One ring is right but keeps all keys; the other counts positions within the rank."""
     right = statuses(Setting(2, target="tests.user_rings:RIGHT", layout="contiguous"))
     assert right == dict.fromkeys(ASKED, "green") | {"bytes of a rank": "red"}
@@ -37,7 +46,7 @@ def test_a_ring_of_a_users_own_is_told_apart():
     assert {wrong[name] for name in ("forward", "gradients", "lse")} == {"red"}
 
 
-def test_a_process_that_fails_is_named():
+def test_a_process_that_fails_is_named(forked):
     with Processes(Setting(2, target="tests.user_rings:FAILS")) as processes:
         subject = Subject(processes.backend, "cpu", torch.float32, 0, 0, 4)
         cell = examine(subject, "forward")

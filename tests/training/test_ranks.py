@@ -545,20 +545,17 @@ def test_what_outlives_the_first_rank_says_one_line(tmp_path):
     """A regression test: PyTorch's C++ printed that the connection was reset, with its stacks."""
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     asked = tiny(tmp_path / "run", *SHARED, "steps=100000", "eval_every=0")
-    first, other = (  # processes that load PyTorch: it reads at its start what it prints
-        subprocess.Popen(
-            [sys.executable, "train.py", *asked],
-            cwd=ROOT,
-            env=environment(RANK=str(rank), **meeting),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
+    first = start_quick(*asked, RANK="0", **meeting)
+    other = subprocess.Popen(  # it loads PyTorch, which reads at its start what it prints
+        [sys.executable, "train.py", *asked],
+        cwd=ROOT,
+        env=environment(RANK="1", **meeting),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     wait_for_rows(first, tmp_path / "run", 3)
     first.kill()
-    first.communicate()
     said = "rank 1 of 2: rank 0 ended and did not say why: it was killed, or lost\n"
     assert other.communicate(timeout=60)[0] == said and other.returncode == 1
 
