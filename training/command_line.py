@@ -68,11 +68,13 @@ def launch(main: Callable[[], Any], began: float) -> None:
         refuse_mistakes_in_files(arguments)
         sys.argv[1:] = arguments if ranks.first else [*arguments, *folder_that_goes()]
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
-        with Ending(), one_sentence():
-            main()
+        try:
+            with Ending(), one_sentence():
+                main()
+        finally:
+            if answers:  # Hydra exits after --help
+                sys.stdout.flush()
         leave()
-        if answers:
-            sys.stdout.flush()
     except BrokenPipeError:  # `--help | head` has read enough; a run goes on without stdout
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)

@@ -74,7 +74,7 @@ def test_a_reader_of_the_help_that_has_read_enough():
     done = subprocess.run(
         [sys.executable, "train.py", "--help"],
         cwd=ROOT,
-        env=environment(),
+        env=environment(PYTHONUNBUFFERED=""),
         stdout=writer,
         stderr=subprocess.PIPE,
         text=True,
