@@ -19,9 +19,13 @@ import select
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
+import time
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -115,33 +119,49 @@ def run(
 def server(loaded: tuple[str, ...]) -> Path:
     """The folder of this worker's server with these modules, which is ready to fork."""
     folder = Path(tempfile.mkdtemp(prefix="tilegpt-fork-"))
-    process = subprocess.Popen(
-        [sys.executable, __file__, str(folder / "socket"), *loaded],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
+    command = (__file__, str(folder / "socket"), *loaded)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    # one that loads more than the packages begins as a child of the server that has those
+    begin = server_of_packages if loaded == PACKAGES else server_with_more
+    end = begin(command, environment)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(end)
+    return folder
+
+
+def server_of_packages(command: tuple[str, ...], environment: dict[str, str]) -> Callable[[], None]:
+    """Start it. Returns what ends it."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, *command], cwd=ROOT, env=environment, **pipes)
     assert process.stdout.readline() == b"ready\n"
 
     def end() -> None:
         process.stdin.close()
         process.wait()
-        shutil.rmtree(folder, ignore_errors=True)
 
-    atexit.register(end)
-    return folder
+    return end
+
+
+def server_with_more(command: tuple[str, ...], environment: dict[str, str]) -> Callable[[], None]:
+    process = Process(*command, env=environment, new_group=True)
+    while not process.stdout.read_text():
+        assert process.poll() is None
+        time.sleep(0.01)
+    return lambda: os.killpg(process.pid, signal.SIGKILL)
 
 
 def serve(address: str) -> dict:
-    """Fork for every request until stdin closes. Returns the request, in the children alone."""
+    """Fork for every request until a pipe at stdin closes. Returns the request, in the children
+    alone.
+    """
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen()
     print("ready", flush=True)
     children: dict[int, socket.socket] = {}  # who asked for a process, by its id
+    heard = [listener, 0] if stat.S_ISFIFO(os.fstat(0).st_mode) else [listener]
     while True:
-        readable, _, _ = select.select([listener, 0], [], [], 0.01 if children else None)
+        readable, _, _ = select.select(heard, [], [], 0.01 if children else None)
         for pid in list(children):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
@@ -181,6 +201,8 @@ def become(request: dict) -> list[str]:
             os.dup2(1, number)
     os.environ.clear()
     os.environ.update(request["env"])
+    # what the server's packages have made is the server's to take down
+    weakref.finalize._registry.clear()
     if folders := os.environ.get("PYTHONPATH"):
         sys.path[1:1] = folders.split(os.pathsep)
     random.seed()
@@ -213,15 +235,17 @@ if __name__ == "__main__":
     exit_code: int | None = None
     atexit.register(leave)
     sys.path[0] = str(ROOT)
-    for name in sys.argv[2:]:
-        __import__(name)
-    # what is forked cannot use a GPU, nor some libraries of macOS
-    FORKS = sys.platform == "linux" and not sys.modules["torch"].cuda.is_available()
-    gc.collect()
-    gc.freeze()
-    arguments = become(serve(sys.argv[1]))
-    if not FORKS:
-        os.execv(sys.executable, [sys.executable, *arguments])
+    arguments = sys.argv
+    while arguments[0] == __file__:  # a server, or a child of one that is to be one
+        for name in arguments[2:]:
+            __import__(name)
+        # what is forked cannot use a GPU, nor some libraries of macOS
+        FORKS = sys.platform == "linux" and not sys.modules["torch"].cuda.is_available()
+        gc.collect()
+        gc.freeze()
+        arguments = become(serve(arguments[1]))
+        if not FORKS:
+            os.execv(sys.executable, [sys.executable, *arguments])
     try:
         run_python(*arguments)
         exit_code = 0
