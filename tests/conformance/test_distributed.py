@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import multiprocessing
 
 from conformance.backend_under_test import Subject
 from conformance.distributed import Processes, Setting
@@ -19,14 +18,6 @@ def statuses(setting: Setting, names=ASKED) -> dict[str, str]:
     return {cell.property: cell.status for cell in cells}
 
 
-@pytest.fixture
-def forked(monkeypatch):
-    """Processes that need not import torch, which takes each of them seconds."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["conformance.distributed"])
-    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
-
-
 @pytest.mark.slow
 def test_our_ring_is_green():
     assert set(statuses(Setting(2, attention="tiled")).values()) == {"green"}
@@ -38,7 +29,8 @@ def test_exchanged_heads_are_green():
     assert statuses(Setting(2, attention="tiled", heads=2), tuple(asked)) == asked
 
 
-def test_a_ring_of_a_users_own_is_told_apart(forked):
+@pytest.mark.usefixtures("forked")
+def test_a_ring_of_a_users_own_is_told_apart():
     """One ring is right but keeps all keys; the other counts positions within the rank."""
     right = statuses(Setting(2, target="tests.user_rings:RIGHT", layout="contiguous"))
     assert right == dict.fromkeys(ASKED, "green") | {"bytes of a rank": "red"}
@@ -46,7 +38,8 @@ def test_a_ring_of_a_users_own_is_told_apart(forked):
     assert {wrong[name] for name in ("forward", "gradients", "lse")} == {"red"}
 
 
-def test_a_process_that_fails_is_named(forked):
+@pytest.mark.usefixtures("forked")
+def test_a_process_that_fails_is_named():
     with Processes(Setting(2, target="tests.user_rings:FAILS")) as processes:
         subject = Subject(processes.backend, "cpu", torch.float32, 0, 0, 4)
         cell = examine(subject, "forward")

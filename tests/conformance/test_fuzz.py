@@ -123,6 +123,7 @@ def test_the_gradient_of_a_sink_that_holds_next_to_nothing():
     assert torch.allclose(found, reference, rtol=1e-4, atol=0)
 
 
+@pytest.mark.usefixtures("forked")
 def test_false_alarms_counts_every_attention(tmp_path):
     out = tmp_path / "alarms.json"
     asked = ["calls=3", "attention=naive,tiled", "dtype=fp32", "processes=2", "seeds=2"]
@@ -142,6 +143,7 @@ def dies(attention, dtype, seed, device, options, part):
     os._exit(9)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_process_that_is_killed_keeps_what_it_found(tmp_path, monkeypatch):
     monkeypatch.setattr(false_alarms, "measure", dies)
     options = false_alarms.Options(calls=20, out=tmp_path / "alarms.json")
