@@ -27,6 +27,7 @@ import torch
 from hydra._internal.hydra import Hydra
 
 import config
+from data import corpora
 from tests import forked
 from training import command_line, recorder
 from training import environment as surroundings
@@ -35,6 +36,7 @@ from training.checkpoint import Checkpoints
 ROOT = Path(__file__).resolve().parents[1]
 UNCHANGED = {name: getattr(recorder, name) for name in ("draw_loss_curve", "draw_max_scores")}
 FSYNC = os.fsync
+LIST_FILES = corpora.list_files
 QUICK = (*forked.PACKAGES, "tests.quick")
 
 # the smallest run that does everything
@@ -87,6 +89,17 @@ def cache_folder() -> str:
 
 register_once = functools.cache(config.register)
 git_once = functools.cache(surroundings._git)
+version_once = functools.cache(surroundings._version)
+
+
+@functools.cache
+def installed_files(source: str) -> tuple[Path, list[Path]]:
+    return LIST_FILES(config.DataConfig(source=source))
+
+
+def list_files(data: config.DataConfig) -> tuple[Path, list[Path]]:
+    installed = data.source in ("stdlib", "torch_source")
+    return installed_files(data.source) if installed else LIST_FILES(data)
 
 
 def tiny(run_dir: Path, *overrides: str) -> list[str]:
@@ -115,8 +128,9 @@ def run(*arguments: str, curve: bool = False, **variables: str) -> Done:
 
     What takes most of the time of a tiny run is left out: its pictures, which `curve` asks for, and
     Hydra's first composition, by which it learns that no recipe asks for a sweep. What takes time
-    and is the same for all runs is done once: the schema, and asking git for the commit. Nothing
-    waits for the disk, which no test can tell.
+    and is the same for all runs is done once: the schema, asking git for the commit and packages
+    for their versions, and listing what Python has installed. Nothing waits for the disk, which no
+    test can tell.
     """
     torch.set_num_threads(1)
     output, code = io.StringIO(), 0
@@ -163,6 +177,9 @@ def shortcuts(curve: bool = False) -> Iterator[None]:
         for module in (config, command_line):
             left_out.enter_context(mock.patch.object(module, "register"))
         left_out.enter_context(mock.patch.object(surroundings, "_git", git_once))
+        left_out.enter_context(mock.patch.object(surroundings, "_version", version_once))
+        if corpora.list_files is LIST_FILES:
+            left_out.enter_context(mock.patch.object(corpora, "list_files", list_files))
         yield
 
 

@@ -4,8 +4,7 @@ import json
 import os
 import random
 import resource
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,8 @@ from torch import nn
 from torch.amp import GradScaler
 
 from config import OptimConfig
-from tests.command import load_checkpoint, save_checkpoint
+from tests import forked
+from tests.command import environment, load_checkpoint, save_checkpoint
 from training.checkpoint import CheckpointError, load_model_state, read_meta
 from training.optimizer import build_optimizer
 
@@ -326,67 +326,49 @@ def test_a_kill_between_the_renames_leaves_the_last_checkpoint(tmp_path):
     assert os.listdir(tmp_path) == ["checkpoint"]
 
 
-SAVE_FOREVER = """
-import os, sys, torch, torch._dynamo, safetensors.torch
-from pathlib import Path
-from tests.training.test_checkpoint import CONFIG, TiedModel
-from tests.command import save_checkpoint
-from config import OptimConfig
-from training.optimizer import build_optimizer
+def save_forever(run_dir: Path, step: int) -> None:
+    torch.set_num_threads(1)
+    model = TiedModel()
+    optimizer = build_optimizer(model, OptimConfig(lr=1e-3))
+    parts = {"model": model, "optimizer": optimizer, "scaler": None, "config": CONFIG}
+    while True:
+        model.embedding.weight.data.fill_(step)
+        save_checkpoint(run_dir, **parts, step=step, tokens=step)
+        os.write(1, f"{step}\n".encode())
+        step += 1
 
-# imported once, then fork() for every kill
-torch.set_num_threads(1)
-for line in sys.stdin:
-    if os.fork() == 0:
-        run_dir, first = line.split()
-        model = TiedModel()
-        optimizer = build_optimizer(model, OptimConfig(lr=1e-3))
-        print(os.getpid(), flush=True)
-        for step in range(int(first), int(first) + 100_000):
-            model.embedding.weight.data.fill_(step)
-            parts = {"model": model, "optimizer": optimizer, "scaler": None}
-            save_checkpoint(Path(run_dir), **parts, step=step, tokens=step, config=CONFIG)
-            os.write(1, f"{step}\\n".encode())
-    os.wait()
-    print("killed", flush=True)
+
+SAVE_FOREVER = """
+import sys
+from pathlib import Path
+from tests.training.test_checkpoint import save_forever
+save_forever(Path(sys.argv[1]), int(sys.argv[2]))
 """
 
 
 def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
-    server = subprocess.Popen(
-        [sys.executable, "-c", SAVE_FOREVER],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        bufsize=1,
-    )
+    loaded = (*forked.PACKAGES, "tests.training.test_checkpoint")
     moments = random.Random(0)
     first = 0
-    try:
-        for _ in range(25):
-            server.stdin.write(f"{tmp_path} {first}\n")
-            server.stdin.flush()
-            pid = int(server.stdout.readline())
-            written = int(server.stdout.readline())
-            # after the first save, somewhere within the next two
-            subprocess.run(["sleep", f"{moments.uniform(0, 0.02):.4f}"], check=True)
-            os.kill(pid, 9)
-            for line in iter(server.stdout.readline, "killed\n"):
-                written = int(line)
-            model = TiedModel()
-            optimizer = build_optimizer(model, OptimConfig(lr=1e-3))
-            meta = load_checkpoint(
-                tmp_path, model=model, optimizer=optimizer, scaler=None, config=CONFIG
-            )
-            assert meta["step"] in (written, written + 1)
-            assert torch.equal(
-                model.embedding.weight, torch.full_like(model.embedding.weight, meta["step"])
-            )
-            first = meta["step"] + 1
-    finally:
-        server.kill()
-        server.communicate()
+    for _ in range(25):
+        command = ("-c", SAVE_FOREVER, str(tmp_path), str(first))
+        process = forked.Process(*command, env=environment(), loaded=loaded)
+        while not process.stdout.stat().st_size:
+            time.sleep(0.001)
+        # after the first save, somewhere within the next two
+        time.sleep(moments.uniform(0, 0.02))
+        process.kill()
+        written = int(process.communicate()[0].split()[-1])
+        model = TiedModel()
+        optimizer = build_optimizer(model, OptimConfig(lr=1e-3))
+        meta = load_checkpoint(
+            tmp_path, model=model, optimizer=optimizer, scaler=None, config=CONFIG
+        )
+        assert meta["step"] in (written, written + 1)
+        assert torch.equal(
+            model.embedding.weight, torch.full_like(model.embedding.weight, meta["step"])
+        )
+        first = meta["step"] + 1
 
 
 def test_meta_is_plain_json(tmp_path):
