@@ -201,6 +201,7 @@ def become(request: dict) -> list[str]:
             os.dup2(1, number)
     os.environ.clear()
     os.environ.update(request["env"])
+    tempfile.tempdir = None  # as TMPDIR says now
     # what the server's packages have made is the server's to take down
     weakref.finalize._registry.clear()
     if folders := os.environ.get("PYTHONPATH"):
