@@ -483,6 +483,8 @@ class RunConfig:
     dtype: str = "auto"
     # torch.compile: auto (on a GPU), true or false
     compile: str = "auto"
+    # launch a compiled step on a GPU as one CUDA graph: auto (where it can), true or false
+    cuda_graph: str = "auto"
     # ask PyTorch for deterministic kernels
     deterministic: bool = False
     # a run directory to continue, under its own settings and the ones given now
@@ -507,12 +509,13 @@ class RunConfig:
     left_out: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.compile = str(self.compile).lower()
+        self.compile, self.cuda_graph = (str(x).lower() for x in (self.compile, self.cuda_graph))
         for key in setting_keys(RunConfig):
             check_int64(key, attrgetter(key)(self))
         _check_choice(self, "device", "auto", "cpu", "cuda")
         _check_choice(self, "dtype", "auto", "fp32", "bf16", "fp16")
         _check_choice(self, "compile", "auto", "true", "false")
+        _check_choice(self, "cuda_graph", "auto", "true", "false")
         _check_at_least(self, 1, "seq_len", "steps", "eval_sequences", "log_every")
         _check_at_least(self, 1, "checkpoint_every", "keep")
         _check_at_least(self, 0, "seed", "eval_every", "sample_tokens", "diagnose_every")

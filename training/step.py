@@ -23,6 +23,7 @@ from training.phases import phase
 from training.ranks import ALONE, GradientSum, Ranks
 from training.resume import FIRST_START, Start
 from training.schedule import backend_after, prepare_model
+from training.step_graph import StepGraphs, reason_against
 from training.throughput import Throughput, peak_flops
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ class Stepper:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.graphs = None  # before NCCL, which waits for the graphs that send by it
         self.batches.__exit__(*error)
 
     @property
@@ -112,10 +114,22 @@ class Stepper:
         """Train with this attention from here on; the speed excludes the compilation."""
         self.model = prepare_model(self.run.model, backend, compile_mode=self.run.config.compile)
         self.throughput.warm_up()
+        self.graphs = self._graphs(backend)
         # the second step from here is compiled, has the optimizer's state, and is not timed
         self.measured_step = min(self.done + 1, self.run.config.steps - 1)
         # the third is not timed either; it looks for scores, so that this compiles untimed too
         self.looking_step = self.done + 2
+
+    def _graphs(self, backend: Backend) -> StepGraphs | None:
+        """Raises ValueError where the user asks for a graph and there can be none."""
+        asked, scaled = self.run.config.cuda_graph, self.run.scaler.is_enabled()
+        if asked == "false":
+            return None
+        how = {"compiled": self.compiled, "scaled": scaled}
+        why = reason_against(backend, self.run.device, **how)
+        if why and asked == "true":
+            raise ValueError(f"cuda_graph=true: {why}; leave it at auto")
+        return None if why else StepGraphs(compute_gradients)
 
     def steps(self, stop: Interrupt = NEVER) -> Iterator[StepResult]:
         """Yield a result per step, until the last step, a diverged one, or stop.requested."""
@@ -199,6 +213,9 @@ class Stepper:
             if step == self.measured_step:  # freed before, so as not to be freed while it measures
                 self.run.optimizer.zero_grad(set_to_none=True)
                 self.run.model.forget_max_scores()
+            # the first steps compile, and are measured
+            if self.graphs is not None and step > self.looking_step:
+                how["compute"] = self.graphs
             with self._measured(step, passes):
                 pending = queue_step(self.model, passes, **self.step_args, **how, before=before)
         if pending.updated:
@@ -239,6 +256,7 @@ def queue_step(
     look: bool = False,
     qk_clip: float = 0.0,
     before: PendingStep | None = None,
+    compute: Callable[..., tuple[Tensor, Tensor]] | None = None,
     **step_args: Any,
 ) -> PendingStep:
     """Enqueue forward and backward, and the optimizer's step too if `update` is set and the fused
@@ -247,11 +265,12 @@ def queue_step(
 
     The next step can then be enqueued before the host looks at this one, so the device never waits
     for the host. `before` is the step before this one: unless both are finite, no weights change.
-    `step_args` are passed to compute_gradients().
+    `step_args` are passed to `compute`, which is compute_gradients() or StepGraphs.
     """
+    compute = compute or compute_gradients
     step_args |= {"optimizer": optimizer, "scaler": scaler, "ranks": ranks}
     scores: list[Tensor] | None = [] if look or qk_clip else None
-    loss_and_norm = torch.stack(compute_gradients(step_model, passes, **step_args, scores=scores))
+    loss_and_norm = torch.stack(compute(step_model, passes, **step_args, scores=scores))
     figures, largest = loss_and_norm, None
     if scores:
         largest = ranks.largest(torch.stack(scores).amax(0))

@@ -1,0 +1,127 @@
+"""The forward and backward passes of a step as one CUDA graph, which the host launches at once.
+
+A step of a small model is a thousand short kernels, and a host takes longer to launch them one by
+one than the GPU to run them. A graph also keeps what happens around them: clipping, and under
+torchrun the messages between ranks. It replays the same kernels on the same addresses, so it
+changes no bit of the results.
+
+A graph has memory of its own, as much as the step needs, which evaluation cannot use. Where that is
+more than ROOM of the GPU's there is none. Steps that look at scores have a second graph, in the
+same memory.
+"""
+
+import logging
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attention import Backend
+from data.prefetch import Pass
+
+log = logging.getLogger("tilegpt")
+
+# attention beside what is traceable that asks its GPU nothing while it is called
+ASKS_NOTHING = ("triton",)
+ROOM = 0.45
+
+
+def reason_against(
+    backend: Backend, device: torch.device, *, compiled: bool, scaled: bool
+) -> str | None:
+    """Why a run can have no graph of its steps; None where it can.
+
+    What is not compiled may be Python of the user's, which a replay would not run again. A loss
+    scale changes on the host.
+    """
+    if device.type != "cuda":
+        return f"it needs a GPU, and device={device.type}"
+    if not compiled:
+        return "the model is not compiled"
+    if scaled:
+        return "dtype=fp16 scales the loss from step to step"
+    if not (backend.traceable or backend.name in ASKS_NOTHING):
+        return f"attention={backend.name} may ask the GPU what to do next"
+    return None
+
+
+class StepGraphs:
+    """Stands in for compute_gradients(), for steps of one kind; others it hands on.
+
+    gradients = StepGraphs(compute_gradients)
+    loss, norm = gradients(model, passes, **step_args)
+
+    Loss, norm and scores are overwritten by the next call, and so are the gradients, which every
+    call leaves in the parameters. A kind is the shapes of the passes and what divides their losses;
+    it is captured when it comes for the second time in a row.
+    """
+
+    def __init__(self, compute: Any) -> None:
+        self.compute = compute
+        self.kind: Hashable = None
+        self.inputs: list[Pass] = []
+        # every graph leaves them at the same addresses
+        self.gradients: list[tuple[nn.Parameter, Tensor]] = []
+        self.graphs: dict[bool, tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor], list]] = {}
+        self.given_up = False
+
+    def __call__(
+        self,
+        step_model: nn.Module,
+        passes: Sequence[Pass],
+        *,
+        scores: list[Tensor] | None = None,
+        **step_args: Any,
+    ) -> tuple[Tensor, Tensor]:
+        kind = tuple(
+            (divisor, *((x.shape, x.dtype) for x in tensors)) for tensors, divisor in passes
+        )
+        if kind != self.kind or self.given_up:
+            if not self.graphs:  # until a kind has come twice in a row
+                self.kind = kind
+            return self.compute(step_model, passes, scores=scores, **step_args)
+        if not self.inputs:
+            self.inputs = [Pass(tuple(map(torch.clone, x.tensors)), x.divisor) for x in passes]
+        for given, kept in zip(passes, self.inputs, strict=True):
+            torch._foreach_copy_(kept.tensors, given.tensors)
+        look = scores is not None
+        if look not in self.graphs and not self._capture(step_model, look=look, **step_args):
+            return self.compute(step_model, passes, scores=scores, **step_args)
+        graph, results, found = self.graphs[look]
+        graph.replay()
+        for parameter, gradient in self.gradients:
+            parameter.grad = gradient
+        if scores is not None:
+            scores += found
+        return results
+
+    def _capture(self, step_model: nn.Module, *, look: bool, **step_args: Any) -> bool:
+        """Whether there is a graph now; if not, all further steps go without."""
+        others = next(iter(self.graphs.values()), None)
+        pool = None if others is None else others[0].pool()
+        needed = torch.cuda.max_memory_allocated() / torch.cuda.get_device_properties().total_memory
+        if pool is None and needed > ROOM:
+            return self._give_up(f"they need {needed:.0%} of the GPU's memory")
+        step_args["optimizer"].zero_grad(set_to_none=True)
+        graph, found = torch.cuda.CUDAGraph(), [] if look else None
+        try:
+            # another thread may copy the next batch to the GPU meanwhile
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                results = self.compute(step_model, self.inputs, scores=found, **step_args)
+                if self.gradients:
+                    kept = [gradient for _, gradient in self.gradients]
+                    torch._foreach_copy_(kept, [parameter.grad for parameter, _ in self.gradients])
+        except RuntimeError as error:
+            return self._give_up(str(error).splitlines()[0])
+        if not self.gradients:
+            every = step_model.parameters()
+            self.gradients = [(x, x.grad) for x in every if x.grad is not None]
+        self.graphs[look] = graph, results, found or []
+        return True
+
+    def _give_up(self, why: str) -> bool:
+        log.info(f"the steps are no CUDA graph: {why}")
+        self.given_up = True
+        self.graphs, self.gradients, self.inputs = {}, [], []
+        return False
