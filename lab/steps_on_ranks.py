@@ -71,7 +71,8 @@ from training.optimizer import set_learning_rate
 from training.ranks import ALONE, Ranks, leave, of_environment
 from training.run import Run, build_run, compose
 from training.schedule import prepare_model
-from training.step import PendingStep, queue_step
+from training.step import PendingStep, compute_gradients, queue_step
+from training.step_graph import StepGraphs, reason_against
 
 LOSS, ERROR = 1e-2, 2e-2  # bfloat16 alone causes errors of 0.003
 TIMEOUT = 60  # seconds that a rank waits for another
@@ -239,6 +240,10 @@ def measure(
     passes = [Pass(tuple(tensors), float(ranks.world))]
     how = {"optimizer": run.optimizer, "scaler": run.scaler, "autocast": run.autocast}
     how |= {"grad_clip": optim.grad_clip, "ranks": ranks, "update": True}
+    backend = run.model.backend
+    why = reason_against(backend, run.device, compiled=model is not run.model, scaled=False)
+    if not why and run.config.cuda_graph != "false" and isinstance(model, GPT):
+        how["compute"] = StepGraphs(compute_gradients)
 
     def step(before: PendingStep | None = None) -> PendingStep:
         set_learning_rate(run.optimizer, next(number), run.config.steps, optim)
@@ -253,6 +258,7 @@ def measure(
         return run.ranks.largest(took).item()
 
     loss, grad_norm = step().figures()
+    step().figures()  # captures, where it can
     room = options.seconds / options.repeats / seconds(1)
     count, on_gpu = max(1, min(options.steps, int(room))), run.device.type == "cuda"
     if on_gpu:
