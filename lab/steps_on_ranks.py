@@ -72,7 +72,7 @@ from training.ranks import ALONE, Ranks, leave, of_environment
 from training.run import Run, build_run, compose
 from training.schedule import prepare_model
 from training.step import PendingStep, compute_gradients, queue_step
-from training.step_graph import StepGraphs, reason_against
+from training.step_graph import WARM_UP, StepGraphs, reason_against
 
 LOSS, ERROR = 1e-2, 2e-2  # bfloat16 alone causes errors of 0.003
 TIMEOUT = 60  # seconds that a rank waits for another
@@ -258,7 +258,8 @@ def measure(
         return run.ranks.largest(took).item()
 
     loss, grad_norm = step().figures()
-    step().figures()  # captures, where it can
+    for _ in range(WARM_UP):  # the last one captures, where it can
+        step().figures()
     room = options.seconds / options.repeats / seconds(1)
     count, on_gpu = max(1, min(options.steps, int(room))), run.device.type == "cuda"
     if on_gpu:

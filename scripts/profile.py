@@ -93,6 +93,7 @@ def build(config: RunConfig, steps: int) -> Iterator[Job]:
     # otherwise code compiled for a CPU would not appear in the trace
     torch._inductor.config.cpp.enable_kernel_profile = True
     never = {"log_every": NEVER, "checkpoint_every": NEVER, "eval_every": 0, "diagnose_every": 0}
+    never |= {"cuda_graph": "false"}
     facts: Row = {}
     run = build_run(replace(config, steps=max(config.steps, steps + 1), **never), facts)
     with Stepper(run) as stepper:

@@ -213,8 +213,7 @@ class Stepper:
             if step == self.measured_step:  # freed before, so as not to be freed while it measures
                 self.run.optimizer.zero_grad(set_to_none=True)
                 self.run.model.forget_max_scores()
-            # the first steps compile, and are measured
-            if self.graphs is not None and step > self.looking_step:
+            if self.graphs is not None:
                 how["compute"] = self.graphs
             with self._measured(step, passes):
                 pending = queue_step(self.model, passes, **self.step_args, **how, before=before)

@@ -25,6 +25,7 @@ log = logging.getLogger("tilegpt")
 # attention beside what is traceable that asks its GPU nothing while it is called
 ASKS_NOTHING = ("triton",)
 ROOM = 0.45
+WARM_UP = 3  # calls that compile, with scores and without
 
 
 def reason_against(
@@ -54,11 +55,11 @@ class StepGraphs:
 
     Loss, norm and scores are overwritten by the next call, and so are the gradients, which every
     call leaves in the parameters. A kind is the shapes of the passes and what divides their losses;
-    it is captured when it comes for the second time in a row.
+    it is captured when it comes for the second time in a row, after WARM_UP calls.
     """
 
     def __init__(self, compute: Any) -> None:
-        self.compute = compute
+        self.compute, self.calls = compute, 0
         self.kind: Hashable = None
         self.inputs: list[Pass] = []
         # every graph leaves them at the same addresses
@@ -77,8 +78,9 @@ class StepGraphs:
         kind = tuple(
             (divisor, *((x.shape, x.dtype) for x in tensors)) for tensors, divisor in passes
         )
-        if kind != self.kind or self.given_up:
-            if not self.graphs:  # until a kind has come twice in a row
+        self.calls += 1
+        if kind != self.kind or self.given_up or self.calls <= WARM_UP:
+            if not self.graphs:
                 self.kind = kind
             return self.compute(step_model, passes, scores=scores, **step_args)
         if not self.inputs:
