@@ -1,12 +1,11 @@
-"""The forward and backward passes of a step as one CUDA graph, which the host launches at once.
+"""Launches the forward and backward passes of a step as one CUDA graph.
 
-A step of a small model is a thousand short kernels, and a host takes longer to launch them one by
-one than the GPU to run them. A graph also keeps what happens around them: clipping, and under
-torchrun the messages between ranks. It replays the same kernels on the same addresses, so it
-changes no bit of the results.
+A step of a small model is a thousand short kernels. A host may take longer to launch them one by
+one than the GPU takes to run them. The graph also holds clipping and, under torchrun, the messages
+between ranks. It replays the same kernels on the same addresses, so no bit of the results changes.
 
-A graph has memory of its own, as much as the step needs, which evaluation cannot use. Where that is
-more than ROOM of the GPU's there is none. Steps that look at scores have a second graph, in the
+A graph keeps as much memory as the step needs, and evaluation cannot use it. A step that needs more
+than ROOM of the GPU's memory gets no graph. Steps that look at scores have a second graph in the
 same memory.
 """
 
@@ -22,7 +21,7 @@ from data.prefetch import Pass
 
 log = logging.getLogger("tilegpt")
 
-# attention beside what is traceable that asks its GPU nothing while it is called
+# operators that never wait for the GPU; traceable attention does not either
 ASKS_NOTHING = ("triton",)
 ROOM = 0.45
 WARM_UP = 3  # calls that compile, with scores and without
@@ -31,10 +30,10 @@ WARM_UP = 3  # calls that compile, with scores and without
 def reason_against(
     backend: Backend, device: torch.device, *, compiled: bool, scaled: bool
 ) -> str | None:
-    """Why a run can have no graph of its steps; None where it can.
+    """Why the steps of a run cannot be graphs; None if they can.
 
-    What is not compiled may be Python of the user's, which a replay would not run again. A loss
-    scale changes on the host.
+    Uncompiled code may be the user's Python, which a replay would not run. The host changes a loss
+    scale between steps.
     """
     if device.type != "cuda":
         return f"it needs a GPU, and device={device.type}"
@@ -48,14 +47,14 @@ def reason_against(
 
 
 class StepGraphs:
-    """Stands in for compute_gradients(), for steps of one kind; others it hands on.
+    """Replays compute_gradients() for steps of one kind, and calls it for all others.
 
     gradients = StepGraphs(compute_gradients)
     loss, norm = gradients(model, passes, **step_args)
 
-    Loss, norm and scores are overwritten by the next call, and so are the gradients, which every
-    call leaves in the parameters. A kind is the shapes of the passes and what divides their losses;
-    it is captured when it comes for the second time in a row, after WARM_UP calls.
+    The next call overwrites loss, norm, scores and the gradients of the parameters. A kind is the
+    shapes of the passes and the divisors of their losses. It is captured when it comes for the
+    second time in a row, after WARM_UP calls.
     """
 
     def __init__(self, compute: Any) -> None:
