@@ -276,13 +276,16 @@ def start_again(run: Run, weights: dict[str, Tensor]) -> None:
     gc.collect()
     if run.device.type == "cuda":
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()  # it decides whether the next steps are a graph
     run.model.load_state_dict(weights)
     run.optimizer.state.clear()
     run.optimizer.zero_grad(set_to_none=True)
 
 
 def rows(options: Options, seq_len: int, batch: int) -> Iterator[Row]:
-    torch._dynamo.reset()  # else a second length would compile for dynamic lengths
+    # each shape has kernels of its own, as in a run of train.py
+    torch._dynamo.reset()
+    torch._dynamo.config.automatic_dynamic_shapes = False
     run = options.run(seq_len, batch)
     ours = prepare_model(run.model, run.schedule[0], compile_mode=run.config.compile)
     peer = copy.copy(ours)

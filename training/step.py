@@ -103,7 +103,8 @@ class Stepper:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.graphs = None  # before NCCL, which waits for the graphs that send by it
+        if self.graphs is not None:  # an error's traceback may still refer to it
+            self.graphs.drop()
         self.batches.__exit__(*error)
 
     @property

@@ -121,8 +121,12 @@ class StepGraphs:
         self.graphs[look] = graph, results, found or []
         return True
 
-    def _give_up(self, why: str) -> bool:
-        log.info(f"the steps are no CUDA graph: {why}")
+    def drop(self) -> None:
+        """Destroy the graphs; further steps go without. NCCL ends only after graphs that send."""
         self.given_up = True
         self.graphs, self.gradients, self.inputs = {}, [], []
+
+    def _give_up(self, why: str) -> bool:
+        log.info(f"the steps are no CUDA graph: {why}")
+        self.drop()
         return False

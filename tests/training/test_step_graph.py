@@ -38,7 +38,7 @@ def steps(*settings, of=12):
         ("attention=triton model.dropout=0.1", 2),
         ("attention=triton optim.name=muon", 2),
         ("attention=triton optim.qk_clip=5 attention.window=20", 1),
-        ("attention=sdpa data.documents=true", 2),
+        ("attention=triton data.documents=true", 2),
         ("attention=naive", 2),
         ("attention=triton attention.switch_at=6 attention.switch_to=naive", 2),
         ("attention=triton data=last_write tokens_per_step=1024", 0),
