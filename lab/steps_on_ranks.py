@@ -261,11 +261,10 @@ def measure(
     for _ in range(WARM_UP):  # the last one captures, where it can
         step().figures()
     room = options.seconds / options.repeats / seconds(1)
-    count, on_gpu = max(1, min(options.steps, int(room))), run.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
+    count = max(1, min(options.steps, int(room)))
     each = [seconds(count) for _ in range(options.repeats)]
-    peak = torch.cuda.max_memory_allocated() / GIB if on_gpu else None
+    # since the first step: what a graph holds is allocated once
+    peak = torch.cuda.max_memory_allocated() / GIB if run.device.type == "cuda" else None
     row = {"loss": loss, "grad_norm": grad_norm, "steps": count, "seconds": median(each)}
     row |= {"least_and_most": [min(each), max(each)], **run.ranks.largest_of({"peak_gib": peak})}
     tokens = run.config.sequences_per_step * run.config.seq_len
@@ -276,7 +275,7 @@ def start_again(run: Run, weights: dict[str, Tensor]) -> None:
     gc.collect()
     if run.device.type == "cuda":
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()  # it decides whether the next steps are a graph
+        torch.cuda.reset_peak_memory_stats()
     run.model.load_state_dict(weights)
     run.optimizer.state.clear()
     run.optimizer.zero_grad(set_to_none=True)

@@ -660,6 +660,7 @@ def several_gpus() -> str:
             | {"ms": 1000 * row["seconds"], "least": least, "most": most}
             | {"times": alone[row["commit"], row["seq_len"], row["batch"]] / row["seconds"]}
             | {"error": max(row["errors"].values(), default=None), "of": row["commit"][:7]}
+            | {"graph": "yes" if row["graph"] else "no"}
         )
     what = (
         "`torchrun --standalone --nproc-per-node=2 -m lab.steps_on_ranks`. Two GPUs share GPT-2's "
@@ -667,15 +668,16 @@ def several_gpus() -> str:
         "around its cuDNN or flash kernel; at 1,024 tokens each takes half of the sequences, and "
         "DistributedDataParallel stands beside ours. Alone: each GPU has all of it, and the slower "
         "one counts. The median, least and most of five times a few steps, three at commit "
-        f"{rows[0]['of']}. Ratios are to one GPU in the same start. Error: one layer's out, dq, dk "
-        "and dv against one GPU's, norm over norm. The host was slow: at 1,024 tokens it needs "
-        "about 80 ms to launch a step, and GPUs wait."
+        "c1672c7. Ratios are to one GPU in the same start. Error: one layer's out, dq, dk and dv "
+        "against one GPU's, norm over norm. The host was slow: it needs about 80 ms to launch a "
+        "step kernel by kernel, and GPUs wait. A graph: the step is one CUDA graph."
     )
     columns = """
         seq_len            {seq_len:,}
         sequences          {batch}
         who                {who}
         commit             {of}
+        a graph            {graph}
         ms a step          {ms:,.0f} ({least:,.0f} to {most:,.0f})
         times one GPU      {times:.2f}
         peak GiB           {peak_gib:.1f}
