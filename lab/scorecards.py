@@ -221,17 +221,23 @@ EXPLAINED = {
         )
     },
     ("SDPA (cuDNN)", "every length"): HALF_TILE,
-    ("SDPA (cuDNN)", "call history"): Reason(
-        "what it compiled for a backward pass is kept without the strides of d_out",
-        "https://github.com/pytorch/pytorch/pull/191576",  # the same in its varlen function
-    ),
+    **{
+        (card, "call history"): Reason(
+            "what cuDNN compiled for a backward pass is kept without the strides of d_out",
+            "https://github.com/pytorch/pytorch/pull/191576",  # the same in its varlen function
+        )
+        for card in ("SDPA (cuDNN)", "AttentionInterface (sdpa)")
+    },
     **{
         ("SDPA (cuDNN)", name): Reason("a row without a key gives the mean of the values", "new")
         for name in ("rows without a key", "mask positions", "wider calls")
     },
-    ("Triton's tutorial", "strides and views"): Reason(
-        "its backward takes q, k, v, out and d_out in one layout alone", "by design"
-    ),
+    **{
+        ("Triton's tutorial", name): Reason(
+            "its backward takes q, k, v, out and d_out in one layout alone", "by design"
+        )
+        for name in ("strides and views", "call history")
+    },
     ("FlashAttention-4", "gradients"): Reason(
         "dv is wrong at head_dim 40, which is no multiple of 32",
         "https://github.com/Dao-AILab/flash-attention/pull/2896 (dq, 72 and 104)",

@@ -70,7 +70,11 @@ def gaps(data: Row) -> str:
 
 def false_alarms() -> str:
     """Random calls of exact attentions that conformance wrongly rejects."""
-    data = load("false_alarms_cpu")
+    files = map(load, ("false_alarms_cpu", "false_alarms_h100"))
+    return "\n\n".join(map(random_calls, files))
+
+
+def random_calls(data: Row) -> str:
     rows = [
         row | {"failed": len(row["failures"]), "first": (row["failures"] or ["-"])[0]}
         for row in data["rows"]
@@ -78,13 +82,17 @@ def false_alarms() -> str:
     calls, distinct, checks, failed = (
         sum(row[name] for row in rows) for name in ("calls", "distinct", "checks", "failed")
     )
+    kind = "compiled kernels" if data["environment"]["hardware"].get("gpu") else "exact attentions"
     what = (
-        f"{calls:,} random calls of exact attentions ({distinct:,} distinct in shape, layout, "
-        f"mask, features and logits), {checks:,} checks, {failed} beyond their budget. Both are of "
-        "PyTorch's kernel. It rounds each query head's part of dv to the inputs' dtype before it "
-        "adds the heads of a group, and with shifted scores it rounds p in the backward pass "
-        "otherwise than in the forward. The budget counts one rounding of each."
+        f"{calls:,} random calls of {kind} ({distinct:,} distinct in shape, layout, mask, features "
+        f"and logits), {checks:,} checks, {failed} beyond their budget."
     )
+    if failed:
+        what += (
+            " Both are of PyTorch's kernel. It rounds each query head's part of dv to the inputs' "
+            "dtype before it adds the heads of a group, and with shifted scores it rounds p in the "
+            "backward pass otherwise than in the forward. The budget counts one rounding of each."
+        )
     columns = """
         attention                  {attention}
         dtype                      {dtype}
@@ -102,7 +110,7 @@ def scorecards() -> str:
     """The properties of attention from other packages."""
     where = {
         "scorecards_cpu": "on a CPU, by `attn-conform` in {} (JAX by files, in fp32)",
-        "scorecards_h200": "on an H200, in {}",
+        "scorecards_h100": "on an H100, in {}",
     }
     return "\n\n".join(cards(load(name), what) for name, what in where.items())
 
@@ -116,7 +124,8 @@ def cards(data: Row, where: str) -> str:
             link = f"[known]({known})" if known.startswith("https") else known
             reasons.setdefault(f"{cell['why']} ({link})", {})[cell["property"]] = None
         why = "; ".join(f"{', '.join(names)}: {why}" for why, names in reasons.items())
-        rows.append(card | {"why": why or "-", "na": card["n/a"]})
+        shown = {"why": why or "-", "na": card["n/a"], "dialect": card["dialect"] or "-"}
+        rows.append(card | shown)
     what = (
         f"Other people's attention {where.format(', '.join(data['dtypes']))}: a cell for each "
         "property and dtype. n/a is what an attention does not support, or what a file of outputs "
@@ -132,6 +141,7 @@ def cards(data: Row, where: str) -> str:
         green      {green}
         red        {red}
         n/a        {na}
+        not tried  {unexamined}
         seconds    {seconds:.0f}
         why red    {why}
     """
