@@ -30,5 +30,5 @@ clean:  ## remove the environment (runs in outputs/ and multirun/ stay)
 .venv/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tilegpt needs Python >= 3.11; name one with make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[test]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -e '.[test]'
 	@touch $@

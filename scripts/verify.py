@@ -39,6 +39,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -301,9 +302,24 @@ def measured_alike(path: Path | None, head: Row) -> Row:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         before = json.loads(path.read_text())
         before["environment"]["dirty"] = head["environment"]["dirty"]  # perhaps only by this file
-        if {name: before.get(name) for name in head} == head:
+        if difference := first_difference(before, head):
+            print(f"{path}: its columns will be replaced, because {difference}")
+        else:
             found |= {name: before.get(name, {}) for name in found}
     return found
+
+
+def first_difference(before: Row, now: Row, prefix: str = "") -> str | None:
+    """Says which value of `now` was another in `before`; None if all are the same."""
+    for name, value in now.items():
+        old, name = before.get(name), f"{prefix}{name}"
+        if isinstance(old, dict) and isinstance(value, dict):
+            if found := first_difference(old, value, f"{name}."):
+                return found
+        elif old != value:
+            old, value = (shorten(str(x), 60, placeholder="...") for x in (old, value))
+            return f"{name} was {old} and is {value}"
+    return None
 
 
 def write(path: Path, head: Row, before: Row, columns: dict[str, Column]) -> None:

@@ -94,7 +94,8 @@ def test_columns_measured_alike_come_together_in_one_file(run_verify, monkeypatc
     run_verify("attention=tests.user_backends:RIGHT", f"out={path}")
     assert backends() == ["naive", "tiled", "no_scale", "tests.user_backends:RIGHT"]
     # other cases are another measurement
-    run_verify("attention=sdpa", "seed=1", f"out={path}")
+    _, said = run_verify("attention=sdpa", "seed=1", f"out={path}")
+    assert f"{path}: its columns will be replaced, because random_cases.seed was 0 and is 1" in said
     assert backends() == ["sdpa"]
     path.write_text("{")
     run_verify("attention=sdpa", f"out={path}")
