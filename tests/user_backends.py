@@ -68,7 +68,14 @@ def with_an_option(q: Tensor, k: Tensor, v: Tensor, *, a: float, **arguments) ->
     return right(q, k, v, **arguments)
 
 
+def asks_the_gpu(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
+    if q.abs().max().item() > 1e9:
+        raise ValueError("q is too large")
+    return right(q, k, v, **arguments)
+
+
 RIGHT = Backend("right", right)
+ASKS_THE_GPU = Backend("asks_the_gpu", asks_the_gpu)
 WITH_AN_OPTION = Backend("with_an_option", with_an_option, options={"a": 1.0})
 WINDOWED = Backend("windowed", windowed, features={"window"})
 RIGHT_IN_FP32 = Backend("right_in_fp32", right, dtypes=(torch.float32,))

@@ -23,7 +23,7 @@ from training.phases import phase
 from training.ranks import ALONE, GradientSum, Ranks
 from training.resume import FIRST_START, Start
 from training.schedule import backend_after, prepare_model
-from training.step_graph import StepGraphs, reason_against
+from training.step_graph import PYTHON, StepGraphs, reason_against
 from training.throughput import Throughput, peak_flops
 
 if TYPE_CHECKING:
@@ -123,14 +123,22 @@ class Stepper:
 
     def _graphs(self, backend: Backend) -> StepGraphs | None:
         """Raises ValueError where the user asks for a graph and there can be none."""
-        asked, scaled = self.run.config.cuda_graph, self.run.scaler.is_enabled()
-        if asked == "false":
+        config = self.run.config
+        if config.cuda_graph == "false":
             return None
-        how = {"compiled": self.compiled, "scaled": scaled}
-        why = reason_against(backend, self.run.device, **how)
-        if why and asked == "true":
-            raise ValueError(f"cuda_graph=true: {why}; leave it at auto")
-        return None if why else StepGraphs(compute_gradients)
+        why = reason_against(
+            backend,
+            self.run.device,
+            compiled=self.compiled,
+            scaled=self.run.scaler.is_enabled(),
+            score_mod=config.attention.score_mod is not None,
+        )
+        if config.cuda_graph == "true":
+            if why not in (None, PYTHON):
+                raise ValueError(f"cuda_graph=true: {why}; leave it at auto")
+        elif why:
+            return None
+        return StepGraphs(compute_gradients)
 
     def steps(self, stop: Interrupt = NEVER) -> Iterator[StepResult]:
         """Yield a result per step, until the last step, a diverged one, or stop.requested."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attention import Backend
+from attention import BACKENDS, Backend
 from data.prefetch import Pass
 
 log = logging.getLogger("tilegpt")
@@ -24,16 +24,18 @@ log = logging.getLogger("tilegpt")
 # operators that never wait for the GPU; traceable attention does not either
 ASKS_NOTHING = ("triton",)
 ROOM = 0.45
+PYTHON = "a replay would not run your Python code; cuda_graph=true says that it need not"
 WARM_UP = 3  # calls that compile, with scores and without
 
 
 def reason_against(
-    backend: Backend, device: torch.device, *, compiled: bool, scaled: bool
+    backend: Backend, device: torch.device, *, compiled: bool, scaled: bool, score_mod: bool = False
 ) -> str | None:
-    """Why the steps of a run cannot be graphs; None if they can.
+    """Why the steps of a run cannot be graphs; None if they can. If it is PYTHON, the user may
+    decide otherwise.
 
-    Uncompiled code may be the user's Python, which a replay would not run. The host changes a loss
-    scale between steps.
+    A replay runs no Python: not that of uncompiled code, and not a user's that torch.compile would
+    trace again after a change. The host changes a loss scale between steps.
     """
     if device.type != "cuda":
         return f"it needs a GPU, and device={device.type}"
@@ -43,6 +45,9 @@ def reason_against(
         return "dtype=fp16 scales the loss from step to step"
     if not (backend.traceable or backend.name in ASKS_NOTHING):
         return f"attention={backend.name} may ask the GPU what to do next"
+    shipped = BACKENDS.get(backend.name)
+    if score_mod or shipped is None or shipped.fn is not backend.fn:
+        return PYTHON
     return None
 
 

@@ -1,6 +1,7 @@
 """Steps as one CUDA graph: to the bit as without, in which cases, and with how much memory."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -42,12 +43,18 @@ def steps(*settings, of=12):
         ("attention=naive", 2),
         ("attention=triton attention.switch_at=6 attention.switch_to=naive", 2),
         ("attention=triton data=last_write tokens_per_step=1024", 0),
+        # the user's Python runs each time, unless the user says otherwise
+        ("attention=tests.user_backends:RIGHT", 0),
+        ("attention=tests.user_backends:RIGHT cuda_graph=true", 2),
+        # asks the GPU in the middle of the capture, which ends it
+        ("attention=tests.user_backends:ASKS_THE_GPU cuda_graph=true", 0),
     ],
 )
 def test_a_graph_changes_no_bit(settings, captured):
     asked = settings.split()
     rows, weights, replayed = steps(*asked)
-    expected, other, none = steps(*asked, "cuda_graph=false")
+    without = [setting for setting in asked if not setting.startswith("cuda_graph")]
+    expected, other, none = steps(*without, "cuda_graph=false")
     assert (replayed, none) == (captured, 0)
     assert rows == expected
     assert all(map(torch.equal, weights, other))
@@ -73,11 +80,15 @@ def test_a_graph_needs_little_more_memory():
         ("triton", {"scaled": True}, "fp16"),
         ("tiled", {}, "attention=tiled"),
         ("triton", {}, None),
+        ("triton", {"score_mod": True}, "your Python"),
         ("naive", {}, None),
+        (replace(get_backend("naive"), name="mine"), {}, "your Python"),
+        (replace(get_backend("naive"), fn=lambda q, k, v: q), {}, "your Python"),
     ],
 )
 def test_what_can_be_a_graph(backend, how, says):
-    why = reason_against(get_backend(backend), CUDA, **{"compiled": True, "scaled": False} | how)
+    backend = get_backend(backend) if isinstance(backend, str) else backend
+    why = reason_against(backend, CUDA, **{"compiled": True, "scaled": False} | how)
     assert why is None if says is None else says in why
 
 
