@@ -172,7 +172,6 @@ def _build_run(config: "RunConfig", summary: Row) -> Run:
         attention_schedule,
         kernel_inputs,
         schedule_summary,
-        will_compile,
     )
     from training.sharing import check_shares, on_ranks, shared_settings, way_to_share
 
@@ -190,10 +189,6 @@ def _build_run(config: "RunConfig", summary: Row) -> Run:
 
     schedule = attention_schedule(config, dtype=dtype, device=device)
     schedule = {step: on_ranks(backend, ranks) for step, backend in schedule.items()}
-    score_mod = config.attention.score_mod is not None
-    for backend in schedule.values():
-        how = {"compile_mode": config.compile, "score_mod": score_mod}
-        will_compile(config.model, backend, device.type, **how)
     summary |= schedule_summary(schedule, **kernel_inputs(config, dtype=dtype, device=device))
     if function := config.attention.function():
         summary["function"] = function

@@ -14,6 +14,7 @@ from model.layer_function import layer_functions
 from model.loss import introduce_operators
 from training.names import as_typed
 from training.phases import count_compiling
+from training.step_graph import reason_against, will_graph
 
 log = logging.getLogger("tilegpt")
 
@@ -122,7 +123,8 @@ def suit_gpu(backend: Backend, options: Mapping[str, Any], needed: Collection[st
 def check_model(
     config: RunConfig, schedule: dict[int, Backend], *, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raise ValueError for an attention that cannot train this model on this device.
+    """Raise ValueError for an attention that cannot train this model on this device, or not in the
+    way that compile and cuda_graph ask for.
 
     A user's own attention or score_mod is run to find out.
     """
@@ -133,8 +135,13 @@ def check_model(
     }
     functions = layer_functions(config.attention, config.model)
     functions = {function.get("window"): function for function in functions}
+    score_mod = config.attention.score_mod is not None
+    how = {"compile_mode": config.compile, "score_mod": score_mod}
     for backend in schedule.values():
         backend.check_model(**shape, dtype=dtype, device=device)
+        compiled = will_compile(config.model, backend, device.type, **how)
+        graph = {"compiled": compiled, "scaled": dtype == torch.float16, "score_mod": score_mod}
+        will_graph(config.cuda_graph, reason_against(backend, device, **graph))
         for function in functions.values():
             if ":" in backend.name or "score_mod" in function:  # pkg.module:NAME
                 probe_backend(backend, **shape, dtype=dtype, device=device, function=function)

@@ -23,7 +23,7 @@ from training.phases import phase
 from training.ranks import ALONE, GradientSum, Ranks
 from training.resume import FIRST_START, Start
 from training.schedule import backend_after, prepare_model
-from training.step_graph import PYTHON, StepGraphs, reason_against
+from training.step_graph import StepGraphs, reason_against, will_graph
 from training.throughput import Throughput, peak_flops
 
 if TYPE_CHECKING:
@@ -115,30 +115,19 @@ class Stepper:
         """Train with this attention from here on; the speed excludes the compilation."""
         self.model = prepare_model(self.run.model, backend, compile_mode=self.run.config.compile)
         self.throughput.warm_up()
-        self.graphs = self._graphs(backend)
-        # the second step from here is compiled, has the optimizer's state, and is not timed
-        self.measured_step = min(self.done + 1, self.run.config.steps - 1)
-        # the third is not timed either; it looks for scores, so that this compiles untimed too
-        self.looking_step = self.done + 2
-
-    def _graphs(self, backend: Backend) -> StepGraphs | None:
-        """Raises ValueError where the user asks for a graph and there can be none."""
-        config = self.run.config
-        if config.cuda_graph == "false":
-            return None
-        why = reason_against(
+        reason = reason_against(
             backend,
             self.run.device,
             compiled=self.compiled,
             scaled=self.run.scaler.is_enabled(),
-            score_mod=config.attention.score_mod is not None,
+            score_mod=self.run.config.attention.score_mod is not None,
         )
-        if config.cuda_graph == "true":
-            if why not in (None, PYTHON):
-                raise ValueError(f"cuda_graph=true: {why}; leave it at auto")
-        elif why:
-            return None
-        return StepGraphs(compute_gradients)
+        graphed = will_graph(self.run.config.cuda_graph, reason)
+        self.graphs = StepGraphs(compute_gradients) if graphed else None
+        # the second step from here is compiled, has the optimizer's state, and is not timed
+        self.measured_step = min(self.done + 1, self.run.config.steps - 1)
+        # the third is not timed either; it looks for scores, so that this compiles untimed too
+        self.looking_step = self.done + 2
 
     def steps(self, stop: Interrupt = NEVER) -> Iterator[StepResult]:
         """Yield a result per step, until the last step, a diverged one, or stop.requested."""

@@ -51,6 +51,15 @@ def reason_against(
     return None
 
 
+def will_graph(mode: str, reason: str | None) -> bool:
+    """Whether to launch steps as graphs: `mode` is the run's cuda_graph, true, false or auto, and
+    `reason` that of reason_against(). Raises ValueError for true where there can be no graph.
+    """
+    if mode == "true" and reason not in (None, PYTHON):
+        raise ValueError(f"cuda_graph=true: {reason}; leave it at auto")
+    return mode == "true" or (mode == "auto" and reason is None)
+
+
 class StepGraphs:
     """Replays compute_gradients() for steps of one kind, and calls it for all others.
 

@@ -93,6 +93,5 @@ def test_what_can_be_a_graph(backend, how, says):
 
 
 def test_a_cpu_has_no_graph():
-    run = build_run(compose("device=cpu", *SMALL, "cuda_graph=true"))
     with pytest.raises(ValueError, match="cuda_graph=true: it needs a GPU, and device=cpu"):
-        Stepper(run)
+        build_run(compose("device=cpu", *SMALL, "cuda_graph=true"))
