@@ -16,6 +16,7 @@ import torch
 from attention.interface import Refusal
 from conformance.backend_under_test import Check, Subject, expected_of
 from conformance.cases import Case
+from conformance.errors import in_one_line
 from conformance.views import LAYOUTS
 
 # calls in a row of one kind on a GPU, because each new kind compiles kernels
@@ -100,7 +101,7 @@ def try_out(subject: Subject, case: Case, layout: str) -> Trial:
     except Refusal as error:
         return Trial(case, layout, [], refused=str(error))
     except (Exception, SystemExit) as error:  # anybody's attention may raise anything
-        return Trial(case, layout, [], raised=f"{type(error).__name__}: {error}")
+        return Trial(case, layout, [], raised=in_one_line(error))
     trial = Trial(case, layout, list(expected.checks(case, results).values()))
     expected_of.cache_clear()  # no case repeats, and hundreds would fill a GPU's memory
     return trial

@@ -30,6 +30,7 @@ from conformance.dialects import (
     load,
     parameters,
 )
+from conformance.errors import in_one_line
 
 NAMES = {
     "causal": ("causal", "is_causal"),
@@ -48,10 +49,6 @@ NAMES = {
 SIZES = ((6, 8), (16, 16), (64, 64), (128, 64))
 # far above rounding in any dtype, far below the effect of a wrong convention
 TOLERANCE = 0.03
-
-
-def line_of(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 class Trial:
@@ -87,7 +84,7 @@ class Trial:
                 *tensors, causal=causal, scale=scale, **arguments
             )
         except Exception as error:  # a user's function may raise anything
-            self.error = line_of(error)
+            self.error = in_one_line(error)
             return None
 
     def agrees(
@@ -140,7 +137,7 @@ class Trial:
             try:
                 gradients.append(torch.autograd.grad((x.double() * weights).sum(), each[0])[0])
             except Exception as error:  # a user's backward pass may raise anything
-                self.error = line_of(error)
+                self.error = in_one_line(error)
                 return False
         largest = gradients[1].abs().max().item()
         return distance(gradients[0].double(), gradients[1]) < TOLERANCE * largest

@@ -25,6 +25,7 @@ from attention.mask import visible_keys
 from conformance.backend_under_test import Check, Subject
 from conformance.caches import cache_and_pages
 from conformance.cases import Case, call, distance
+from conformance.errors import in_one_line
 from conformance.isolation import (
     call_history,
     deterministic_algorithms,
@@ -678,7 +679,7 @@ def why_unusable(device: str) -> str:
 
 def examine(subject: Subject, name: str, property: Property | None = None) -> Cell:
     """The cell of a property, by default the one of that name in PROPERTIES. An exception from the
-    backend makes it red, and the note holds the message.
+    backend makes it red, and the note tells it with its cause.
     """
     subject.begin()
     documented = name in subject.backend.breaks
@@ -697,9 +698,7 @@ def examine(subject: Subject, name: str, property: Property | None = None) -> Ce
     except Refusal as error:  # a layout that unsupported_reasons() did not see
         subject.refusals.append(str(error))
     except (Exception, SystemExit) as error:  # a user's backend may raise anything
-        message = str(error).strip().splitlines() or [""]
-        note = f"{type(error).__name__}: {message[0]}"
-        return Cell(name, "red", note, documented, len(checks))
+        return Cell(name, "red", in_one_line(error), documented, len(checks))
     finally:
         if subject.device == "cuda" and not why_unusable(subject.device):
             torch.cuda.empty_cache()  # dozens of GiB after views that are far apart
