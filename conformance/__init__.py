@@ -10,6 +10,7 @@
     cases.py                random and adversarial inputs; the budget, relative to naive's own error
     backend_under_test.py   the attention under test, and the cases that it takes
     errors.py               an exception in one line, with its cause
+    mask_tensors.py         masks in each form and layout that a dialect takes
     memory_growth.py        how the largest tensor and the saved bytes grow with the length
     numpy_reference.py      attention in float64 NumPy, without torch
 

@@ -67,7 +67,8 @@ MASKS = {
     "bool": "seen",  # true where the query sees the key
     "matrix": "seen[0, 0]",  # (N, M), of one sequence
     "hidden": "~seen",
-    "additive": "torch.where(seen, 0.0, torch.finfo(q.dtype).min).to(q.dtype)",
+    "additive": "q.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(q.dtype).min)",
+    "float32": "torch.where(seen, 0.0, -torch.inf)",  # additive, whatever the dtype of q is
     "block": "create_block_mask(lambda b, h, i, j: seen.expand(q.shape[0], -1, -1, -1)[b, 0, i, j]"
     ", q.shape[0], None, *seen.shape[-2:], q.device)",
 }
@@ -111,6 +112,7 @@ class Dialect:
     used: str = ""  # the number of keys that each sequence has in its pages, (B,)
     mask: str = ""  # (B or 1, 1, N, M), for masks that the arguments above cannot express
     mask_form: str = "bool"
+    more_mask_forms: str = ""  # further ones that it takes, such as additive,float32
     score_mod: str = ""  # FlexAttention's, for softcap and ALiBi
     gqa: str = "yes"  # yes, no, or the name of the flag that turns it on
     returns: str = "out"  # the items of a returned tuple, such as out,lse,_
@@ -141,6 +143,10 @@ class Dialect:
             raise ValueError(f"pages={self.pages} must be the tokens of a page, or 0 for no pages")
         if len(self.names_of_bounds) != 4:
             raise ValueError(f"bounds={self.bounds} must be four names, such as {Dialect.bounds}")
+        for name in filter(None, self.more_mask_forms.split(",")):
+            if name not in MASKS:
+                found = f"more_mask_forms={self.more_mask_forms}: {name}"
+                raise ValueError(f"{found} is not one of: {', '.join(MASKS)}")
         for name in self.dtypes.split(","):
             if name not in SHORT.values():
                 raise ValueError(f"dtypes={self.dtypes}: {name} is not one of: fp64,fp32,bf16,fp16")
@@ -312,6 +318,7 @@ DIALECTS = {
         causal="is_causal",
         corner="top_left",
         mask="attn_mask",
+        more_mask_forms="additive,float32",
         gqa="enable_gqa",
         returns="out",
         value_dim=True,

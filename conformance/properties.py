@@ -33,6 +33,7 @@ from conformance.isolation import (
     row_independence,
     streams_and_graphs,
 )
+from conformance.mask_tensors import masks_as_tensors
 from conformance.memory_growth import exponents
 from conformance.other_functions import finite_differences, hidden_keys_with_gradient, widest
 from conformance.views import FAR, LAYOUTS, cached, spread_out
@@ -472,6 +473,7 @@ def mask_positions(subject: Subject) -> Iterator[Check]:
         visible = visible_keys(q, k, **arguments).mask()
         wrong = ((torch.cat(weights, -1) > 0) != visible).sum()
         yield Check(f"wrong weights of {case}", float(wrong), 0.0)
+    yield from masks_as_tensors(subject)
 
 
 def optional_arguments(subject: Subject) -> Iterator[Check]:

@@ -1,0 +1,101 @@
+"""Masks given as tensors: of each form that the attention takes, and of any layout in memory.
+
+Each catches a bug that was shipped: a float32 mask read as bfloat16 (pytorch#191612), a mask of one
+row or one head read as if it had them all. See conformance.dialects for the forms.
+
+Dimensions: B batch, H query heads, N queries, M keys.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention import Backend
+from conformance.backend_under_test import Check, Subject
+from conformance.cases import run
+from conformance.dialects import Adapter, Dialect, dialect_of
+from conformance.errors import in_one_line
+from conformance.isolation import exactly
+
+
+def for_every_head(mask: Tensor, heads: int) -> Tensor:
+    """(B, H, N, M), with strides of 0."""
+    return mask.expand(-1, heads, -1, -1)
+
+
+def written_out(mask: Tensor, heads: int) -> Tensor:
+    return for_every_head(mask, heads).contiguous()
+
+
+def part_of_larger(mask: Tensor, heads: int) -> Tensor:
+    """The beginning of a larger mask that hides nothing more."""
+    *sizes, n, m = mask.shape
+    shows = torch.ones if mask.dtype == torch.bool else torch.zeros
+    larger = shows(*sizes, 2 * n, 2 * m, dtype=mask.dtype, device=mask.device)
+    return larger[..., :n, :m].copy_(mask)
+
+
+def of_one_row(mask: Tensor, heads: int) -> Tensor:
+    """(B, 1, N, M), with a stride of 0, if all queries see the same keys."""
+    row = mask[:, :, :1].clone().expand_as(mask)
+    return row if torch.equal(row, mask) else mask
+
+
+LAYOUTS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "a mask for every head": for_every_head,
+    "a mask written out": written_out,
+    "a part of a larger mask": part_of_larger,
+    "a mask of one row": of_one_row,
+}
+
+
+def masks_as_tensors(subject: Subject) -> Iterator[Check]:
+    """Masks that hide nothing, what comes later, and padding."""
+    dialect, n = dialect_of(subject.backend), subject.length
+    if dialect is None or not dialect.mask or dialect.mask_form in ("block", "matrix"):
+        return
+    cases = (
+        subject.case(batch=2, causal=False, optional={"window": (n, n)}),
+        subject.case(n // 2, n, batch=2),
+        subject.case(batch=2, causal=False, optional={"key_lengths": True}),
+    )
+    forms = [dialect.mask_form, *filter(None, dialect.more_mask_forms.split(","))]
+    for case in cases:
+        passes = subject.passes(case)
+        if passes is None:
+            continue
+        inputs = subject.expected(case).inputs
+        for form in forms:
+            for what, change in LAYOUTS.items():
+                backend = with_masks(subject.backend, replace(dialect, mask_form=form), change)
+                try:
+                    found = run(backend, *inputs, backward=passes == "both")
+                except RuntimeError as error:
+                    if form == dialect.mask_form:
+                        raise
+                    # it says so itself, which is no mistake
+                    subject.refusals.append(f"{form} masks: {in_one_line(error)}")
+                    break
+                yield from exactly(f"{what}, {form}", found, subject, case)
+
+
+def with_masks(
+    backend: Backend, dialect: Dialect, change: Callable[[Tensor, int], Tensor]
+) -> Backend:
+    """The backend, given masks of the dialect's form that are changed before each call."""
+    assert isinstance(backend.fn, Adapter)
+    function, name = backend.fn.function, dialect.mask
+
+    def call(*given: Any, **arguments: Any) -> Any:
+        heads = given[int(dialect.module)].shape[1]  # q comes first, or after a module
+        if arguments.get(name) is not None:
+            arguments[name] = change(arguments[name], heads)
+        elif name.isdigit() and given[int(name)] is not None:
+            place = int(name)
+            given = (*given[:place], change(given[place], heads), *given[place + 1 :])
+        return function(*given, **arguments)
+
+    return replace(backend, fn=Adapter(call, dialect))
