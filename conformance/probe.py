@@ -196,7 +196,10 @@ def basis(trial: Trial, dtypes: list[torch.dtype]) -> Found:
                 if size != SIZES[0]:
                     dialect = replace(dialect, multiple=size[0], head_dims=str(size[1]))
                 return dialect, describe_basis(trial, dialect)
-    raise ValueError(f"no layout and no argument gives attention; the last call: {trial.error}")
+    hint = "; wrap it in a function that fills them in" if "missing" in trial.error else ""
+    raise ValueError(
+        f"no layout and no argument gives attention; the last call: {trial.error}{hint}"
+    )
 
 
 def describe_basis(trial: Trial, dialect: Dialect) -> list[str]:
@@ -233,8 +236,13 @@ def mask(trial: Trial, dialect: Dialect) -> Found:
     for name, form in product(trial.names("mask"), MASKS):
         found = replace(dialect, causal="never", mask=name, mask_form=form)
         if trial.agrees(found, causal=True):
-            found = replace(found, causal=dialect.causal)
-            return found, [f"mask          {name}=, {form}"]
+            more = [
+                other
+                for other in ("bool", "additive", "float32")
+                if other != form and trial.agrees(replace(found, mask_form=other), causal=True)
+            ]
+            found = replace(found, causal=dialect.causal, more_mask_forms=",".join(more))
+            return found, [f"mask          {name}=, {', '.join([form, *more])}"]
     return dialect, []
 
 
@@ -342,6 +350,10 @@ def kinds(trial: Trial, dialect: Dialect) -> Found:
     return replace(dialect, dtypes=",".join(fine)), [f"dtypes        {', '.join(fine)}"]
 
 
+# fields without an effect where a dialect has no window, mask or lse
+UNUSED = ("window_form", "mask_form", "more_mask_forms", "lse", "lse_base", "lse_gradient")
+
+
 def words(text: str, function: Callable[..., Any], dialect: Dialect) -> str:
     """The command with the nearest dialect and the fields that differ from it."""
     differences = {
@@ -349,9 +361,12 @@ def words(text: str, function: Callable[..., Any], dialect: Dialect) -> str:
             key: value
             for key, value in relevant(dialect).items()
             if relevant(fitted(each, function))[key] != value
+            and not (value is None and key in UNUSED)
         }
         for name, each in DIALECTS.items()
     }
+    if dialect.layout != DIALECTS["cs336"].layout:
+        del differences["cs336"]  # such a run ends with what the course's test lets pass
     name = min(differences, key=lambda name: len(differences[name]))
     values = asdict(dialect)
     values |= {key: str(x).lower() for key, x in values.items() if isinstance(x, bool)}
@@ -367,7 +382,7 @@ def relevant(dialect: Dialect) -> dict[str, Any]:
     fields["out_layout"] = dialect.out_layout or dialect.layout
     without = {
         "window": ["window_form"],
-        "mask": ["mask_form"],
+        "mask": ["mask_form", "more_mask_forms"],
         "lse": ["lse", "lse_base", "lse_gradient", "lse_flag"],
     }
     for name, keys in without.items():

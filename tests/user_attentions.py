@@ -207,6 +207,23 @@ def base_2(q, k, v, softmax_scale=None, causal=False, return_lse=False):
     return out, lse / math.log(2)
 
 
+def out_alone(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1)):
+    """As flash-attention's without its flag: no lse, and no grouped heads."""
+    assert q.shape == k.shape or q.shape[2] == k.shape[2]
+    return flash(q, k, v, softmax_scale, causal, window_size, corner="top")[0]
+
+
+def masked(q, k, v, mask=None, causal=False):
+    """(B, H, N, D); the mask is true where a query sees a key, and of no other form."""
+    scores = scores_of(q, k, causal, q.shape[-1] ** -0.5)
+    return attend(scores if mask is None else scores.masked_fill(~mask, -torch.inf), v)[0]
+
+
+def in_tiles(q, k, v, mask, causal, q_tile, k_tile):
+    """It has no default for the size of its tiles."""
+    return masked(q, k, v, mask, causal)
+
+
 def no_scale(q, k, v, softmax_scale=None, causal=False, return_lse=False):
     return flash(q, k, v, 1.0, causal)
 

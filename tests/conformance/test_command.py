@@ -213,6 +213,8 @@ def test_both_distributions_bring_the_command():
         ("top_left", "dialect=fa corner=top_left"),
         ("base_2", "dialect=fa lse_base=2"),
         ("flash_varlen", "dialect=fa-varlen"),
+        ("out_alone", "dialect=fa corner=top_left gqa=no returns=out lse_flag="),
+        ("masked", "mask          mask=, bool"),
         ("no_scale", "scale         1, whatever it is given"),
         ("leaks", "could not tell: no causal mask in either corner"),
         ("Student", "causal        3=, top_left"),
@@ -233,6 +235,12 @@ def test_what_a_probe_says_of_a_kernel_is_enough_to_run_it(attn_conform):
     code, out = attn_conform(*line.split()[1:], *QUICK, "dtype=bf16")
     assert code == 0 and out.count("green") > 10
     assert re.search("ragged tails +n/a: it takes lengths that are multiples of 64", out)
+
+
+def test_a_probe_of_a_function_that_needs_more_says_what_to_do(attn_conform):
+    code, _ = attn_conform("probe", f"{ATTENTIONS}:in_tiles", "device=cpu")
+    assert "missing 4 required" in code
+    assert code.endswith("wrap it in a function that fills them in")
 
 
 def test_a_probe_finds_a_dialect_by_its_name(attn_conform):
