@@ -17,6 +17,17 @@ from torch.utils._pytree import tree_leaves
 
 from attention import Backend, attention
 
+LINEAR = 1.15  # the largest exponent that counts as linear in N
+
+
+def lengths_on(device: str) -> tuple[int, ...]:
+    return (128, 256, 512) if device == "cpu" else (2048, 4096, 8192)
+
+
+def shape_of(head_dims: list[int]) -> dict[str, int]:
+    """The shape in which memory is measured, as fields of a Case."""
+    return {"head_dim": 32 if 32 in head_dims else head_dims[0]}
+
 
 class LiveTensors(TorchDispatchMode):
     """Bytes of the live tensors that operators return.

@@ -5,56 +5,26 @@ the case. So we shrink exactly what the user gets.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple
+from itertools import product
+from typing import Any
 
 import torch
 
 from attention import Backend
-from attention.mask import MASKS, sides
 from conformance.backend_under_test import Subject
 from conformance.cases import SHORT, Case, expect
-from conformance.dialects import (
-    LAYOUTS,
-    PAGES,
-    Dialect,
-    Target,
-    dialect_of,
-    pages_of,
-    sequence_bounds,
-)
-from conformance.properties import TENSORS, Cell
+from conformance.dialects import Target, dialect_of
+from conformance.memory_growth import LINEAR
+from conformance.properties import TENSORS, Cell, why_unusable
+from conformance.script_of_call import INPUTS, VIEWS, Call, write
+from conformance.script_of_memory import FIGURES, write_memory
 
-# what conformance.cases.ADVERSARIAL does, as a line of code each
-INPUTS = {
-    "normal": "",
-    "large": "q, k = 4 * q, 2 * k",
-    "growing": "q, k = q.abs(), 0.1 * k.abs() + torch.linspace(0, 3, k.shape[2])[:, None].double()",
-    "spike": "k[:, :, -3] = 8 * q[:, : k.shape[1], -1]",
-    "tower": "q[..., 0], k[..., 0], k[:, :, -3, 0] = 4, 0, 50 * q.shape[-1] ** 0.5",
-    "huge": "q, k = 40 * q, 0.3 * k + q[:, : k.shape[1]]",
-    "negative": "q, k = q.abs() + 3, -(k.abs() + 3) * (40 / q.shape[-1] ** 0.5)",
-    "up": "q[..., 0], k[..., 0] = 4, 25 * q.shape[-1] ** 0.5",
-    "down": "q[..., 0], k[..., 0] = 4, -30 * q.shape[-1] ** 0.5",
-    "up and down": "q[..., 0], k[..., 0] = 4, torch.tensor([25.0, -30.0]).double()["
-    "torch.arange(k.shape[1]) % 2, None] * q.shape[-1] ** 0.5",
-    "ties": "k = k[:, :, torch.arange(k.shape[2]) % 4]",
-    "ones": "v = torch.ones_like(v)",
-}
 OPTIONAL = {"window", "softcap", "alibi_slopes", "document_ids"}
 LITERAL = (int, float, str, bool, type(None))
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)
-
-
-class Call(NamedTuple):
-    """One call, and its tensor that is compared."""
-
-    case: Case
-    tensor: str
-    dtype: torch.dtype
-    may_raise: bool = False  # whether an exception counts as the failure
 
 
 class Minimiser:
@@ -68,20 +38,45 @@ class Minimiser:
         """The script for a red property that was just examined; None if no single call with random
         inputs fails.
         """
-        raises = re.match(r"\w+:", cell.note) is not None
+        if cell.property in FIGURES:
+            return self.memory(FIGURES[cell.property])
+        raised = re.match(r"(\w+):", cell.note)
+        raises = raised[1] if raised else ""
         named = re.search(rf"-({'|'.join(SHORT.values())})(:|, )", cell.note)
-        dtype = self.subject.dtype
+        dtypes = [self.subject.dtype]
         if named:
-            dtype = next(x for x in SHORT if SHORT[x] == named[1])
+            dtypes = [x for x in SHORT if SHORT[x] == named[1]]
+        elif raises:  # its note names no call
+            dtypes += [torch.bfloat16, torch.float16]
+        layouts = VIEWS if cell.property == "strides and views" else [""]
         cases = dict.fromkeys(self.subject.tried) or [self.subject.case(inputs=x) for x in INPUTS]
-        tensors = sorted(TENSORS, key=lambda name: not cell.note.startswith(f"{name} of"))
-        # the case that the note names comes first
-        for case in sorted(cases, key=lambda case: f"{case}" not in cell.note):
-            for tensor in tensors:
-                call = Call(plain(case), tensor, dtype, raises)
-                if script := self.failing(call):
-                    return self.smallest(call, script)
+        # what the note names comes first
+        candidates = product(
+            dtypes,
+            sorted(layouts, key=lambda layout: f", {layout}" not in cell.note),
+            sorted(cases, key=lambda case: f"{case}" not in cell.note),
+            sorted(TENSORS, key=lambda name: not cell.note.startswith(f"{name} of")),
+        )
+        for dtype, layout, case, tensor in candidates:
+            call = Call(plain(case), tensor, dtype, raises, layout)
+            if script := self.failing(call):
+                return self.smallest(call, script)
         return None
+
+    def memory(self, figure: str) -> str | None:
+        """The script that shows how memory grows; None if the growth is within the budget."""
+        subject = self.subject
+        if figure == "largest" and subject.device != "cpu":
+            return None  # compiled kernels hide their tensors
+        text = write_memory(self.target, subject, figure)
+        setting: dict[str, Any] = {}
+        try:
+            exec(text[: text.index("print(f")], setting)
+        except Exception:  # a user's function may raise anything
+            return None
+        finally:
+            torch.set_default_device(None)
+        return text if setting["exponent"] > LINEAR else None
 
     def smallest(self, call: Call, script: str) -> str:
         """The script of the smallest call that still fails; `script` if none is smaller."""
@@ -92,7 +87,7 @@ class Minimiser:
 
     def _failing(self, call: Call) -> str | None:
         """The script if it fails, else None."""
-        subject, (case, tensor, dtype, may_raise) = self.subject, call
+        subject, case, tensor, dtype = self.subject, call.case, call.tensor, call.dtype
         known = case.inputs in INPUTS and tensor != "dsinks"
         known = known and (tensor != "lse" or "lse" in subject.backend.features)
         gradient = tensor.startswith("d")
@@ -107,11 +102,13 @@ class Minimiser:
         setting: dict[str, Any] = {}
         try:
             exec(text[: text.index("print(f")], setting)
-        except Exception:  # a user's function may raise anything
-            return text if may_raise else None
+        except Exception as error:  # a user's function may raise anything
+            # after some errors of a kernel every call fails, which would shrink to nonsense
+            same = type(error).__name__ == call.raises and not why_unusable(subject.device)
+            return text if same else None
         finally:
             torch.set_default_device(None)
-        return text if setting["error"] > budget else None
+        return text if not call.raises and setting["error"] > budget else None
 
 
 def with_options(target: Target, backend: Backend) -> Target:
@@ -160,159 +157,3 @@ def smaller(case: Case, subject: Subject) -> Iterator[Case]:
         yield replace(case, seed=0)
     if case.causal and "window" not in case.optional:
         yield replace(case, causal=False)
-
-
-def write(target: Target, call: Call, device: str, budget: float) -> str:
-    """The script. Its last two lines print the error and compare it."""
-    case, tensor, dtype, _ = call
-    gradient, dialect = tensor.startswith("d"), target.dialect
-    there = f"{device!r}, " if device != "cpu" else ""
-    given = {name: x for name, x in case.optional.items() if name in MASKS}
-    masked = dialect.needs_mask(case.num_queries, case.num_keys, causal=case.causal, given=given)
-    documents = counted_documents(case) if "document_ids" in case.optional else None
-    call_text = dialect.call(tensors_of(dialect), values_of(call, documents), masked=masked)
-    output = dialect.output_lse if tensor == "lse" else dialect.output
-    shape = f"{case.batch}, {case.num_kv_heads}, {case.num_keys}"
-    value_dim = case.value_dim or case.head_dim
-    of_out = f"{case.batch}, {case.num_heads}, {case.num_queries}, {value_dim}"
-    lines = [
-        "import torch",
-        "from torch.nn.attention.flex_attention import create_block_mask"
-        if "create_block_mask" in call_text
-        else "",
-        target.imports,
-        "",
-        f"torch.manual_seed({case.seed})",
-        f"q = torch.randn({case.batch}, {case.num_heads}, {case.num_queries}, {case.head_dim}, "
-        "dtype=torch.float64)",
-        f"k = torch.randn({shape}, {case.head_dim}, dtype=torch.float64)",
-        f"v = torch.randn({shape}, {value_dim}, dtype=torch.float64)",
-        f"d_out = torch.randn({of_out}, dtype=torch.float64)" if gradient else "",
-        INPUTS[case.inputs],
-        f"torch.set_default_device({device!r})" if device != "cpu" else "",
-        f"q, k, v = (x.to({there}{dtype}){'.requires_grad_()' * gradient} for x in (q, k, v))",
-        f"d_out = d_out.to({device!r})" if gradient and there else "",
-        *mask_lines(call, dialect, documents, call_text),
-        f"result = {call_text.replace('function', target.function, 1)}",
-        f"found = {output(str(case.batch))}",
-        *exact_lines(call, masks=hides(case)),
-        "difference = torch.where(found == exact, 0.0, (found - exact).abs())",
-        "error = difference.nan_to_num(nan=torch.inf).max().item()",
-        f'print(f"{tensor}: error {{error:.3g}}, allowed {budget:.3g}")',
-        f"assert error <= {budget!r}",
-    ]
-    text = "\n".join(line for i, line in enumerate(lines) if line or i == 3)
-    return f'"""{tensor} of {case}, {SHORT[dtype]}: written by attn-conform."""\n\n{text}\n'
-
-
-def tensors_of(dialect: Dialect) -> str:
-    """q, k and v in the dialect's layout, as the first arguments of a call."""
-    change = LAYOUTS[dialect.layout][0]
-    if dialect.pages:
-        return f"{change.replace('x', 'q', 1)}, *({PAGES} for x in (k, v))"
-    return "q, k, v" if change == "x" else f"*({change}.contiguous() for x in (q, k, v))"
-
-
-def counted_documents(case: Case) -> torch.Tensor:
-    """Documents of the tokens, (B, N), counted from 0. Ids may repeat, these numbers do not."""
-    ids = case.make(torch.float32, "cpu")[1]["document_ids"]
-    change = ids[:, 1:] != ids[:, :-1]
-    return torch.nn.functional.pad(change.cumsum(1), (1, 0))
-
-
-def values_of(call: Call, documents: torch.Tensor | None) -> Mapping[str, str | None]:
-    """The text of each argument; see Dialect.call."""
-    case, optional, window = call.case, call.case.optional, window_of(call.case)
-    longest = None
-    if documents is not None:
-        bounds = sequence_bounds(case.batch, case.num_keys, documents, documents.device)
-        longest = int(bounds.diff().max())
-    return {
-        "causal": str(case.causal),
-        "scale": f"{case.head_dim}**-0.5",
-        "left": None if window is None else str(window[0]),
-        "right": None if window is None else str(window[1]),
-        "softcap": str(optional["softcap"]) if "softcap" in optional else None,
-        "slopes": "slopes" if "alibi_slopes" in optional else None,
-        "sinks": None,
-        "documents": "documents" if documents is not None else None,
-        "max_q": str(longest or case.num_queries),
-        "max_k": str(longest or case.num_keys),
-    }
-
-
-def window_of(case: Case) -> tuple[int, int] | None:
-    """How many keys a query sees left and right of its own; -1 is all of them."""
-    if "window" not in case.optional:
-        return None
-    left, right = sides(case.optional["window"], causal=case.causal)
-    return -1 if left is None else left, -1 if right is None else right
-
-
-def hides(case: Case) -> bool:
-    """Whether there is a mask."""
-    return case.causal or bool(case.optional.keys() & {"window", "document_ids"})
-
-
-def mask_lines(
-    call: Call, dialect: Dialect, documents: torch.Tensor | None, call_text: str
-) -> Iterator[str]:
-    """Lines that define what the call and the reference need besides q, k and v."""
-    case, optional = call.case, call.case.optional
-    shift = case.num_keys - case.num_queries
-    left, right = window_of(case) or (-1, 0 if case.causal else -1)
-    if hides(case):
-        seen = f"torch.ones(1, 1, {case.num_queries}, {case.num_keys}, dtype=torch.bool)"
-        if right >= 0:
-            seen += f".tril({shift + right})"
-        if left >= 0:
-            seen += f".triu({shift - left})"
-        yield f"seen = {seen}"
-    if documents is not None:
-        yield f"documents = torch.tensor({documents.tolist()})"
-        yield "seen = seen & (documents[:, None, :, None] == documents[:, None, None])"
-    if "alibi_slopes" in optional:
-        yield f"slopes = torch.tensor({case.make(call.dtype, 'cpu')[1]['alibi_slopes'].tolist()})"
-    if "cu_q" in call_text:
-        for name, length in (("q", case.num_queries), ("k", case.num_keys)):
-            bounds = sequence_bounds(case.batch, length, documents, torch.device("cpu"))
-            yield f"cu_{name} = torch.tensor({bounds.tolist()}, dtype=torch.int32)"
-    if "slots" in call_text:
-        bounds = sequence_bounds(case.batch, case.num_keys, documents, torch.device("cpu"))
-        counts = tuple(bounds.diff().tolist())
-        pages = pages_of(counts, dialect.pages, torch.device("cpu"))
-        yield f"slots = torch.tensor({pages.slots.tolist()})"
-        yield f"table = torch.tensor({pages.table.tolist()}, dtype=torch.int32)"
-        yield f"used = torch.tensor({pages.used.tolist()}, dtype=torch.int32)"
-    if "(module, " in call_text:
-        groups = case.num_heads // case.num_kv_heads
-        yield "module = torch.nn.Module()"
-        yield f"module.num_key_value_groups, module.is_causal = {groups}, False"
-
-
-def exact_lines(call: Call, *, masks: bool) -> Iterator[str]:
-    """Lines that compute softmax attention in float64, or its gradient."""
-    case, optional = call.case, call.case.optional
-    groups = case.num_heads // case.num_kv_heads
-    k, v = (
-        f"{x}.double().repeat_interleave({groups}, 1)" if groups > 1 else f"{x}.double()"
-        for x in "kv"
-    )
-    yield f"scores = q.double() @ {k}.mT * {case.head_dim}**-0.5"
-    if "softcap" in optional:
-        yield f"scores = {optional['softcap']} * torch.tanh(scores / {optional['softcap']})"
-    if "alibi_slopes" in optional:
-        shift = case.num_keys - case.num_queries
-        yield f"i = torch.arange({case.num_queries})[:, None] + {shift}"
-        yield f"j = torch.arange({case.num_keys})"
-        yield "scores = scores - slopes[:, None, None] * (i - j)"
-    if call.tensor == "lse":
-        hidden = ".masked_fill(~seen, -torch.inf)" if masks else ""
-        yield f"exact = scores{hidden}.logsumexp(-1)"
-        return
-    p = "(scores.masked_fill(~seen, -1e30).softmax(-1) * seen)" if masks else "scores.softmax(-1)"
-    yield f"exact = {p} @ {v}"
-    if call.tensor != "out":
-        x = call.tensor[1]
-        yield "losses = [(x.double() * d_out).sum() for x in (found, exact)]"
-        yield f"found, exact = (torch.autograd.grad(loss, {x})[0] for loss in losses)"

@@ -34,7 +34,7 @@ from conformance.isolation import (
     streams_and_graphs,
 )
 from conformance.mask_tensors import masks_as_tensors
-from conformance.memory_growth import exponents
+from conformance.memory_growth import LINEAR, exponents, lengths_on, shape_of
 from conformance.other_functions import finite_differences, hidden_keys_with_gradient, widest
 from conformance.views import FAR, LAYOUTS, cached, spread_out
 
@@ -45,7 +45,6 @@ WARNINGS = (
     r"flex_attention called without torch\.compile",
     "Dynamo detected a call to a `functools.lru_cache`",
 )
-LINEAR = 1.15  # the largest exponent that counts as linear in N
 
 
 @dataclass(frozen=True)
@@ -532,13 +531,12 @@ def wider_calls(subject: Subject) -> Iterator[Check]:
 
 
 def growth(subject: Subject, *figures: str) -> Iterator[Check]:
-    head_dim = 32 if 32 in subject.head_dims else subject.head_dims[0]
-    if not subject.takes(subject.case(128, head_dim=head_dim), backward=True):
+    shape, lengths = shape_of(subject.head_dims), lengths_on(subject.device)
+    if not subject.takes(subject.case(128, **shape), backward=True):
         return
-    lengths = (128, 256, 512) if subject.device == "cpu" else (2048, 4096, 8192)
     if not subject.exponents:
         subject.exponents = exponents(
-            subject.given, lengths, device=subject.device, dtype=subject.dtype, head_dim=head_dim
+            subject.given, lengths, device=subject.device, dtype=subject.dtype, **shape
         )
     for name in figures:
         if name in subject.exponents:

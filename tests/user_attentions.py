@@ -224,6 +224,18 @@ def in_tiles(q, k, v, mask, causal, q_tile, k_tile):
     return masked(q, k, v, mask, causal)
 
 
+def contiguous_assumed(q, k, v, softmax_scale=None, causal=False, return_lse=False):
+    """It reads the memory of q as if q had no gaps."""
+    lies = q.as_strided(q.shape, torch.empty(q.shape).stride(), q.storage_offset())
+    return flash(lies, k, v, softmax_scale, causal)
+
+
+def float32_alone(q, k, v, softmax_scale=None, causal=False, return_lse=False):
+    if q.dtype != torch.float32:
+        raise NotImplementedError(f"no kernel for {q.dtype}")
+    return flash(q, k, v, softmax_scale, causal)
+
+
 def no_scale(q, k, v, softmax_scale=None, causal=False, return_lse=False):
     return flash(q, k, v, 1.0, causal)
 

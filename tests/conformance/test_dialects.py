@@ -15,7 +15,11 @@ from conformance.backend_under_test import Subject
 from conformance.cases import ADVERSARIAL, Case
 from conformance.command import cells_of, parse_dialect
 from conformance.dialects import DIALECTS, Adapter, Target, pages_of, target
-from conformance.minimise import INPUTS, Call, with_options, write
+from conformance.minimise import Minimiser, with_options
+from conformance.properties import examine
+from conformance.script_of_call import INPUTS, VIEWS, Call, input_lines, write
+from conformance.script_of_memory import write_memory
+from conformance.views import LAYOUTS
 
 MINE = "tests.user_attentions"
 SDPA = "torch.nn.functional:scaled_dot_product_attention"
@@ -177,6 +181,45 @@ def test_a_script_draws_what_the_case_draws():
         for x, expected in zip("qkv", tensors, strict=True):
             torch.testing.assert_close(variables[x], expected, msg=f"{name}: {x}")
     assert INPUTS.keys() == ADVERSARIAL.keys() - {"trained"}
+
+
+def test_a_script_lays_out_what_the_property_lays_out():
+    for name, line in VIEWS.items():
+        case = [torch.randn(2, 3, 5, 4) for _ in range(3)]
+        variables = {"torch": torch, **dict(zip("qkv", case, strict=True))}
+        exec("\n".join(input_lines("x", name, gradient=False)), variables)
+        for x, expected in zip("qkv", LAYOUTS[name](case), strict=True):
+            assert torch.equal(variables[x], expected), f"{name}: {line}"
+            assert variables[x].stride() == expected.stride(), name
+    assert LAYOUTS.keys() - VIEWS.keys() == {"each another"}
+
+
+@pytest.mark.parametrize(
+    "name, property, first",
+    [
+        ("contiguous_assumed", "strides and views", "misaligned, fp32: written"),
+        ("float32_alone", "float32 statistics", "bf16: written"),
+        ("flash", "saved bytes", "saved bytes of N tokens"),
+        ("flash", "largest tensor", "largest bytes of N tokens"),
+    ],
+)
+def test_the_script_of_what_no_plain_call_shows(name, property, first):
+    found = named(f"{MINE}:{name}", "fa")
+    subject = Subject(found.backend, "cpu", FP32)
+    cell = examine(subject, property)
+    script = Minimiser(found, subject).script(cell)
+    assert cell.status == "red" and script is not None
+    assert first in script.splitlines()[0] and "conformance" not in script
+    with pytest.raises((AssertionError, NotImplementedError)):
+        exec(script, {})
+
+
+@pytest.mark.parametrize("figure", ["saved", "largest"])
+def test_a_script_of_linear_memory_passes(figure, capsys):
+    found = target("tiled")
+    subject = Subject(found.backend, "cpu", FP32)
+    exec(write_memory(with_options(found, subject.backend), subject, figure), {})
+    assert "allowed N ** 1.15" in capsys.readouterr().out
 
 
 def test_contiguous_inputs_arrive_contiguous_and_views_as_views():
