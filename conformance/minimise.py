@@ -16,13 +16,13 @@ import torch
 from attention import Backend
 from conformance.backend_under_test import Subject
 from conformance.cases import SHORT, Case, expect
-from conformance.dialects import Target, dialect_of
+from conformance.dialects import Dialect, Target, dialect_of
 from conformance.memory_growth import LINEAR
 from conformance.properties import TENSORS, Cell, why_unusable
 from conformance.script_of_call import INPUTS, VIEWS, Call, write
 from conformance.script_of_memory import FIGURES, write_memory
 
-OPTIONAL = {"window", "softcap", "alibi_slopes", "document_ids"}
+OPTIONAL = {"window", "softcap", "alibi_slopes", "document_ids", "key_lengths"}
 LITERAL = (int, float, str, bool, type(None))
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)
 
@@ -58,7 +58,7 @@ class Minimiser:
             sorted(TENSORS, key=lambda name: not cell.note.startswith(f"{name} of")),
         )
         for dtype, layout, case, tensor in candidates:
-            call = Call(plain(case), tensor, dtype, raises, layout)
+            call = Call(plain(case, self.target.dialect), tensor, dtype, raises, layout)
             if script := self.failing(call):
                 return self.smallest(call, script)
         return None
@@ -119,9 +119,14 @@ def with_options(target: Target, backend: Backend) -> Target:
     return target._replace(dialect=replace(target.dialect, constants=", ".join(constants)))
 
 
-def plain(case: Case) -> Case:
+def plain(case: Case, dialect: Dialect) -> Case:
     """The case without the arguments that a script cannot write."""
-    return replace(case, optional={x: y for x, y in case.optional.items() if x in OPTIONAL})
+    optional = {x: y for x, y in case.optional.items() if x in OPTIONAL}
+    if case.causal or optional.keys() & {"window", "alibi_slopes"}:
+        optional.pop("key_lengths", None)  # it would move the queries' positions
+    if not (dialect.mask or dialect.used):
+        optional.pop("key_lengths", None)
+    return replace(case, optional=optional)
 
 
 def smaller(case: Case, subject: Subject) -> Iterator[Case]:

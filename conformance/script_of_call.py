@@ -157,7 +157,7 @@ def window_of(case: Case) -> tuple[int, int] | None:
 
 def hides(case: Case) -> bool:
     """Whether there is a mask."""
-    return case.causal or bool(case.optional.keys() & {"window", "document_ids"})
+    return case.causal or bool(case.optional.keys() & {"window", "document_ids", "key_lengths"})
 
 
 def mask_lines(
@@ -177,6 +177,9 @@ def mask_lines(
     if documents is not None:
         yield f"documents = torch.tensor({documents.tolist()})"
         yield "seen = seen & (documents[:, None, :, None] == documents[:, None, None])"
+    if "key_lengths" in optional:
+        yield f"lengths = torch.tensor({case.make(call.dtype, 'cpu')[1]['key_lengths'].tolist()})"
+        yield f"seen = seen & (torch.arange({case.num_keys}) < lengths[:, None, None, None])"
     if "alibi_slopes" in optional:
         yield f"slopes = torch.tensor({case.make(call.dtype, 'cpu')[1]['alibi_slopes'].tolist()})"
     if "cu_q" in call_text:
@@ -189,7 +192,8 @@ def mask_lines(
         pages = pages_of(counts, dialect.pages, torch.device("cpu"))
         yield f"slots = torch.tensor({pages.slots.tolist()})"
         yield f"table = torch.tensor({pages.table.tolist()}, dtype=torch.int32)"
-        yield f"used = torch.tensor({pages.used.tolist()}, dtype=torch.int32)"
+        used = "lengths.int()" if "key_lengths" in optional else None
+        yield f"used = {used or f'torch.tensor({pages.used.tolist()}, dtype=torch.int32)'}"
     if "(module, " in call_text:
         groups = case.num_heads // case.num_kv_heads
         yield "module = torch.nn.Module()"

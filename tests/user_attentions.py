@@ -219,6 +219,14 @@ def masked(q, k, v, mask=None, causal=False):
     return attend(scores if mask is None else scores.masked_fill(~mask, -torch.inf), v)[0]
 
 
+def mean_of_nothing(q, k, v, attn_mask=None, is_causal=False, scale=None):
+    """A query without a key gets the mean of the values."""
+    scores = scores_of(q, k, is_causal, scale or q.shape[-1] ** -0.5)
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -torch.inf)
+    return scores.clamp(min=-1e30).softmax(-1).to(v.dtype) @ v
+
+
 def in_tiles(q, k, v, mask, causal, q_tile, k_tile):
     """It has no default for the size of its tiles."""
     return masked(q, k, v, mask, causal)

@@ -15,7 +15,7 @@ from conformance.backend_under_test import Subject
 from conformance.cases import ADVERSARIAL, Case
 from conformance.command import cells_of, parse_dialect
 from conformance.dialects import DIALECTS, Adapter, Target, pages_of, target
-from conformance.minimise import Minimiser, with_options
+from conformance.minimise import Minimiser, plain, with_options
 from conformance.properties import examine
 from conformance.script_of_call import INPUTS, VIEWS, Call, input_lines, write
 from conformance.script_of_memory import write_memory
@@ -160,6 +160,10 @@ def test_a_script_of_a_right_call_passes(text, dialect):
         replace(small, optional={"document_ids": True}),
         replace(small, optional={"softcap": 2.0, "alibi_slopes": True}),
         replace(small, num_queries=8),  # two rows without a key
+        plain(
+            replace(small, batch=3, num_keys=20, causal=False, optional={"key_lengths": True}),
+            found.dialect,
+        ),
     ]
     ran = 0
     for case in cases:
@@ -195,16 +199,17 @@ def test_a_script_lays_out_what_the_property_lays_out():
 
 
 @pytest.mark.parametrize(
-    "name, property, first",
+    "name, dialect, property, first",
     [
-        ("contiguous_assumed", "strides and views", "misaligned, fp32: written"),
-        ("float32_alone", "float32 statistics", "bf16: written"),
-        ("flash", "saved bytes", "saved bytes of N tokens"),
-        ("flash", "largest tensor", "largest bytes of N tokens"),
+        ("contiguous_assumed", "fa", "strides and views", "misaligned, fp32: written"),
+        ("float32_alone", "fa", "float32 statistics", "bf16: written"),
+        ("flash", "fa", "saved bytes", "saved bytes of N tokens"),
+        ("flash", "fa", "largest tensor", "largest bytes of N tokens"),
+        ("mean_of_nothing", "sdpa", "mask positions", "out of B1-H1-N1-D1-full-key_lengths"),
     ],
 )
-def test_the_script_of_what_no_plain_call_shows(name, property, first):
-    found = named(f"{MINE}:{name}", "fa")
+def test_the_script_of_what_no_plain_call_shows(name, dialect, property, first):
+    found = named(f"{MINE}:{name}", dialect)
     subject = Subject(found.backend, "cpu", FP32)
     cell = examine(subject, property)
     script = Minimiser(found, subject).script(cell)
