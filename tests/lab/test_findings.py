@@ -9,6 +9,7 @@ import torch
 from attention import attention, get_backend
 from config import OptimConfig, RunConfig
 from lab.findings import (
+    agreement,
     bf16_accumulators,
     captured,
     fp8_forward,
@@ -248,3 +249,51 @@ def test_a_page_has_the_figures_of_its_file(module):
     figures = re.findall(r"[-+]?\d+\.\d+(?: ± \d+\.\d+|e[-+]\d+)", page)
     assert len(figures) > 5
     assert not [each for each in figures if each not in printed]
+
+
+RESULTS = ROOT / "results"
+PAGES = [path for path in (ROOT / "docs/findings").glob("*.md") if path.stem != "index"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_a_page_is_short_and_complete(page):
+    text = page.read_text()
+    assert len(text.split()) <= 400
+    for part in ("**Claim.**", "**Evidence.**", "**Limits.**", "**Refuted by**", "**Again"):
+        assert part in text
+    figures = re.findall(r"\.\./\.\./(results/\w+\.png)", text)
+    assert len(figures) == 2 and all((ROOT / each).is_file() for each in figures)
+
+
+@pytest.mark.parametrize("name", ["agree", "polynomial_exp2"])
+def test_a_figure_is_drawn_from_its_files(name, tmp_path):
+    out = tmp_path / "drawn.png"
+    agreement.main([*map(str, RESULTS.glob(f"{name}_*.json")), f"out={out}"])
+    assert out.is_file() and out.with_stem("drawn_dark").is_file()
+
+
+def numbers(value):
+    """All numbers of a JSON value."""
+    if isinstance(value, dict | list):
+        parts = value.values() if isinstance(value, dict) else value
+        return [each for part in parts for each in numbers(part)]
+    return [value] if isinstance(value, int | float) else []
+
+
+@pytest.mark.parametrize(
+    "page, files",
+    [("kernels-agree", "agree_*"), ("polynomial-exp2", "*_cpu")],
+    ids=["agree", "exp2"],
+)
+def test_the_ranges_of_a_page_are_those_of_its_files(page, files):
+    """Numbers such as 1.2e-3, of one run or the mean over runs, as the figures' files have them."""
+    found = set()
+    for path in RESULTS.glob(f"{files}.json"):
+        if path.name.startswith(("agree", "polynomial")):
+            each_run = [numbers(run) for run in json.loads(path.read_text())["runs"]]
+            found |= {number for run in each_run for number in run}
+            found |= {sum(same) / len(same) for same in zip(*each_run, strict=True)}
+    shown = {f"{number:.1e}".replace("e-0", "e-") for number in found}
+    on_page = re.findall(r"\d\.\de-\d", (ROOT / f"docs/findings/{page}.md").read_text())
+    assert len(on_page) > 10
+    assert not [each for each in on_page if each not in shown]
