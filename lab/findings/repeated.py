@@ -90,10 +90,19 @@ def interval(values: list[float]) -> tuple[float, float]:
 def in_text(rows: list[Row]) -> str:
     lines = [["recipe", "figure", "page", "repeat", "inside"]]
     for row in rows:
-        inside = f"{row['inside']} of {len(row['repeat'])}" if "inside" in row else "-"
         shown = shown_page(row), shown_values(row, row["repeat"])
-        lines.append([row["recipe"], row["figure"], *shown, inside])
-    return text_table(lines)
+        lines.append([row["recipe"], row["figure"], *shown, inside([row])])
+    totals = [["recipe", "inside"]]
+    totals += [[recipe, inside(same)] for recipe, same in by(rows, "recipe").items()]
+    return f"{text_table(lines)}\n\n{text_table(totals)}"
+
+
+def inside(rows: list[Row]) -> str:
+    """How many repeats are inside, of those that have an interval."""
+    judged = [row for row in rows if "inside" in row]
+    if not judged:
+        return "-"
+    return f"{sum(row['inside'] for row in judged)} of {sum(len(row['repeat']) for row in judged)}"
 
 
 def shown_page(row: Row) -> str:
@@ -186,8 +195,12 @@ def of_bf16_accumulators(found: Row) -> list[Figure]:
     both = training["both", "rounded"]
     figures.append(Figure("loss, neither, exact delta", list(plain.values()), "{:.4f}"))
     figures.append(Figure("loss, both, rounded delta", [last(row) for row in both], "{:.4f}"))
-    apart = [last(row) - plain[row["seed"]] for row in both]
-    return [*figures, Figure("the second less the first", apart, "{:+.4f}")]
+    for narrow in ("neither", "both"):
+        rows = training[narrow, "rounded"]
+        apart = [last(row) - plain[row["seed"]] for row in rows]
+        name = f"loss, {narrow}, rounded delta, less that of neither, exact"
+        figures.append(Figure(name, apart, "{:+.4f}"))
+    return figures
 
 
 def of_fp8_forward(found: Row) -> list[Figure]:

@@ -15,6 +15,7 @@ from lab.findings import (
     fp8_forward,
     lazy_rescaling,
     polynomial_exp2,
+    repeated,
     stabilisers,
     tile_size,
     unshifted_sink,
@@ -297,3 +298,40 @@ def test_the_ranges_of_a_page_are_those_of_its_files(page, files):
     on_page = re.findall(r"\d\.\de-\d", (ROOT / f"docs/findings/{page}.md").read_text())
     assert len(on_page) > 10
     assert not [each for each in on_page if each not in shown]
+
+
+def test_one_more_seed_is_judged_by_the_spread_of_the_page():
+    low, high = repeated.interval([1.0, 2.0, 3.0])
+    assert (low + high) / 2 == pytest.approx(2) and high - 2 == pytest.approx(4.969, abs=1e-3)
+    page = repeated.Figure("loss", [1.0, 2.0, 3.0])
+    found = repeated.compared(page, repeated.Figure("loss", [6.9, 7.0, None]))
+    assert found["inside"] == 1
+    never = repeated.Figure("dies at", [28, None, 30])
+    assert "inside" not in repeated.compared(never, never)
+
+
+def test_a_page_repeats_itself(tmp_path):
+    """The file of each page, read as if it were a repeat."""
+    files = []
+    for name, (source, _) in repeated.FINDINGS.items():
+        files.append(tmp_path / f"{name}.json")
+        files[-1].write_text((RESULTS / f"{source}.json").read_text())
+    out = tmp_path / "found.json"
+    repeated.main([*map(str, files), f"out={out}"])
+    found = json.loads(out.read_text())["figures"]
+    assert {row["recipe"] for row in found} == repeated.FINDINGS.keys()
+    assert all(row["page"] == row["repeat"] for row in found)
+    assert all(row["inside"] == len(row["repeat"]) for row in found if "inside" in row)
+    with pytest.raises(SystemExit, match="mine.json is none of break_it.json"):
+        repeated.main(["mine.json"])
+
+
+def test_the_index_has_the_figures_of_the_repeats():
+    found = json.loads((RESULTS / "findings_repeated_cpu.json").read_text())
+    printed = repeated.in_text(found["figures"])
+    text = (ROOT / "docs/findings/index.md").read_text()
+    lines = text.partition("## Done again")[2].partition("## Three habits")[0].splitlines()
+    cells = [cell for line in lines if line.startswith("|") for cell in line.split("|")[2:4]]
+    figures = re.findall(r"[-+]?\d+\.\d+(?: ± \d+\.\d+|e[-+]\d+)?", " ".join(cells))
+    assert len(figures) > 20
+    assert not [each for each in figures if each not in printed]
