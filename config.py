@@ -101,8 +101,9 @@ class AttentionConfig:
     softcap: float | None = None
     # any other change of the scores: an attention.ScoreMod, as pkg.module:NAME
     score_mod: str | None = None
-    # a learnable logit per head in the denominator, so that a query may attend to nothing
-    sinks: bool | None = None
+    # a logit per head in the denominator, so that a query may attend to nothing: true learns it,
+    # zero keeps it at 0, which is softmax plus one
+    sinks: str | None = None
     # step after which another attention takes over; None is never
     switch_at: int | None = None
     # the attention that takes over, in attention.BACKENDS or as pkg.module:NAME
@@ -132,6 +133,10 @@ class AttentionConfig:
         self._check_function()
 
     def _check_function(self) -> None:
+        sinks = str(self.sinks).lower()
+        self.sinks = None if sinks in ("none", "false") else sinks
+        if self.sinks is not None:
+            _check_choice(self, "attention.sinks", "true", "zero", "false")
         _check_at_least(self, 1, "attention.window")
         if self.pattern is not None and self.window is None:
             raise ValueError(

@@ -58,9 +58,12 @@ class CausalSelfAttention(nn.Module):
         self.backend = backend
         tensors = ("alibi_slopes", "sinks")
         self._function = {name: x for name, x in function.items() if name not in tensors}
-        sinks = nn.Parameter(torch.zeros(config.num_heads)) if "sinks" in function else None
-        self.register_parameter("sinks", sinks)  # (H,)
-        # moves with the model's device, but is in no checkpoint
+        sinks = torch.zeros(config.num_heads) if "sinks" in function else None  # (H,)
+        if function.get("sinks") == "true":
+            self.sinks = nn.Parameter(sinks)
+        else:
+            # buffers move with the model's device, and are in no checkpoint
+            self.register_buffer("sinks", sinks, persistent=False)
         self.register_buffer("alibi_slopes", function.get("alibi_slopes"), persistent=False)
         self.head_dim = config.head_dim
         self.heads_of_qkv = (config.num_heads, config.kv_heads, config.kv_heads)

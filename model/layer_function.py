@@ -9,6 +9,7 @@ width: weights that were trained with a window need that window.
     model.positions=alibi                           Press et al. 2021, arXiv:2108.12409
     attention.score_mod=pkg.module:NAME             any other change of a score
     attention.sinks=true                            gpt-oss, 2025; see attention.sinks
+    attention.sinks=zero                            softmax plus one; Miller, 2023
 
 Dimensions: H query heads.
 """
@@ -31,7 +32,7 @@ def layer_functions(chosen: AttentionConfig, model: ModelConfig) -> list[dict[st
         "softcap": chosen.softcap,
         "alibi_slopes": alibi_slopes(model.num_heads) if model.positions == "alibi" else None,
         "score_mod": None if chosen.score_mod is None else get_score_mod(chosen.score_mod),
-        "sinks": chosen.sinks or None,  # True: the layer has the parameter
+        "sinks": chosen.sinks,  # the layer has the tensor
     }
     return [
         {name: value for name, value in arguments.items() if value is not None}

@@ -155,7 +155,8 @@ def of_tile_size(found: Row) -> list[Figure]:
 
 
 def of_unshifted_sink(found: Row) -> list[Figure]:
-    exact, unshifted = (by(found["training"], "attention")[name] for name in ("exact", "unshifted"))
+    learned = by(found["training"], "sinks")["learned"]
+    exact, unshifted = (by(learned, "attention")[name] for name in ("exact", "unshifted"))
     return [
         Figure("own loss, exact sink", [row["own"] for row in exact]),
         Figure("own loss, unshifted", [row["own"] for row in unshifted]),

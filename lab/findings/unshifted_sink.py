@@ -12,7 +12,7 @@ streaming softmax keeps sums of exp(score - row_max), so the term there is exp(s
     exact      acc / (row_sum + exp(sink - row_max))
     unshifted  acc / (row_sum + exp(sink))
 
-BACKEND is the unshifted one: wrong with attention.sinks=true, exact without sinks.
+BACKEND is the unshifted one: wrong with attention.sinks=true or zero, exact without sinks.
 
 Dimensions: B sequences, H heads, N tokens, D head dim.
 """
@@ -72,10 +72,11 @@ def main(paths: list[Path], device: torch.device) -> Row:
     for run, summary in completed_runs(paths).items():
         name = "exact" if summary["attention"] == "tiled" else "unshifted"
         curve, trained = curves(run, OWN, EXACT), weights_of(run, SEQUENCES, device)
-        row = {"seed": summary["seed"], "attention": name, "own": summary[OWN]}
+        sinks = {"true": "learned", "zero": "zero"}[summary["function"]["sinks"]]
+        row = {"seed": summary["seed"], "attention": name, "sinks": sinks, "own": summary[OWN]}
         row |= {"exact": summary[EXACT], "curves": curve, "shows_at": shows_at(curve)}
         training.append(row | shares(trained))
-        if name == "unshifted":
+        if name == "unshifted" and sinks == "learned":
             initial = weights_of(run, SEQUENCES, device, initial=True)
             tests += [
                 {"seed": summary["seed"], "inputs": inputs, "difference": difference(weights)}
@@ -154,6 +155,12 @@ def smallest(score: float, device: torch.device) -> Row:
     return {"score": score} | found
 
 
+def variants(found: Row) -> dict[str, list[Row]]:
+    """The rows of training, by how sinks are computed and whether they are learned."""
+    groups = by(found["training"], "attention", "sinks")
+    return {f"{name} sinks, {sinks}": groups[name, sinks] for name, sinks in sorted(groups)}
+
+
 def in_text(found: Row) -> str:
     names = ("own", "exact", "share_exact", "share_unshifted", "sink")
     columns = {name: spread(name, "{:.3f}") for name in names}
@@ -161,7 +168,7 @@ def in_text(found: Row) -> str:
     small = {f"{row['score']:g}": [row] for row in found["smallest"]}
     return "\n\n".join(
         (
-            table("attention", by(found["training"], "attention"), columns),
+            table("sinks", variants(found), columns),
             table(
                 "largest difference of out",
                 by(found["tests"], "inputs"),
@@ -179,14 +186,15 @@ def in_text(found: Row) -> str:
 def draw(found: Row, path: Path) -> None:
     """Held-out losses over training: own, and with the exact sink for the same weights."""
     figure, (left, right) = new_figure(1, 2, size=(11, 3.8))
-    runs = {f"{name} sink": rows for name, rows in by(found["training"], "attention").items()}
+    runs = variants(found)
     own = {name: [losses(row) for row in rows] for name, rows in runs.items()}
     more = {
         name: [apart(losses(row, EXACT), losses(row)) for row in rows]
         for name, rows in runs.items()
     }
-    plot_groups(left, own, "C0", "C3")
-    plot_groups(right, more, "C0", "C3")
+    colors = ("C0", "C9", "C3", "C1")
+    plot_groups(left, own, *colors)
+    plot_groups(right, more, *colors)
     left.set(xlabel="step", ylabel="held-out loss, own attention", ylim=(None, 2.9))
     right.set(xlabel="step", ylabel="loss with the exact sink less own")
     finish(figure, path)

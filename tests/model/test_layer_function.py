@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from attention import BACKENDS, ScoreMod, get_backend
+from attention import BACKENDS, ScoreMod, attention, get_backend
 from config import AttentionConfig, ModelConfig
 from model import GPT, generate
 from model.layer_function import alibi_slopes, layer_functions
@@ -36,6 +36,7 @@ FUNCTIONS = {
     "softcap": {"softcap": 2.0},
     "alibi": {"positions": "alibi"},
     "sinks": {"sinks": True},
+    "zero sinks": {"sinks": "zero"},
     "all": {"window": 7, "pattern": "SL", "softcap": 2.0, "positions": "alibi"},
     "score_mod": {"score_mod": f"{__name__}:FLATTEN", "window": 7},
 }
@@ -116,6 +117,24 @@ def test_the_comparison_with_float64_knows_documents_too(function, batch):
     document_ids = (torch.arange(LENGTH) // 9).expand(2, -1)
     row = compare_layers(build("tiled", **function), *batch, document_ids)
     assert all(row[f"attention/{x}_error"] < 1e-4 for x in ("out", "dq", "dk", "dv"))
+
+
+def test_zero_sinks_are_softmax_plus_one(batch):
+    """A further key with score 0 and value 0 takes its share of each row. It is not learned."""
+    model, learned, plain = build(sinks="zero"), build(sinks=True), build(sinks="false")
+    assert torch.equal(logits(model, batch[0]), logits(learned, batch[0]))
+    for name in ("sinks", "alibi_slopes"):  # buffers, not weights
+        assert not any(name in key for key in model.state_dict())
+    assert [*model.state_dict()] == [*plain.state_dict()]
+    q, k, v = torch.randn(3, 1, 4, 5, 16, generator=torch.Generator().manual_seed(0))
+    found = attention(q, k, v, backend="tiled", scale=0.5, sinks=model.blocks[0].attention.sinks)
+    scores = (q @ k.mT * 0.5).masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf).exp()
+    torch.testing.assert_close(found.out, scores @ v / (1 + scores.sum(-1, keepdim=True)))
+
+
+def test_other_sinks_are_refused():
+    with pytest.raises(ValueError, match="attention.sinks=one is not one of: true, zero, false"):
+        AttentionConfig(sinks="one")
 
 
 def test_a_backend_that_ignores_the_window_is_seen(batch):
