@@ -521,6 +521,8 @@ class RunConfig:
         _check_choice(self, "dtype", "auto", "fp32", "bf16", "fp16")
         _check_choice(self, "compile", "auto", "true", "false")
         _check_choice(self, "cuda_graph", "auto", "true", "false")
+        if self.init_from == "":  # such as that of an unset shell variable
+            raise ValueError("init_from= is empty: name a folder, a file or a model on the hub")
         _check_at_least(self, 1, "seq_len", "steps", "eval_sequences", "log_every")
         _check_at_least(self, 1, "checkpoint_every", "keep")
         _check_at_least(self, 0, "seed", "eval_every", "sample_tokens", "diagnose_every")

@@ -194,7 +194,8 @@ def to_hugging_face(model: "GPT") -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise ValueError(f"transformers has {like} like this one: {'; '.join(why)}")
     layers = [block.attention for block in model.blocks]
     changes = sorted({name for layer in layers for name in layer.function} - {"window"})
-    changes += ["parameters of their own"] if layers[0].own is not None else []
+    # a module that holds nothing is not in the weights either
+    changes += ["parameters of their own"] if any(own_tensors(model)) else []
     if changes:
         raise ValueError(
             "these models of transformers have windows and else plain attention, and the layers of "
@@ -292,14 +293,20 @@ def correspondence(
     model: "GPT", architecture: Architecture
 ) -> Iterator[tuple[str, Tensor, list[str], list[int]]]:
     """For each of our tensors: its name, itself, the names of their tensors that hold it, and the
-    rows in each. Parameters of an attention's own module are left out: their models lack them.
+    rows in each. Sinks and the parameters of an attention's own module are left out: their models
+    lack them, so ours keeps the values that it has.
     """
     for name, tensor in model.state_dict().items():
-        if ".attention.own." in name:
+        if ".attention.own." in name or name.endswith(".attention.sinks"):
             continue
         names = architecture.their_names(name)
         layer = model.get_submodule(name.rpartition(".")[0])
         yield name, tensor, names, list(layer.rows) if len(names) > 1 else [len(tensor)]
+
+
+def own_tensors(model: "GPT") -> list[str]:
+    """The names of the tensors that a backend's own module brings."""
+    return [name for name in model.state_dict() if ".attention.own." in name]
 
 
 def architecture_of(

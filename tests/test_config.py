@@ -258,6 +258,8 @@ REFUSED = [
         "tokens_per_step=5000 is not a positive multiple of batch_size * seq_len = 16 * 256 = 4096",
     ),
     (RunConfig, {"tokens_per_step": 0}, "tokens_per_step=0 is not a positive multiple"),
+    # a regression test: the run began with random weights, and said nothing
+    (RunConfig, {"init_from": ""}, "init_from= is empty: name a folder"),
 ]
 
 

@@ -95,6 +95,11 @@ def find_pretrained(name: str) -> Pretrained:
     files = [found]
     if found.suffix == ".json":
         shards = sorted(set(read_json(found).get("weight_map", {}).values()))
+        if not shards:
+            raise ValueError(
+                f"init_from={name}: {found.name} lists no files of weights; name the folder, a "
+                ".safetensors file or an index"
+            )
         files = [get(shard) for shard in shards]
         if missing := [shard for shard, file in zip(shards, files, strict=True) if file is None]:
             raise ValueError(f"init_from={name}: {found.name} names {missing[0]}, which is missing")
@@ -137,6 +142,9 @@ def hub_files(name: str) -> tuple[Callable[[str], Path | None], str | None]:
 
 def read_json(path: Path) -> Row:
     try:
-        return json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, and not settings by name")
+    return content

@@ -8,6 +8,7 @@ import torch
 
 from attention import get_backend
 from config import AttentionConfig, ModelConfig
+from examples import differential_attention, sigmoid_attention
 from model import GPT, load_hugging_face, to_hugging_face
 
 VOCAB_SIZE = 61
@@ -250,6 +251,39 @@ def test_layers_that_transformers_would_compute_otherwise_are_refused(
     model = GPT(config, vocab_size=11, backend=get_backend("tiled"), attention=attention)
     with pytest.raises(ValueError, match=why):
         to_hugging_face(model)
+
+
+def test_only_a_module_with_tensors_keeps_a_model_from_transformers(build_gpt):
+    """A regression test: sigmoid attention, whose module holds nothing, was said to have parameters
+    of its own, while linear attention, which has no module, was exported.
+    """
+    plain = build_gpt()
+    sigmoid, differential = (
+        GPT(plain.config, vocab_size=plain.vocab_size, backend=each.BACKEND)
+        for each in (sigmoid_attention, differential_attention)
+    )
+    load_hugging_face(plain, to_hugging_face(sigmoid)[1])
+    assert torch.equal(plain.token_embedding.weight, sigmoid.token_embedding.weight)
+    with pytest.raises(ValueError, match="layers of this one have parameters of their own"):
+        to_hugging_face(differential)
+
+
+def test_sinks_are_added_to_weights_without_them(build_gpt):
+    """A regression test: "missing h.0.attention.sinks", as if the weights were of another shape,
+    though windows and an attention's own parameters were added to the same weights.
+    """
+    plain = build_gpt()
+    settings, weights = to_hugging_face(plain)
+    model = GPT(
+        plain.config,
+        vocab_size=plain.vocab_size,
+        backend=get_backend("tiled"),
+        attention=AttentionConfig(sinks=True),
+    )
+    torch.nn.init.constant_(model.blocks[0].attention.sinks, 0.5)
+    load_hugging_face(model, weights, settings)
+    assert torch.equal(model.token_embedding.weight, plain.token_embedding.weight)
+    assert (model.blocks[0].attention.sinks == 0.5).all()
 
 
 def test_windows_of_weights_are_asked_for(build_gpt, modern):

@@ -116,6 +116,17 @@ DAMAGED = {
         lambda folder: (folder / "config.json").write_text("{"),
         "config.json is not JSON",
     ),
+    "settings-without-names": (
+        lambda folder: (folder / "config.json").write_text("[]"),
+        "config.json holds a list, and not settings by name",
+    ),
+    "empty-index": (
+        lambda folder: (
+            (folder / "model.safetensors").rename(folder / "model.safetensors.old")
+            and (folder / "model.safetensors.index.json").write_text("{}")
+        ),
+        "model.safetensors.index.json lists no files of weights; name the folder",
+    ),
     "pickle": (
         lambda folder: (
             (folder / "model.safetensors").unlink(),
@@ -132,6 +143,12 @@ def test_says_what_is_wrong_with_a_folder(damage, folder, model):
     spoil(folder)
     with pytest.raises(ValueError, match=complaint):
         find_pretrained(str(folder)).load_into(model)
+
+
+def test_a_file_of_settings_is_not_one_of_weights(folder):
+    """A regression test: every tensor of the model was named as missing."""
+    with pytest.raises(ValueError, match="config.json lists no files of weights; name the folder"):
+        find_pretrained(str(folder / "config.json"))
 
 
 def test_says_that_there_is_no_such_folder():
