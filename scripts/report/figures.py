@@ -5,6 +5,7 @@ scripts/report/drawing.py turns into SVG.
 from collections.abc import Sequence
 from math import floor, log2
 from statistics import fmean
+from textwrap import wrap
 from typing import Any
 
 from attention import LIMITS
@@ -15,6 +16,7 @@ from scripts.tables import grouped
 
 # exp overflows above these scores; bfloat16 has float32's range
 FLOAT16_LIMIT, FLOAT32_LIMIT = min(LIMITS.values()), max(LIMITS.values())
+NAME_WIDTH = 40  # characters of a bar's name in one line; a longer line leaves no room for bars
 OTHER_POINTS = 5  # least points of a curve other than a loss; a loss needs two
 # drawn elsewhere, or only bookkeeping
 DRAWN = {"step", "tokens", "seconds", "lr", "mfu", "tokens_per_sec", "step_tokens_per_sec"}
@@ -254,14 +256,19 @@ def draw_cost(runs: list[Run], styles: dict[str, Style]) -> list[Any]:
         if not any(run.figure(name) for _, group in groups for run in group):
             continue
         several = len(lengths) > 1
-        figure, axes = new_figure(size=(4.7, 3.6 if several else 0.7 + 0.34 * len(groups)))
+        lines = max(bar_name(runs[0]).count("\n") for _, runs in groups) + 1
+        bars = 0.7 + (0.34 if lines < 3 else 0.17 * lines) * len(groups)
+        figure, axes = new_figure(size=(4.7, 3.6 if several else bars))
         figures.append(figure)
         if several:
             _draw_cost_lines(axes, groups, name)
         else:
             _draw_cost_bars(axes, groups, name)
+        if not several:  # beside long names the axes are narrower than the title
+            figure.suptitle(title, x=0.01, ha="left", size=10.5)
+            continue
         # leave room for out-of-memory crosses between axes and title
-        crossed = several and name == PEAK and any(run.status == "oom" for run in runs)
+        crossed = name == PEAK and any(run.status == "oom" for run in runs)
         axes.set_title(title, pad=26 if crossed else None)
     return figures
 
@@ -296,6 +303,11 @@ def _draw_cost_lines(axes: Any, groups: list[tuple[Style, list[Run]]], name: str
         axes.tick_params(axis="x", rotation=35)
 
 
+def bar_name(run: Run) -> str:
+    """A variant's name in lines that leave room for its bar."""
+    return "\n".join(wrap(run.variant, NAME_WIDTH, break_on_hyphens=False))
+
+
 def _draw_cost_bars(axes: Any, groups: list[tuple[Style, list[Run]]], name: str) -> None:
     longest = max(value for _, runs in groups for value in measured(runs, name))
     for place, (style, runs) in enumerate(groups):
@@ -314,7 +326,7 @@ def _draw_cost_bars(axes: Any, groups: list[tuple[Style, list[Run]]], name: str)
     axes.set_xlim(0, 1.14 * longest)
     axes.xaxis.set_major_formatter(short)
     axes.xaxis.set_major_locator(_few_ticks())
-    axes.set_yticks(range(len(groups)), [runs[0].variant for _, runs in groups])
+    axes.set_yticks(range(len(groups)), [bar_name(runs[0]) for _, runs in groups])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", length=0)

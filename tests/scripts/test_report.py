@@ -1,5 +1,6 @@
 """The report, from fabricated sweeps: whole ones, broken ones, and none."""
 
+import io
 import json
 import math
 import os
@@ -506,6 +507,29 @@ def test_bars_where_there_is_one_length(tmp_path):
         bar.get_width() for bar in memory.patches
     ] == [0.0625]
     assert [text.get_text() for text in memory.texts] == ["oom", "0.0625"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_long_names_leave_room_for_the_bars(tmp_path):
+    """A regression test: beside a name as long as the figure no bar was drawn, and matplotlib
+    warned on the terminal. Beside a shorter one the title was cut off.
+    """
+    changes = (
+        "attention.window=16 attention.pattern=SSSL attention.sinks=true attention.block_kv=16"
+    )
+    write_run(
+        tmp_path / "0", "tiled", extra=(*changes.split(), "attention.score_mod=my_scores:OWN")
+    )
+    write_run(tmp_path / "1", "tiled")
+    runs = load_runs([tmp_path])
+    panels = figures.draw_cost(runs, variant_styles(runs))
+    for panel in panels:
+        panel.savefig(io.BytesIO(), format="svg")
+        assert panel.axes[0].get_position().width > 0.25
+        (title,) = panel.texts
+        assert title.get_window_extent().x1 < panel.bbox.x1
+        names = [label.get_text() for label in panel.axes[0].get_yticklabels()]
+        assert {" ".join(name.split()) for name in names} == {run.variant for run in runs}
 
 
 def test_metrics_of_any_name_are_drawn(tmp_path):
