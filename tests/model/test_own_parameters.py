@@ -11,14 +11,19 @@ from torch import Tensor, nn
 
 from attention import AttentionOutput, Backend, attention, get_backend
 from config import AttentionConfig, ModelConfig, OptimConfig
-from examples import differential_attention, linear_attention, sigmoid_attention
+from examples import (
+    differential_attention,
+    learnable_sinks,
+    linear_attention,
+    sigmoid_attention,
+)
 from model import GPT, KVCache, count_parameters
 from model.gpt import Block
 from training.health import diagnose
 from training.optimizer import build_optimizer
 from training.plan import own_parameters, parameter_count
 
-EXAMPLES = [differential_attention, linear_attention, sigmoid_attention]
+EXAMPLES = [differential_attention, learnable_sinks, linear_attention, sigmoid_attention]
 DIFFERENTIAL = differential_attention.BACKEND
 
 
@@ -107,6 +112,23 @@ def test_a_prompt_and_its_continuation_are_read_alike(example):
         whole = model(tokens()).logits
         parts = [model(part, cache=cache).logits for part in tokens().split((9, 1, 6), 1)]
     torch.testing.assert_close(torch.cat(parts, 1), whole)
+
+
+def test_sinks_of_ones_own_are_those_of_the_model():
+    """examples/learnable_sinks.py against attention.sinks=true: the output and all gradients."""
+    own = build(learnable_sinks.BACKEND)
+    model = build(get_backend("tiled"), attention=AttentionConfig(sinks=True))
+    for a, b in zip(own.blocks, model.blocks, strict=True):
+        sinks = torch.tensor([-1.0, 2.0])
+        a.attention.own.sinks.data, b.attention.sinks.data = sinks.clone(), sinks.clone()
+    found, wanted = own(tokens(), tokens()).loss, model(tokens(), tokens()).loss
+    torch.testing.assert_close(found, wanted)
+    found.backward()
+    wanted.backward()
+    for a, b in zip(own.blocks, model.blocks, strict=True):
+        assert b.attention.sinks.grad.all()
+        torch.testing.assert_close(a.attention.own.sinks.grad, b.attention.sinks.grad)
+        torch.testing.assert_close(a.attention.qkv.weight.grad, b.attention.qkv.weight.grad)
 
 
 def test_only_the_attention_that_brought_them_uses_them():
