@@ -134,8 +134,6 @@ def run(*arguments: str, curve: bool = False, **variables: str) -> Done:
     """
     torch.set_num_threads(1)
     output, code = io.StringIO(), 0
-    # as at a terminal: a shell makes its background jobs ignore Ctrl-C
-    ctrl_c = signal.signal(signal.SIGINT, signal.default_int_handler)
     with (
         mock.patch.object(sys, "argv", ["train.py", *arguments]),
         mock.patch.dict(os.environ, environment(**variables)),
@@ -154,8 +152,6 @@ def run(*arguments: str, curve: bool = False, **variables: str) -> Done:
         except KeyboardInterrupt:
             traceback.print_exc()
             code = -signal.SIGINT
-        finally:
-            signal.signal(signal.SIGINT, ctrl_c)
     return Done(code, output.getvalue())
 
 

@@ -5,6 +5,7 @@ import gc
 import getpass
 import importlib.util
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -28,6 +29,10 @@ from tests import composition
 # gives wrong numbers
 kernels = f"tilegpt-tests-{getpass.getuser()}-{torch.backends.cpu.get_cpu_capability()}"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), kernels)))
+
+# as at a terminal, for the processes of tests too: a shell lets background jobs ignore Ctrl-C
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 gc.disable()  # collecting the tests makes no garbage, and would take a third longer
 

@@ -36,9 +36,17 @@ class RaisedAgain:
     def _unraisable(self, lost: Any) -> None:
         if isinstance(lost.exc_value, KeyboardInterrupt):
             # another thread raises it later; raised in here, it would be lost again
-            threading.Timer(0.01, _thread.interrupt_main).start()
+            threading.Timer(0.01, interrupt_main).start()
         else:
             self._hook(lost)
+
+
+def interrupt_main() -> None:
+    """Raise Ctrl-C in the main thread, also while that waits: for a process, a pipe, a lock."""
+    if hasattr(signal, "pthread_kill"):
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+    else:  # Windows; it only sets a flag, and the wait goes on
+        _thread.interrupt_main()
 
 
 class Signals(RaisedAgain):
