@@ -18,6 +18,7 @@ from attention.backends import (
     get_backend,
     get_score_mod,
     is_operator,
+    is_shipped,
     register,
 )
 from attention.checks import checked
@@ -72,6 +73,7 @@ __all__ = [
     "get_backend",
     "get_score_mod",
     "is_operator",
+    "is_shipped",
     "kernel_choice",
     "max_score",
     "probe_backend",

@@ -94,12 +94,16 @@ def import_object(
         raise ValueError(f"{called} cannot be loaded: {reason}") from error
 
 
+def is_shipped(backend: Backend) -> bool:
+    """Whether this is a backend of BACKENDS, with any options: not a user's with the same name."""
+    listed = BACKENDS.get(backend.name)
+    return listed is not None and listed.fn is backend.fn
+
+
 def is_operator(backend: Backend) -> bool:
     """Whether torch.compile takes this backend as one operator: a tile loop or ring in BACKENDS.
 
     The operator finds its loop by name. So a user's wrapper around a loop, or another loop with the
     same name, does not count.
     """
-    listed = BACKENDS.get(backend.name)
-    loop = isinstance(backend.fn, TiledAttention | PlayedRing)
-    return loop and listed is not None and listed.fn is backend.fn
+    return isinstance(backend.fn, TiledAttention | PlayedRing) and is_shipped(backend)

@@ -70,9 +70,9 @@ from training.memory import GIB
 from training.optimizer import set_learning_rate
 from training.ranks import ALONE, Ranks, leave, of_environment
 from training.run import Run, build_run, compose
-from training.schedule import prepare_model
+from training.schedule import prepare_model, will_graph
 from training.step import PendingStep, compute_gradients, queue_step
-from training.step_graph import WARM_UP, StepGraphs, reason_against
+from training.step_graph import WARM_UP, StepGraphs
 
 LOSS, ERROR = 1e-2, 2e-2  # bfloat16 alone causes errors of 0.003
 TIMEOUT = 60  # seconds that a rank waits for another
@@ -240,9 +240,8 @@ def measure(
     passes = [Pass(tuple(tensors), float(ranks.world))]
     how = {"optimizer": run.optimizer, "scaler": run.scaler, "autocast": run.autocast}
     how |= {"grad_clip": optim.grad_clip, "ranks": ranks, "update": True}
-    backend = run.model.backend
-    why = reason_against(backend, run.device, compiled=model is not run.model, scaled=False)
-    if not why and run.config.cuda_graph != "false" and isinstance(model, GPT):
+    graphed = will_graph(run.config, run.model.backend, dtype=run.dtype, device=run.device)
+    if graphed and isinstance(model, GPT):
         how["compute"] = StepGraphs(compute_gradients)
 
     def step(before: PendingStep | None = None) -> PendingStep:

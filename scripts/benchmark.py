@@ -64,7 +64,7 @@ from typing import Annotated
 import torch
 import torch._functorch.config
 
-from attention import BACKENDS, Backend, dtype_name
+from attention import Backend, dtype_name, is_shipped
 from config import DataConfig
 from data.token_store import cache_folder
 from scripts.arguments import Count, Device, Dtype, command, default, parse_backend
@@ -150,8 +150,7 @@ def wrong_results(
 
 def verdict_file(backend: Backend, dtype: torch.dtype, where: Row) -> Path | None:
     """The verdict's file; None for a backend of your own, or if no commit identifies the code."""
-    shipped = BACKENDS.get(backend.name)
-    if where["commit"] is None or where["dirty"] or not shipped or shipped.fn is not backend.fn:
+    if where["commit"] is None or where["dirty"] or not is_shipped(backend):
         return None
     code = [where[key] for key in ("commit", "versions", "hardware")]
     names = (*code, backend.name, dict(backend.options), dtype_name(dtype))

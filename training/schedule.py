@@ -14,7 +14,7 @@ from model.layer_function import layer_functions
 from model.loss import introduce_operators
 from training.names import as_typed
 from training.phases import count_compiling
-from training.step_graph import reason_against, will_graph
+from training.step_graph import PYTHON, reason_against
 
 log = logging.getLogger("tilegpt")
 
@@ -135,13 +135,9 @@ def check_model(
     }
     functions = layer_functions(config.attention, config.model)
     functions = {function.get("window"): function for function in functions}
-    score_mod = config.attention.score_mod is not None
-    how = {"compile_mode": config.compile, "score_mod": score_mod}
     for backend in schedule.values():
         backend.check_model(**shape, dtype=dtype, device=device)
-        compiled = will_compile(config.model, backend, device.type, **how)
-        graph = {"compiled": compiled, "scaled": dtype == torch.float16, "score_mod": score_mod}
-        will_graph(config.cuda_graph, reason_against(backend, device, **graph))
+        will_graph(config, backend, dtype=dtype, device=device)
         for function in functions.values():
             if ":" in backend.name or "score_mod" in function:  # pkg.module:NAME
                 probe_backend(backend, **shape, dtype=dtype, device=device, function=function)
@@ -244,6 +240,22 @@ def will_compile(
                 "compile=false"
             )
     return compile_mode == "true" or (compile_mode == "auto" and device == "cuda" and fits)
+
+
+def will_graph(
+    config: RunConfig, backend: Backend, *, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether to launch steps as CUDA graphs. Raises ValueError for cuda_graph=true where there can
+    be no graph, and as will_compile() does.
+    """
+    score_mod = config.attention.score_mod is not None
+    how = {"compile_mode": config.compile, "score_mod": score_mod}
+    compiled = will_compile(config.model, backend, device.type, **how)
+    graph = {"compiled": compiled, "scaled": dtype == torch.float16, "score_mod": score_mod}
+    reason = reason_against(backend, device, **graph)
+    if config.cuda_graph == "true" and reason not in (None, PYTHON):
+        raise ValueError(f"cuda_graph=true: {reason}; leave it at auto")
+    return config.cuda_graph == "true" or (config.cuda_graph == "auto" and reason is None)
 
 
 def schedule_summary(schedule: dict[int, Backend], **inputs: Any) -> dict[str, Any]:

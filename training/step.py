@@ -22,8 +22,8 @@ from training.optimizer import clip_heads, learning_rate, set_learning_rate
 from training.phases import phase
 from training.ranks import ALONE, GradientSum, Ranks
 from training.resume import FIRST_START, Start
-from training.schedule import backend_after, prepare_model
-from training.step_graph import StepGraphs, reason_against, will_graph
+from training.schedule import backend_after, prepare_model, will_graph
+from training.step_graph import StepGraphs
 from training.throughput import Throughput, peak_flops
 
 if TYPE_CHECKING:
@@ -115,14 +115,7 @@ class Stepper:
         """Train with this attention from here on; the speed excludes the compilation."""
         self.model = prepare_model(self.run.model, backend, compile_mode=self.run.config.compile)
         self.throughput.warm_up()
-        reason = reason_against(
-            backend,
-            self.run.device,
-            compiled=self.compiled,
-            scaled=self.run.scaler.is_enabled(),
-            score_mod=self.run.config.attention.score_mod is not None,
-        )
-        graphed = will_graph(self.run.config.cuda_graph, reason)
+        graphed = will_graph(self.run.config, backend, dtype=self.run.dtype, device=self.run.device)
         self.graphs = StepGraphs(compute_gradients) if graphed else None
         # the second step from here is compiled, has the optimizer's state, and is not timed
         self.measured_step = min(self.done + 1, self.run.config.steps - 1)
@@ -208,11 +201,10 @@ class Stepper:
             due = config.due(step + 1)
             look = due.log or due.compare or step == self.looking_step
             how = {"update": not any(due), "look": look, "qk_clip": self.optim.qk_clip}
+            how["compute"] = self.graphs
             if step == self.measured_step:  # freed before, so as not to be freed while it measures
                 self.run.optimizer.zero_grad(set_to_none=True)
                 self.run.model.forget_max_scores()
-            if self.graphs is not None:
-                how["compute"] = self.graphs
             with self._measured(step, passes):
                 pending = queue_step(self.model, passes, **self.step_args, **how, before=before)
         if pending.updated:
@@ -262,7 +254,7 @@ def queue_step(
 
     The next step can then be enqueued before the host looks at this one, so the device never waits
     for the host. `before` is the step before this one: unless both are finite, no weights change.
-    `step_args` are passed to `compute`, which is compute_gradients() or StepGraphs.
+    `step_args` are passed to `compute`: StepGraphs, or if it is None compute_gradients().
     """
     compute = compute or compute_gradients
     step_args |= {"optimizer": optimizer, "scaler": scaler, "ranks": ranks}

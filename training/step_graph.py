@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attention import BACKENDS, Backend
+from attention import Backend, is_shipped
 from data.prefetch import Pass
 
 log = logging.getLogger("tilegpt")
@@ -45,19 +45,9 @@ def reason_against(
         return "dtype=fp16 scales the loss from step to step"
     if not (backend.traceable or backend.name in ASKS_NOTHING):
         return f"attention={backend.name} may ask the GPU what to do next"
-    shipped = BACKENDS.get(backend.name)
-    if score_mod or shipped is None or shipped.fn is not backend.fn:
+    if score_mod or not is_shipped(backend):
         return PYTHON
     return None
-
-
-def will_graph(mode: str, reason: str | None) -> bool:
-    """Whether to launch steps as graphs: `mode` is the run's cuda_graph, true, false or auto, and
-    `reason` that of reason_against(). Raises ValueError for true where there can be no graph.
-    """
-    if mode == "true" and reason not in (None, PYTHON):
-        raise ValueError(f"cuda_graph=true: {reason}; leave it at auto")
-    return mode == "true" or (mode == "auto" and reason is None)
 
 
 class StepGraphs:

@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from lab.findings.agreement import means
+from lab.findings.agreement import between_kernels, means
 from lab.findings.finding import EXACT, OWN
 from lab.results.tables import FOLDER
 from scripts.arguments import command
@@ -223,14 +223,10 @@ def of_fp8_forward(found: Row) -> list[Figure]:
 
 
 def of_agree(found: Row) -> list[Figure]:
-    pairs = [
-        [pair for pair in run["pairs"] if not pair["a"].endswith(" in float32")]
-        for run in found["runs"]
-    ]
     divergent = [
         sum(each < run["tokens"] for each in pair["equal_tokens"])
-        for run, own in zip(found["runs"], pairs, strict=True)
-        for pair in own
+        for run in found["runs"]
+        for pair in between_kernels(run)
     ]
     apart = list(chain(*map(means, found["runs"])))
     return [
