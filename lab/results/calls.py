@@ -90,8 +90,8 @@ def random_calls(data: Row) -> str:
     if failed:
         what += (
             " Both are of PyTorch's kernel. It rounds each query head's part of dv to the inputs' "
-            "dtype before it adds the heads of a group, and with shifted scores it rounds p in the "
-            "backward pass otherwise than in the forward. The budget counts one rounding of each."
+            "dtype, and then adds the heads of a group. With shifted scores its backward pass "
+            "rounds p otherwise than its forward pass. The budget counts one rounding of each."
         )
     columns = """
         attention                  {attention}

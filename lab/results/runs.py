@@ -642,30 +642,36 @@ def laptop() -> str:
     return section(data, table(["what", "figure"], data["figures"].items()))
 
 
-def several_gpus() -> str:
-    """Two GPUs against one GPU and against PyTorch's methods: a shared sequence, shared batches, a
-    profile of both, and whole runs of train.py.
-    """
-    data, whole = load("steps_on_ranks_h100"), load("many_gpus_h100")
+def beside_one_gpu(rows: list[Row]) -> list[Row]:
+    """Rows of lab.steps_on_ranks in order, with their speed over one GPU's in the same start."""
     alone = {
         (row["commit"], row["seq_len"], row["batch"]): row["seconds"]
-        for row in data["rows"]
+        for row in rows
         if row["who"] == "ours:alone"
     }
-    rows = []
-    for row in sorted(data["rows"], key=lambda row: (row["seq_len"], row["batch"], row["who"])):
+    found = []
+    for row in sorted(rows, key=lambda row: (row["seq_len"], row["batch"], row["who"])):
         least, most = (1000 * seconds for seconds in row["least_and_most"])
-        rows.append(
+        found.append(
             row
             | {"ms": 1000 * row["seconds"], "least": least, "most": most}
             | {"times": alone[row["commit"], row["seq_len"], row["batch"]] / row["seconds"]}
             | {"error": max(row["errors"].values(), default=None), "of": row["commit"][:7]}
             | {"graph": "yes" if row["graph"] else "no"}
         )
+    return found
+
+
+def several_gpus() -> str:
+    """Two GPUs against one GPU and against PyTorch's methods: a shared sequence, shared batches, a
+    profile of both, and whole runs of train.py.
+    """
+    data, whole = load("steps_on_ranks_h100"), load("many_gpus_h100")
+    rows = beside_one_gpu(data["rows"])
     what = (
         "`torchrun --standalone --nproc-per-node=2 -m lab.steps_on_ranks`. Two GPUs share GPT-2's "
-        "sequences, each by its half of the heads, on a ring, or by PyTorch's context_parallel "
-        "around its cuDNN or flash kernel; at 1,024 tokens each takes half of the sequences, and "
+        "sequences. They do so by heads, on a ring, or by PyTorch's context_parallel around its "
+        "cuDNN or flash kernel. At 1,024 tokens each takes half of the sequences, and "
         "DistributedDataParallel stands beside ours. Alone: each GPU has all of it, and the slower "
         "one counts. The median, least and most of five times a few steps, three at commit "
         "c1672c7. Ratios are to one GPU in the same start. Error: one layer's out, dq, dk and dv "

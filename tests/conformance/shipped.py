@@ -1,6 +1,8 @@
-"""Single mistakes of kinds that other projects shipped: state from an earlier call, unwritten
-memory, offsets and strides, rows that share something, sinks, windows, documents, biases, decoding,
-and the merge of states. They are edits as in tests.conformance.mutants.
+"""Single mistakes of kinds that other projects shipped, as edits like those of
+tests.conformance.mutants.
+
+Some lie in memory: state from an earlier call, unwritten memory, offsets and strides, rows that
+share something. Others lie in sinks, windows, documents, biases, decoding and the merge of states.
 """
 
 import torch
