@@ -116,7 +116,8 @@ class Stepper:
         self.model = prepare_model(self.run.model, backend, compile_mode=self.run.config.compile)
         self.throughput.warm_up()
         graphed = will_graph(self.run.config, backend, dtype=self.run.dtype, device=self.run.device)
-        self.graphs = StepGraphs(compute_gradients) if graphed else None
+        looks = "max_score" in backend.features
+        self.graphs = StepGraphs(compute_gradients, looks=looks) if graphed else None
         # the second step from here is compiled, has the optimizer's state, and is not timed
         self.measured_step = min(self.done + 1, self.run.config.steps - 1)
         # the third is not timed either; it looks for scores, so that this compiles untimed too

@@ -6,7 +6,7 @@ between ranks. It replays the same kernels on the same addresses, so no bit of t
 
 A graph keeps as much memory as the step needs, and evaluation cannot use it. A step that needs more
 than ROOM of the GPU's memory gets no graph. Steps that look at scores have a second graph in the
-same memory.
+same memory, or none.
 """
 
 import logging
@@ -59,10 +59,13 @@ class StepGraphs:
     The next call overwrites loss, norm, scores and the gradients of the parameters. A kind is the
     shapes of the passes and the divisors of their losses. It is captured when it comes for the
     second time in a row, after WARM_UP calls.
+
+    looks: whether steps that look at scores are captured too. The scores of a backend that does not
+    return them are computed beside it, by code that asks the GPU.
     """
 
-    def __init__(self, compute: Any) -> None:
-        self.compute, self.calls = compute, 0
+    def __init__(self, compute: Any, *, looks: bool = True) -> None:
+        self.compute, self.looks, self.calls = compute, looks, 0
         self.kind: Hashable = None
         self.inputs: list[Pass] = []
         # every graph leaves them at the same addresses
@@ -82,7 +85,9 @@ class StepGraphs:
             (divisor, *((x.shape, x.dtype) for x in tensors)) for tensors, divisor in passes
         )
         self.calls += 1
-        if kind != self.kind or self.given_up or self.calls <= WARM_UP:
+        look = scores is not None
+        never = self.given_up or (look and not self.looks)
+        if never or kind != self.kind or self.calls <= WARM_UP:
             if not self.graphs:
                 self.kind = kind
             return self.compute(step_model, passes, scores=scores, **step_args)
@@ -90,7 +95,6 @@ class StepGraphs:
             self.inputs = [Pass(tuple(map(torch.clone, x.tensors)), x.divisor) for x in passes]
         for given, kept in zip(passes, self.inputs, strict=True):
             torch._foreach_copy_(kept.tensors, given.tensors)
-        look = scores is not None
         if look not in self.graphs and not self._capture(step_model, look=look, **step_args):
             return self.compute(step_model, passes, scores=scores, **step_args)
         graph, results, found = self.graphs[look]

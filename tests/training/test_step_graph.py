@@ -41,13 +41,13 @@ def steps(*settings, of=12):
         ("attention=triton optim.qk_clip=5 attention.window=20", 1),
         ("attention=triton data.documents=true", 2),
         ("attention=naive", 2),
-        ("attention=sdpa", 2),
-        ("attention=flex", 2),
+        ("attention=sdpa", 1),
+        ("attention=flex", 1),
         ("attention=triton attention.switch_at=6 attention.switch_to=naive", 2),
         ("attention=triton data=last_write tokens_per_step=1024", 0),
         # the user's Python runs each time, unless the user says otherwise
         ("attention=tests.user_backends:RIGHT", 0),
-        ("attention=tests.user_backends:RIGHT cuda_graph=true", 2),
+        ("attention=tests.user_backends:RIGHT cuda_graph=true", 1),
         # asks the GPU in the middle of the capture, which ends it
         ("attention=tests.user_backends:ASKS_THE_GPU cuda_graph=true", 0),
     ],
