@@ -160,7 +160,7 @@ class GradientSum:
     def __init__(self, ranks: Ranks, parameters: "Sequence[torch.nn.Parameter]") -> None:
         self.parameters = parameters if ranks.several else ()
         self._ready: list[Tensor] = []
-        self._sent: list[tuple[list[Tensor], Tensor, Any]] = []
+        self._sent: list[Any] = []
         self._hooks: list[Any] = []
 
     def __enter__(self) -> None:
@@ -178,18 +178,11 @@ class GradientSum:
         """The sum of the ranks' losses. When it returns, the gradients are summed too."""
         if not self.parameters:
             return loss
-        loss = loss.reshape(1)
         self._ready.append(loss)
         self._send()
-        import torch
-
-        for parts, message, work in self._sent:
-            work.wait()
-            if message is not parts[0]:
-                sums = message.split([each.numel() for each in parts])
-                sums = [found.view_as(each) for found, each in zip(sums, parts, strict=True)]
-                torch._foreach_copy_(parts, sums)
-        return loss.reshape(())
+        for message in self._sent:
+            message.wait()
+        return loss
 
     def _add(self, parameter: "torch.nn.Parameter") -> None:
         self._ready.append(parameter.grad)
@@ -197,13 +190,14 @@ class GradientSum:
             self._send()
 
     def _send(self) -> None:
-        import torch
         from torch import distributed
 
-        parts, self._ready = self._ready, []
-        alone = len(parts) == 1 and parts[0].is_contiguous()
-        message = parts[0] if alone else torch.cat([each.flatten() for each in parts])
-        self._sent.append((parts, message, distributed.all_reduce(message, async_op=True)))
+        # NCCL adds up all tensors of a message in place, by one kernel
+        with distributed.distributed_c10d._coalescing_manager(async_ops=True) as message:
+            for each in self._ready:
+                distributed.all_reduce(each)
+        self._sent.append(message)
+        self._ready = []
 
 
 ALONE = Ranks()
