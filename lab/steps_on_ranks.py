@@ -240,9 +240,10 @@ def measure(
     passes = [Pass(tuple(tensors), float(ranks.world))]
     how = {"optimizer": run.optimizer, "scaler": run.scaler, "autocast": run.autocast}
     how |= {"grad_clip": optim.grad_clip, "ranks": ranks, "update": True}
+    graphs = StepGraphs(compute_gradients)
     graphed = will_graph(run.config, run.model.backend, dtype=run.dtype, device=run.device)
     if graphed and isinstance(model, GPT):
-        how["compute"] = StepGraphs(compute_gradients)
+        how["compute"] = graphs
 
     def step(before: PendingStep | None = None) -> PendingStep:
         set_learning_rate(run.optimizer, next(number), run.config.steps, optim)
@@ -265,7 +266,8 @@ def measure(
     # since the first step: what a graph holds is allocated once
     peak = torch.cuda.max_memory_allocated() / GIB if run.device.type == "cuda" else None
     row = {"loss": loss, "grad_norm": grad_norm, "steps": count, "seconds": median(each)}
-    row |= {"least_and_most": [min(each), max(each)], **run.ranks.largest_of({"peak_gib": peak})}
+    row |= {"least_and_most": [min(each), max(each)], "graph": bool(graphs.graphs)}
+    row |= run.ranks.largest_of({"peak_gib": peak})
     tokens = run.config.sequences_per_step * run.config.seq_len
     return row | {"tokens_per_sec": tokens / median(each)}
 

@@ -90,13 +90,11 @@ def merging_seconds() -> float:
 
 
 def reached() -> dict[str, float]:
-    """How much faster two GPUs trained GPT-2 on a sequence of 131,072 tokens than one."""
-    data = read(TWO_GPUS)
-    seconds = {
-        row["who"]: row["seconds"]
-        for row in data["rows"]
-        if row["seq_len"] == 131_072 and row["commit"] == data["environment"]["commit"]
-    }
+    """How much faster two GPUs trained GPT-2 on a sequence of 131,072 tokens than one. The last row
+    of a kind is the newest.
+    """
+    rows = [row for row in read(TWO_GPUS)["rows"] if row["seq_len"] == 131_072]
+    seconds = {row["who"]: row["seconds"] for row in rows}
     return {how: seconds["ours:alone"] / seconds[f"ours:{how}"] for how in ("heads", "ring")}
 
 

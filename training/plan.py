@@ -126,7 +126,6 @@ class StepShape:
     device: str = "cuda"
     compiled: bool = False
     accumulates: bool = False  # gradients of earlier passes exist already
-    ranks: int = 1  # that add up their gradients
     # ranks share the heads of a sequence (attention/context.py), and seq_len is a rank's part
     shares_heads: bool = False
     window: int | None = None  # the widest of the layers; None if one sees all keys
@@ -446,8 +445,6 @@ def predict_step(config: ModelConfig, **sizes: Any) -> StepBytes:
         "loss backward": state + loss.saved + loss.backward,
         "optimizer": 16 * count,
     }
-    if step.ranks > 1:
-        phases["sum of gradients"] = 16 * count + gradient_message(count)
     if config.checkpoint != "none" and step.chunk == 1:
         # autocast keeps its copies of the matrices until the loss has run
         phases["loss forward"] += layers * step.copies
@@ -473,11 +470,6 @@ def predict_step(config: ModelConfig, **sizes: Any) -> StepBytes:
         peak=peak,
         host=layers * step.residual if step.offloads else 0,
     )
-
-
-def gradient_message(parameters: int) -> int:
-    """Bytes that a GradientSum adds up: all gradients and the loss, in float32."""
-    return 4 * (parameters + 1)
 
 
 def phases_of_block(step: StepShape, state: int) -> dict[str, float]:

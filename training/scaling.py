@@ -43,7 +43,6 @@ from attention.context import Group, Shards
 from config import ModelConfig, RunConfig
 from model.gpt import visible_keys_twice
 from training.plan import (
-    gradient_message,
     matrix_elements,
     mlp_widths,
     parameter_count,
@@ -310,7 +309,7 @@ def plan_ranks(
         exposed += calls * q / element * keys * merging
 
     count = parameter_count(model, vocab_size)
-    gradients = gradient_message(count)
+    gradients = 4 * (count + 1)  # and the loss, in float32
     summing = hosts.all_reduce_seconds(gradients, world)
     seconds = compute.all + exposed + summing
     memory = predict_step(
@@ -322,7 +321,6 @@ def plan_ranks(
         dtype=dtype,
         compiled=will_compile(model, backend, "cuda", compile_mode=config.compile),
         accumulates=passes > 1,
-        ranks=world,
         shares_heads=heads > 1,
     )
     return RanksPlan(

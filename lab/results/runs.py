@@ -3,6 +3,7 @@ ended.
 """
 
 from itertools import combinations
+from math import sqrt
 from statistics import fmean
 
 from lab.results.curves import (
@@ -657,7 +658,7 @@ def beside_one_gpu(rows: list[Row]) -> list[Row]:
             | {"ms": 1000 * row["seconds"], "least": least, "most": most}
             | {"times": alone[row["commit"], row["seq_len"], row["batch"]] / row["seconds"]}
             | {"error": max(row["errors"].values(), default=None), "of": row["commit"][:7]}
-            | {"graph": "yes" if row["graph"] else "no"}
+            | {"graph": {True: "yes", False: "no", None: "-"}[row["graph"]]}
         )
     return found
 
@@ -668,13 +669,16 @@ def several_gpus() -> str:
     """
     data, whole = load("steps_on_ranks_h100"), load("many_gpus_h100")
     rows = beside_one_gpu(data["rows"])
+    newest = {(row["who"], row["batch"]): row["tokens_per_sec"] for row in data["rows"]}
+    more = newest["ours:data", 64] / newest["ours:alone", 32]
     what = (
         "`torchrun --standalone --nproc-per-node=2 -m lab.steps_on_ranks`. Two GPUs share GPT-2's "
         "sequences. They do so by heads, on a ring, or by PyTorch's context_parallel around its "
         "cuDNN or flash kernel. At 1,024 tokens each takes half of the sequences, and "
         "DistributedDataParallel stands beside ours. Alone: each GPU has all of it, and the slower "
         "one counts. The median, least and most of five times a few steps, three at commit "
-        "c1672c7. Ratios are to one GPU in the same start. Error: one layer's out, dq, dk and dv "
+        f"c1672c7. Two GPUs with 64 sequences train {more:.2f} times the tokens per second of one "
+        "with 32. Ratios are to one GPU in the same start. Error: one layer's out, dq, dk and dv "
         "against one GPU's, norm over norm. The host was slow: it needs about 80 ms to launch a "
         "step kernel by kernel, and GPUs wait. A graph: the step is one CUDA graph."
     )
@@ -701,6 +705,7 @@ def several_gpus() -> str:
     ratios = [
         [name, way, joined(found, "{:.2f}"), len(found)]
         for name, case in whole["cases"].items()
+        if name != "losses"
         for way, found in case["times_one_gpu"].items()
     ]
     by_run = (
@@ -709,5 +714,41 @@ def several_gpus() -> str:
         f"{whole['environment']['commit'][:7]}, before a ring and the exchange of heads were made "
         "faster."
     )
-    tables = (formatted(columns, rows), profiled, table(head, lines), by_run)
-    return section(data, what, *tables, table(["case", "way", "times one GPU", "n"], ratios))
+    ratios = table(["case", "way", "times one GPU", "n"], ratios)
+    tables = (formatted(columns, rows), profiled, table(head, lines), by_run, ratios)
+    losses = losses_on_ranks(whole["cases"]["losses"])
+    return section(data, what, *tables, *losses, *sweep_on_gpus(load("sweep_gpus_h100")))
+
+
+def losses_on_ranks(case: Row) -> tuple[str, str]:
+    """What several GPUs change in the losses of a run, beside what a second run alone changes."""
+    (first, again), *_ = case["runs"]["alone"]
+    others = {"alone, again": again} | {
+        way: rounds[0][0] for way, rounds in case["runs"].items() if way != "alone"
+    }
+    rows = []
+    for way, run in others.items():
+        apart = [run["losses"][step] - loss for step, loss in first["losses"].items()]
+        rms = sqrt(sum(each**2 for each in apart) / len(apart))
+        rows.append([way, f"{rms:.1e}", f"{max(map(abs, apart)):.1e}"])
+    what = (
+        f"`{case['settings']}`, commit {case['commit'][:7]}: the loss of every tenth step, minus "
+        "that of a run alone. Two runs alone run the same kernels; on ranks the shapes are others, "
+        "and so is the rounding. Ranks that share the sequences equal one GPU in two passes to the "
+        "bit (tests/test_two_gpus.py)."
+    )
+    return what, table(["way", "rms", "largest"], rows)
+
+
+def sweep_on_gpus(data: Row) -> tuple[str, str]:
+    """The wall time of a sweep on two GPUs and on one."""
+    sweeps = data["sweeps"]
+    rows = [[each["gpus"], each["seconds"], joined(each["jobs"], "{}")] for each in sweeps]
+    by_gpus = [min(each["seconds"] for each in sweeps if each["gpus"] == gpus) for gpus in (2, 1)]
+    what = (
+        f"`{data['command']}`, commit {data['environment']['commit'][:7]}. {data['says']}. The "
+        f"losses of all jobs that end are the same to the bit. Two GPUs take "
+        f"{by_gpus[0] / by_gpus[1]:.2f} of one GPU's time: most of a job is its start, which is "
+        "slower beside another, and the last job runs alone."
+    )
+    return what, table(["GPUs", "seconds", "seconds of each job"], rows)
