@@ -77,10 +77,14 @@ class Subject:
     def case(
         self, num_queries: int | None = None, num_keys: int | None = None, **fields: Any
     ) -> Case:
+        """A case. `fields` are fields of Case, or what its `optional` holds, such as window=9."""
         num_queries = self.shared(num_queries or self.length)
         num_keys = self.shared(num_keys or num_queries)
+        optional = {
+            name: fields.pop(name) for name in list(fields) if name not in Case.__dataclass_fields__
+        }
         fields = {"head_dim": self.head_dims[0] if self.head_dims else 16} | fields
-        return Case(num_queries=num_queries, num_keys=num_keys, **fields)
+        return Case(num_queries=num_queries, num_keys=num_keys, optional=optional, **fields)
 
     def takes(self, case: Case, *, backward: bool) -> bool:
         """Whether the backend takes the case. `refusals` collects the reasons if it does not."""

@@ -114,13 +114,12 @@ def cache_and_pages(subject: Subject) -> Iterator[Check]:
         return
     n, pages = subject.length, (16, 8) if subject.device == "cpu" else (64, 16)
     grouped = {"num_heads": 4, "num_kv_heads": 2}
-    both_sides = {"causal": False, "optional": {"window": (20, 1)}}
     for case in (
         subject.case(1, n),
-        subject.case(3, n, **grouped, inputs="growing", optional={"window": 9}),
-        subject.case(2, n, **grouped, inputs="negative", **both_sides),
-        subject.case(3, n, inputs="up and down", optional={"sinks": True}),
-        subject.case(1, n, **grouped, inputs="large", optional={"softcap": 5.0}),
+        subject.case(3, n, **grouped, inputs="growing", window=9),
+        subject.case(2, n, **grouped, inputs="negative", causal=False, window=(20, 1)),
+        subject.case(3, n, inputs="up and down", sinks=True),
+        subject.case(1, n, **grouped, inputs="large", softcap=5.0),
     ):
         if not subject.takes(case, backward=False):
             continue

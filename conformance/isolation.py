@@ -73,8 +73,8 @@ def call_history(subject: Subject) -> Iterator[Check]:
     first, half = subject.run(case), subject.shared(subject.length // 2)
     between = [
         subject.case(batch=2, causal=False),
-        subject.case(batch=2, optional={"window": 9}),
-        subject.case(batch=2, optional={"document_ids": True}),
+        subject.case(batch=2, window=9),
+        subject.case(batch=2, document_ids=True),
         subject.case(half, subject.length),
         subject.case(half),
     ]
@@ -168,8 +168,8 @@ def poisoned_memory(subject: Subject) -> Iterator[Check]:
         subject.case(n, n // 2 - 2),
         subject.case(n // 2 - 2, n, num_heads=4, causal=False),
         subject.case(17, head_dim=subject.head_dims[-1] if subject.device == "cuda" else 16),
-        subject.case(optional={"window": 9}),
-        subject.case(optional={"document_ids": True}),
+        subject.case(window=9),
+        subject.case(document_ids=True),
     ]
     for case in cases:
         if not subject.passes(case):

@@ -58,9 +58,9 @@ def masks_as_tensors(subject: Subject) -> Iterator[Check]:
     if dialect is None or not dialect.mask or dialect.mask_form in ("block", "matrix"):
         return
     cases = (
-        subject.case(batch=2, causal=False, optional={"window": (n, n)}),
+        subject.case(batch=2, causal=False, window=(n, n)),
         subject.case(n // 2, n, batch=2),
-        subject.case(batch=2, causal=False, optional={"key_lengths": True}),
+        subject.case(batch=2, causal=False, key_lengths=True),
     )
     forms = [dialect.mask_form, *filter(None, dialect.more_mask_forms.split(","))]
     for case in cases:

@@ -64,7 +64,9 @@ class Cell:
         return self.status == "n/a" or (self.status == "red") == self.documented
 
 
-def compared(subject: Subject, cases: Iterable[Case], *tensors: str) -> Iterator[Check]:
+def compared(
+    subject: Subject, cases: Iterable[Case], tensors: Iterable[str] = TENSORS
+) -> Iterator[Check]:
     """Check against softmax attention in float64; for another function, against its oracle."""
     backend = subject.backend
     if not backend.claims_softmax and widest(backend) == subject.dtype and not backend.reference:
@@ -95,14 +97,14 @@ def ordinary(subject: Subject) -> list[Case]:
 
 def forward(subject: Subject) -> Iterator[Check]:
     """out equals float64 attention's, for ordinary logits of random shapes."""
-    yield from compared(subject, ordinary(subject), "out")
+    yield from compared(subject, ordinary(subject), ["out"])
 
 
 def gradients(subject: Subject) -> Iterator[Check]:
     """dq, dk and dv equal those of float64 attention, the gradient that arrives through lse
     included. Of another function without a reference they equal finite differences of its out.
     """
-    yield from compared(subject, ordinary(subject), "dq", "dk", "dv")
+    yield from compared(subject, ordinary(subject), ["dq", "dk", "dv"])
     backend, case = subject.backend, subject.case(33)
     if backend.claims_softmax or backend.reference or torch.float64 not in backend.dtypes:
         return
@@ -119,7 +121,7 @@ def log_sum_exp(subject: Subject) -> Iterator[Check]:
         subject.refusals.append("it returns no lse")
         return
     cases = ordinary(subject)
-    yield from compared(subject, cases, "lse")
+    yield from compared(subject, cases, ["lse"])
     rows = [row for case in cases if (row := subject.compare(case)) is not None]
     if rows:
         yield Check(
@@ -183,7 +185,7 @@ def rows_sum_to_one(subject: Subject) -> Iterator[Check]:
     """With values of one the output is one: the weights of a row sum to it."""
     if is_softmax(subject):
         cases = [subject.case(inputs="ones", causal=causal) for causal in (True, False)]
-        yield from compared(subject, cases, "out")
+        yield from compared(subject, cases, ["out"])
 
 
 def large_logits(subject: Subject) -> Iterator[Check]:
@@ -195,24 +197,24 @@ def large_logits(subject: Subject) -> Iterator[Check]:
         subject.case(causal=False, inputs="tower"),
         subject.case(128, head_dim=32, inputs="trained"),
     ]
-    yield from compared(subject, cases, *TENSORS)
+    yield from compared(subject, cases)
 
 
 def shifted_up(subject: Subject) -> Iterator[Check]:
     """Every score 100 higher, and a sink too: no exponential of a score itself survives it."""
     if is_softmax(subject):
-        cases = [subject.case(inputs="up"), subject.case(inputs="up", optional={"sinks": True})]
-        yield from compared(subject, cases, *TENSORS)
+        cases = [subject.case(inputs="up"), subject.case(inputs="up", sinks=True)]
+        yield from compared(subject, cases)
 
 
 def shifted_down(subject: Subject) -> Iterator[Check]:
     """Every score 120 lower, or lower still: exponentials of the scores themselves are 0."""
     if is_softmax(subject):
         cases = [subject.case(inputs=name) for name in ("down", "negative")]
-        cases.append(subject.case(inputs="down", optional={"sinks": True}))
+        cases.append(subject.case(inputs="down", sinks=True))
         # one query may take a path of its own, in the backward pass too
         cases.append(subject.case(1, subject.length, inputs="down"))
-        yield from compared(subject, cases, *TENSORS)
+        yield from compared(subject, cases)
 
 
 def float32_statistics(subject: Subject) -> Iterator[Check]:
@@ -225,7 +227,7 @@ def float32_statistics(subject: Subject) -> Iterator[Check]:
         (subject.dtype,) if subject.dtype.itemsize == 2 else (torch.bfloat16, torch.float16)
     ):
         narrow = subject.in_dtype(dtype)
-        yield from compared(narrow, [narrow.case(inputs="up")], *TENSORS)
+        yield from compared(narrow, [narrow.case(inputs="up")])
         subject.refusals += narrow.refusals
 
 
@@ -233,9 +235,7 @@ def ragged_tails(subject: Subject) -> Iterator[Check]:
     """Lengths that no tile size divides."""
     lengths = (1, 2, 15, 17, 31, 33) if subject.device == "cpu" else (2, 15, 63, 65, 127, 129, 257)
     yield from compared(
-        subject,
-        [subject.case(n, causal=causal) for n in lengths for causal in (True, False)],
-        *TENSORS,
+        subject, [subject.case(n, causal=causal) for n in lengths for causal in (True, False)]
     )
 
 
@@ -251,8 +251,8 @@ def every_length(subject: Subject) -> Iterator[Check]:
     ]
     # half a tile again, without the other mask and with one that is a tensor
     half = {"num_queries": tile + tile // 2, "causal": False, "inputs": "up and down"}
-    cases += [subject.case(**half), subject.case(**half, optional={"key_lengths": True})]
-    yield from compared(subject, dict.fromkeys(cases), *TENSORS)
+    cases += [subject.case(**half), subject.case(**half, key_lengths=True)]
+    yield from compared(subject, dict.fromkeys(cases))
 
 
 def first_tile_masked(subject: Subject) -> Iterator[Check]:
@@ -260,13 +260,12 @@ def first_tile_masked(subject: Subject) -> Iterator[Check]:
     become NaN.
     """
     n = subject.length
-    windows = [
-        subject.case(optional={"window": 9}),
-        subject.case(n // 2, n, optional={"window": n // 2 + 5}),
+    cases = [
+        subject.case(window=9),
+        subject.case(n // 2, n, window=n // 2 + 5),
+        subject.case(document_ids=True),
     ]
-    yield from compared(
-        subject, [*windows, subject.case(optional={"document_ids": True})], *TENSORS
-    )
+    yield from compared(subject, cases)
 
 
 def rows_without_a_key(subject: Subject) -> Iterator[Check]:
@@ -274,7 +273,7 @@ def rows_without_a_key(subject: Subject) -> Iterator[Check]:
     sink) and no gradient, and spoil no other row.
     """
     n = subject.length
-    for case in (subject.case(n, n // 2 - 2), subject.case(n, n // 2, optional={"sinks": True})):
+    for case in (subject.case(n, n // 2 - 2), subject.case(n, n // 2, sinks=True)):
         none = case.num_queries - case.num_keys  # 0 if rounding to multiples made them equal
         if not none or not subject.passes(case):
             continue
@@ -300,9 +299,7 @@ def cross_length(subject: Subject) -> Iterator[Check]:
         *((n // 2, n, True), (n // 2, n, False), (n, n // 2, False), (1, n, True)),
         (n, n + 1, True),
     )
-    yield from compared(
-        subject, [subject.case(a, b, causal=causal) for a, b, causal in shapes], *TENSORS
-    )
+    yield from compared(subject, [subject.case(a, b, causal=causal) for a, b, causal in shapes])
 
 
 def grouped_heads(subject: Subject) -> Iterator[Check]:
@@ -311,7 +308,7 @@ def grouped_heads(subject: Subject) -> Iterator[Check]:
         subject.case(batch=2, num_heads=4, num_kv_heads=2),
         subject.case(num_heads=4, num_kv_heads=1, causal=False),
     ]
-    yield from compared(subject, cases, *TENSORS)
+    yield from compared(subject, cases)
 
 
 def strides(subject: Subject) -> Iterator[Check]:
@@ -367,7 +364,7 @@ def gradients_of_any_layout(subject: Subject, case: Case) -> Iterator[Check]:
 
 def ids_of_any_layout(subject: Subject) -> Iterator[Check]:
     """document_ids may be a column of a larger table."""
-    case = subject.case(batch=2, optional={"document_ids": True})
+    case = subject.case(batch=2, document_ids=True)
     if subject.takes(case, backward=False):
         expected = subject.expected(case)
         ids = expected.arguments["document_ids"]
@@ -443,14 +440,13 @@ def mask_positions(subject: Subject) -> Iterator[Check]:
     tiles.
     """
     n = subject.length
-    documents = {"document_ids": True}
     masked = [
         # the last ones begin a key after a tile, of either device
-        *(subject.case(optional={"window": window}) for window in (9, 15, 63)),
-        *(subject.case(optional=documents, causal=causal) for causal in (True, False)),
-        subject.case(n // 2, n, causal=False, optional={"window": (9, 4)}),
-        subject.case(batch=3, causal=False, optional={"key_lengths": True}),
-        subject.case(n, n + n // 4, optional={"cu_seqlens": True}),
+        *(subject.case(window=window) for window in (9, 15, 63)),
+        *(subject.case(document_ids=True, causal=causal) for causal in (True, False)),
+        subject.case(n // 2, n, causal=False, window=(9, 4)),
+        subject.case(batch=3, causal=False, key_lengths=True),
+        subject.case(n, n + n // 4, cu_seqlens=True),
     ]
     for case in (subject.case(), subject.case(n // 2, n), *masked):
         if not subject.takes(case, backward=False):
@@ -480,27 +476,25 @@ def optional_arguments(subject: Subject) -> Iterator[Check]:
     their order, with keys to both sides of a query.
     """
     cases = [
-        subject.case(optional={"window": 20}),
+        subject.case(window=20),
         # the last query that sees a tile of keys is the first of its tile of queries
-        subject.case(optional={"window": 2}),
-        subject.case(optional={"softcap": 2.0}, inputs="large"),
+        subject.case(window=2),
+        subject.case(softcap=2.0, inputs="large"),
         # scores far below the cap, for which tanh as 1 - 2 / (1 + e) loses precision
-        subject.case(16, num_heads=3, num_kv_heads=3, optional={"softcap": 100.0}),
-        subject.case(num_heads=4, num_kv_heads=2, optional={"alibi_slopes": True}),
-        subject.case(subject.length // 2, subject.length, optional={"alibi_slopes": True}),
-        subject.case(causal=False, optional={"alibi_slopes": True}),
-        subject.case(batch=2, optional={"document_ids": True}),
-        subject.case(batch=2, causal=False, optional={"document_ids": True}),
-        subject.case(batch=2, num_heads=4, num_kv_heads=2, optional={"score_mod": True}),
-        subject.case(causal=False, optional={"score_mod": True}),
-        subject.case(subject.length // 2, subject.length, optional={"score_mod": True}),
-        subject.case(num_heads=4, num_kv_heads=2, optional={"sinks": True}),
-        subject.case(subject.length // 2, subject.length, optional={"sinks": True}),
-        subject.case(
-            optional={"document_ids": True, "window": 6, "softcap": 5.0, "alibi_slopes": True}
-        ),
+        subject.case(16, num_heads=3, num_kv_heads=3, softcap=100.0),
+        subject.case(num_heads=4, num_kv_heads=2, alibi_slopes=True),
+        subject.case(subject.length // 2, subject.length, alibi_slopes=True),
+        subject.case(causal=False, alibi_slopes=True),
+        subject.case(batch=2, document_ids=True),
+        subject.case(batch=2, causal=False, document_ids=True),
+        subject.case(batch=2, num_heads=4, num_kv_heads=2, score_mod=True),
+        subject.case(causal=False, score_mod=True),
+        subject.case(subject.length // 2, subject.length, score_mod=True),
+        subject.case(num_heads=4, num_kv_heads=2, sinks=True),
+        subject.case(subject.length // 2, subject.length, sinks=True),
+        subject.case(document_ids=True, window=6, softcap=5.0, alibi_slopes=True),
     ]
-    yield from compared(subject, cases, *TENSORS)
+    yield from compared(subject, cases)
 
 
 def wider_calls(subject: Subject) -> Iterator[Check]:
@@ -509,25 +503,22 @@ def wider_calls(subject: Subject) -> Iterator[Check]:
     """
     n = subject.length
     grouped = {"num_heads": 4, "num_kv_heads": 2}
-    both_sides, lengths, packed = {"window": (7, 20)}, {"key_lengths": True}, {"cu_seqlens": True}
     cases = [
-        subject.case(n // 2, n, causal=False, optional=both_sides),
-        subject.case(
-            batch=2, causal=False, optional={"window": (-1, 3), "document_ids": True} | lengths
-        ),
-        subject.case(batch=3, **grouped, causal=False, optional=lengths),
-        subject.case(n, n // 2, batch=2, optional=lengths | {"window": 9, "sinks": True}),
-        subject.case(n, n + n // 4, **grouped, optional=packed),
-        subject.case(n, n // 2, causal=False, optional=packed | both_sides),
-        subject.case(optional=packed | {"window": 6, "softcap": 5.0, "alibi_slopes": True}),
+        subject.case(n // 2, n, causal=False, window=(7, 20)),
+        subject.case(batch=2, causal=False, window=(-1, 3), document_ids=True, key_lengths=True),
+        subject.case(batch=3, **grouped, causal=False, key_lengths=True),
+        subject.case(n, n // 2, batch=2, key_lengths=True, window=9, sinks=True),
+        subject.case(n, n + n // 4, **grouped, cu_seqlens=True),
+        subject.case(n, n // 2, causal=False, cu_seqlens=True, window=(7, 20)),
+        subject.case(cu_seqlens=True, window=6, softcap=5.0, alibi_slopes=True),
     ]
     if len(subject.head_dims) > 1:
         one, other = subject.head_dims[:2]
         cases += [
             subject.case(**grouped, head_dim=other, value_dim=one),
-            subject.case(batch=2, causal=False, head_dim=one, value_dim=other, optional=lengths),
+            subject.case(batch=2, causal=False, head_dim=one, value_dim=other, key_lengths=True),
         ]
-    yield from compared(subject, cases, *TENSORS)
+    yield from compared(subject, cases)
 
 
 def growth(subject: Subject, *figures: str) -> Iterator[Check]:
@@ -610,14 +601,14 @@ def prefill_equals_decode(subject: Subject) -> Iterator[Check]:
             error, budget = distance(alone, together), 2 * expected.budget("out")
             yield Check(f"first {first} tokens of {whole}", error, budget)
     for optional in ({}, {"window": 9}, {"alibi_slopes": True}, {"sinks": True}):
-        whole = subject.case(optional=optional)
+        whole = subject.case(**optional)
         if not subject.takes(whole, backward=False):
             continue
         expected = subject.expected(whole)
         (q, k, v), arguments = expected.tensors, expected.arguments
         together = subject.attend(q, k, v, **arguments).double()
         for last in (1, 3, 9, n - 7):  # rows of few keys too: there a sink weighs most
-            if subject.takes(subject.case(last, n, optional=optional), backward=False):
+            if subject.takes(subject.case(last, n, **optional), backward=False):
                 alone = subject.attend(q[:, :, -last:], cached(k), cached(v), **arguments)
                 yield Check(
                     f"last {last} queries of {whole}",

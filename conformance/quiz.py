@@ -82,10 +82,10 @@ def red_cells(file: Path, names: tuple[str, ...] = ()) -> list[Cell]:
 def error_map(subject: Subject) -> str:
     """Which rows are wrong, head by head, in the first call with wrong rows."""
     n = subject.length
-    plain, window = subject.case(), subject.case(optional={"window": 20})
+    plain, window = subject.case(), subject.case(window=20)
     cases = [plain, replace(plain, inputs="huge"), window, subject.case(n // 2, n)]
     cases += [subject.case(n, n // 2), subject.case(num_heads=4), replace(plain, inputs="down")]
-    cases += [subject.case(optional={"softcap": 2.0}, inputs="large")]
+    cases += [subject.case(softcap=2.0, inputs="large")]
     for case in cases:
         expected = subject.expected(case)
         try:
