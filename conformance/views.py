@@ -9,6 +9,7 @@ from functools import partial
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -21,8 +22,7 @@ def packed(tensors: list[Tensor]) -> list[Tensor]:
 
 def misaligned(x: Tensor) -> Tensor:
     """Neither the start nor the rows are aligned to 16 bytes; NaN lies between the rows."""
-    around = x.new_full((*x.shape[:3], x.shape[3] + 3), torch.nan)
-    return around[..., 1:-2].copy_(x)
+    return F.pad(x, (1, 2), value=torch.nan)[..., 1:-2]
 
 
 def spread_out(x: Tensor) -> Tensor:
@@ -33,8 +33,7 @@ def spread_out(x: Tensor) -> Tensor:
 
 def cached(x: Tensor) -> Tensor:
     """The first rows of a cache whose other half is unwritten (NaN)."""
-    around = x.new_full((*x.shape[:2], 2 * x.shape[2], x.shape[3]), torch.nan)
-    return around[:, :, : x.shape[2]].copy_(x)
+    return F.pad(x, (0, 0, 0, x.shape[2]), value=torch.nan)[:, :, : x.shape[2]]
 
 
 def far_apart(tensors: list[Tensor], *, dim: int) -> list[Tensor]:
