@@ -28,6 +28,7 @@ from attention.context import register_ring, share, tokens_of_ranks
 from attention.interface import Refusal
 from attention.played_ring import collected
 from conformance.backend_under_test import Check, Subject
+from conformance.memory_growth import saved_storages
 from conformance.properties import PROPERTIES, Property
 
 KEPT = 8  # calls whose graph a process keeps for a backward pass
@@ -252,13 +253,7 @@ class Worker:
             x: y.to(self.setting.device) if isinstance(y, Tensor) else y
             for x, y in arguments.items()
         }
-        saved: dict[int, int] = {}
-
-        def note(x: Tensor) -> Tensor:
-            saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        with saved_storages() as saved:
             output = self.attend(*parts, **arguments)
         out, lse = output[:2]
         owned = [*parts, out] + ([] if lse is None else [lse])

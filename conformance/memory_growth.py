@@ -7,6 +7,8 @@ because the tensors of a compiled kernel cannot be observed.
 Dimensions: N tokens, D head dim.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -65,6 +67,19 @@ def storages(*trees: Any) -> dict[int, torch.UntypedStorage]:
     return {x.untyped_storage()._cdata: x.untyped_storage() for x in tensors}
 
 
+@contextmanager
+def saved_storages() -> Iterator[dict[int, int]]:
+    """The bytes of each storage that autograd saves inside, by its address."""
+    saved: dict[int, int] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        yield saved
+
+
 def weigh(
     backend: Backend,
     length: int,
@@ -72,40 +87,34 @@ def weigh(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     head_dim: int = 32,
-    num_heads: int = 2,
 ) -> dict[str, int]:
     """Bytes of one causal forward and backward pass: those `saved` for the backward pass, the
     `peak`, and on a CPU the `largest` tensor.
     """
     q, k, v = (
-        torch.randn(1, num_heads, length, head_dim, device=device, dtype=dtype).requires_grad_()
+        torch.randn(1, 2, length, head_dim, device=device, dtype=dtype).requires_grad_()
         for _ in range(3)
     )
     d_out = torch.ones_like(q)
-    saved = {}
 
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    def passes() -> None:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+    def passes() -> int:
+        with saved_storages() as saved:
             out = attention(q, k, v, backend=backend).out
         out.backward(d_out)
+        return sum(saved.values())
 
     if q.device.type == "cpu":
         with LiveTensors(count_inputs=True) as scale:
-            passes()
-        return {"largest": scale.largest, "peak": scale.peak, "saved": sum(saved.values())}
+            saved = passes()
+        return {"largest": scale.largest, "peak": scale.peak, "saved": saved}
     passes()  # warm-up: compiles, and allocates the libraries' workspaces
-    saved.clear()
     q.grad = k.grad = v.grad = None
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    passes()
+    saved = passes()
     torch.cuda.synchronize()
-    return {"peak": torch.cuda.max_memory_allocated() - before, "saved": sum(saved.values())}
+    return {"peak": torch.cuda.max_memory_allocated() - before, "saved": saved}
 
 
 def exponents(backend: Backend, lengths: tuple[int, ...], **shape) -> dict[str, float]:

@@ -23,11 +23,11 @@ from torch import Tensor
 from attention import attention, get_backend
 from attention.mask import visible_keys
 from attention.tiled import TileLoop
-from conformance.memory_growth import LiveTensors
+from conformance.memory_growth import LiveTensors, saved_storages
 from lab.claims.claim import Figures, claim, growth
 from lab.claims.inputs import inputs, textbook
 from lab.results.tables import load
-from training.memory import GIB, bytes_of
+from training.memory import GIB
 
 
 def forward_bytes(function: Callable[..., object], *inputs: Tensor) -> int:
@@ -39,15 +39,10 @@ def forward_bytes(function: Callable[..., object], *inputs: Tensor) -> int:
 
 def kept_for_backward(function: Callable[..., Tensor], *inputs: Tensor) -> int:
     """Bytes that autograd keeps between forward and backward, without the inputs."""
-    kept: list[Tensor] = []
-
-    def pack(x: Tensor) -> Tensor:
-        kept.append(x)
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+    with saved_storages() as saved:
         function(*inputs)
-    return bytes_of(inputs, kept) - bytes_of(inputs)
+    addresses = {x.data_ptr() for x in inputs}
+    return sum(size for address, size in saved.items() if address not in addresses)
 
 
 def through_the_loop(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
