@@ -3,7 +3,7 @@ can express, in its dtype.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from attention import AttentionOutput, Backend
@@ -52,23 +52,20 @@ OF_CAUSAL = {
 class Restricted(Subject):
     """A subject that takes only cases that a suite can express."""
 
-    suite: Suite | None = None
+    suite: Suite = field(kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        assert self.suite is not None
         self.lse_gradient = self.suite.lse_gradient
 
     def case(
         self, num_queries: int | None = None, num_keys: int | None = None, **fields: Any
     ) -> Case:
         case = super().case(num_queries, num_keys, **fields)
-        assert self.suite is not None
         masks = self.suite.features & {"causal", "full"}
         return case if len(masks) == 2 else replace(case, causal=masks == {"causal"})
 
     def takes(self, case: Case, *, backward: bool) -> bool:
-        assert self.suite is not None
         if self.suite.expresses(case):
             return super().takes(case, backward=backward)
         self.refusals.append("the suite cannot express it")
