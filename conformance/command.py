@@ -107,8 +107,12 @@ def main() -> None:
         print((__doc__ or "").strip().format(**names))
         return
     commands = {
-        **{"run": run, "probe": run_probe, "fuzz": run_fuzz},
-        **{"export": export, "judge": judge, "quiz": run_quiz},
+        "run": run,
+        "probe": run_probe,
+        "fuzz": run_fuzz,
+        "export": export,
+        "judge": judge,
+        "quiz": run_quiz,
     }
     try:
         if words[0] not in commands:
