@@ -458,17 +458,6 @@ def expect(case: Case, dtype: torch.dtype, device: str, *, with_lse: bool = True
     return Expected(tensors, arguments, d_out, d_lse, reference, own, roundings)
 
 
-def compare(
-    backend: Backend,
-    case: Case,
-    dtype: torch.dtype,
-    device: str,
-) -> dict[str, Check]:
-    """A check for each tensor of both passes. A wrong result raises nothing."""
-    expected = expect(case, dtype, device, with_lse="lse" in backend.features)
-    return expected.checks(case, run(backend, *expected.inputs))
-
-
 def distance(x: Tensor, reference: Tensor) -> float:
     """Largest difference; inf if only one of the two is infinite, or one is NaN. Equal infinities
     differ by 0: a row without a key has lse = -inf in both.

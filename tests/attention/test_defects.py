@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attention import BACKENDS, AttentionOutput, Backend, attention, get_backend
-from conformance.cases import Case, compare
+from conformance.cases import Case, expect, run
 
 TILES = {"block_q": 16, "block_kv": 8}
 ONE_TILE = {"block_q": 64, "block_kv": 64}
@@ -49,7 +49,8 @@ def with_scores(name: str, scores: Tensor, v: Tensor, **options) -> AttentionOut
 
 def is_exact(name: str, inputs: str = "normal", **tiles: int) -> bool:
     case = Case(inputs=inputs, num_queries=60, num_keys=60)
-    checks = compare(get_backend(name, **tiles), case, torch.float32, "cpu")
+    expected = expect(case, torch.float32, "cpu")
+    checks = expected.checks(case, run(get_backend(name, **tiles), *expected.inputs))
     return all(each.share <= 1 for each in checks.values())
 
 
