@@ -168,7 +168,7 @@ def maximum_from_zero(seeds: int = 5) -> Figures:
     holds=lambda f: set(f["acc"].values()) == {"inf"},
     only_if=("the accumulator is float16", lambda f: f["acc"]["float16"] == "inf"),
 )
-def unnormalised_accumulator(length: int = 4096) -> Figures:
+def unnormalised_accumulator() -> Figures:
     """An accumulator kept unnormalised grows and risks overflow.
 
     Holds if it overflows whatever its dtype.
@@ -178,7 +178,7 @@ def unnormalised_accumulator(length: int = 4096) -> Figures:
     The weights are at most 1 each. float32 never reaches the bound, which is why
     FlashAttention-2 normalises once, at the end.
     """
-    acc = {}
+    acc, length = {}, 4096
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         scores = torch.zeros(1, length, dtype=dtype)
         values = torch.full((length, 1), 32.0, dtype=dtype)

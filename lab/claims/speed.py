@@ -43,7 +43,7 @@ def milliseconds(function: Callable[[], object], repeats: int) -> Figures:
         f["naive"]["median"] < f["tiled"]["median"] and f["tiled_calls"] > 10 * f["naive_calls"]
     ),
 )
-def small_calls(repeats: int = 20) -> Figures:
+def small_calls() -> Figures:
     """Below some length naive attention is faster, because it is a few large products while the
     tiled loop pays for many small calls.
 
@@ -69,7 +69,7 @@ def small_calls(repeats: int = 20) -> Figures:
                 function()
             figures[f"{name}_calls{suffix}"] = calls.count
             if length == 256:
-                figures[name] = milliseconds(function, repeats)
+                figures[name] = milliseconds(function, repeats=20)
     return figures | {"a_tile": figures["tiled_calls_4096"] / (4096 // 64) ** 2}
 
 
@@ -88,7 +88,7 @@ def small_calls(repeats: int = 20) -> Figures:
         ),
     ),
 )
-def tiled_speed_on_a_cpu(repeats: int = 4) -> Figures:
+def tiled_speed_on_a_cpu() -> Figures:
     """Tiled attention in plain PyTorch is about as fast as naive attention at 2,048 tokens and
     faster beyond (tiles of 64).
 
@@ -102,10 +102,10 @@ def tiled_speed_on_a_cpu(repeats: int = 4) -> Figures:
     figures: Figures = {"naive": {}, "tiles_64": {}, "tiles_256": {}, "tiles_1024": {}}
     for length in (1024, 2048, 4096):
         qkv = inputs(0, 1, 4, length, 64)
-        figures["naive"][str(length)] = milliseconds(partial(textbook, *qkv), repeats)
+        figures["naive"][str(length)] = milliseconds(partial(textbook, *qkv), repeats=4)
         for block in (64, 256, 1024):
             tiled = partial(run, "tiled", *qkv, block=block)
-            figures[f"tiles_{block}"][str(length)] = milliseconds(tiled, repeats)
+            figures[f"tiles_{block}"][str(length)] = milliseconds(tiled, repeats=4)
     return figures
 
 

@@ -118,8 +118,8 @@ def shown_values(row: Row, values: Values) -> str:
     return ", ".join("never" if x is None else row["form"].format(x) for x in values)
 
 
-def last(row: Row, name: str = OWN) -> float:
-    return row["curves"][name][-1]
+def last(row: Row) -> float:
+    return row["curves"][OWN][-1]
 
 
 def of_break_it(found: Row) -> list[Figure]:
