@@ -286,7 +286,7 @@ def nanogpt() -> str:
         for row in found:
             ratios = {"faster": row["speed"] / speed, "larger": row["peak_gib"] / peak}
             rows.append(row | ratios)
-    settings, curves = data["settings"], data.get("curves")
+    settings, curves = data["settings"], data["curves"]
     windows = finite(data["speed"], "windows")
     ours = f"`{' '.join(['python train.py', *settings['overrides']])}`"
     what = (
@@ -305,17 +305,15 @@ def nanogpt() -> str:
         speed / nanoGPT's      {faster:.2f}
         memory / nanoGPT's     {larger:.2f}
     """
-    parts = [what, formatted(columns, rows)]
-    if curves:
-        rms, mean = curves["rms"], curves["mean"]
-        lines = [[name, f"{rms[name]:.1e}", f"{mean[name]:+.1e}"] for name in rms]
-        where = f"Loss of {curves['steps']} steps at {curves['seq_len']:,} tokens, minus nanoGPT's"
-        noise = (
-            "noise: nanoGPT again, its weights moved by a rounding; and nanoGPT in other kernels, "
-            "which round in every step, as ours do"
-        )
-        parts += [f"{where} ({noise}):", table(["training", "rms", "mean"], lines)]
-    return section(data, *parts)
+    rms, mean = curves["rms"], curves["mean"]
+    lines = [[name, f"{rms[name]:.1e}", f"{mean[name]:+.1e}"] for name in rms]
+    apart = (
+        f"Loss of {curves['steps']} steps at {curves['seq_len']:,} tokens, minus nanoGPT's (noise: "
+        "nanoGPT again, its weights moved by a rounding; and nanoGPT in other kernels, which round "
+        "in every step, as ours do):"
+    )
+    speeds, losses = formatted(columns, rows), table(["training", "rms", "mean"], lines)
+    return section(data, what, speeds, apart, losses)
 
 
 def profile() -> str:
