@@ -7,7 +7,6 @@ Takes train.py's settings, which replace those of a case, and:
     cases   names in CASES, separated by commas (all)
     ranks   GPUs of a run with several (2)
     rounds  runs of each way (3), in turns: alone, then each way on ranks
-    steps   replaces the steps of a case, for a trial on CPUs
     limit   seconds after which no further run begins (500)
     out     the JSON file to write; other cases in an existing file stay
 
@@ -71,7 +70,6 @@ class Options:
     cases: list[str] = default(*CASES)
     ranks: Count = 2
     rounds: Count = 3
-    steps: int | None = None
     limit: Count = 500
     out: Path = Path("many_gpus.json")
     overrides: list[str] = default()
@@ -87,7 +85,6 @@ class Jobs:
 
     def __init__(self, options: Options, folder: Path) -> None:
         self.options, self.folder, self.count = options, folder, 0
-        self.last = [] if options.steps is None else [f"steps={options.steps}", "log_every=1"]
 
     def run(self, way: str, settings: str) -> list[Row]:
         """One run on ranks; or, alone, one on each GPU at the same time."""
@@ -104,7 +101,7 @@ class Jobs:
         self.count += 1
         run_dir = self.folder / str(self.count)
         asked = settings.format(ranks=self.options.ranks).split()
-        given = [*QUIET, *asked, *self.options.overrides, *self.last]
+        given = [*QUIET, *asked, *self.options.overrides]
         run = timed_run(ROOT, run_dir, given, program, **variables)
         losses = {row["step"]: row["train/loss"] for row in read_metrics(run_dir / "metrics.jsonl")}
         return {
