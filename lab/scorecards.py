@@ -341,13 +341,10 @@ def measure(card: Card, options: Options, number: int, part: Path) -> None:
     }
 
     def write() -> None:
-        counts = Counter(each.cell.status for each in done)
-        row = {
-            "name": card.name,
+        row = nothing(card) | {
             "package": version_of(card.package),
-            "dialect": card.dialect,
             "seconds": round(time.perf_counter() - start, 1),
-            **{status: counts[status] for status in ("green", "red", "n/a")},
+            **Counter(each.cell.status for each in done),
             "red_cells": [
                 red_cell(card.name, each.dtype, each.cell, scripts.get(i))
                 for i, each in enumerate(done)
@@ -423,8 +420,8 @@ def joined(rows: Sequence[Row]) -> Row:
 
 
 def nothing(card: Card) -> Row:
-    counts = {"green": 0, "red": 0, "n/a": 0, "red_cells": [], "seconds": 0.0}
-    return {"name": card.name, "package": card.package, "dialect": card.dialect} | counts
+    head = {"name": card.name, "package": card.package, "dialect": card.dialect}
+    return head | {"seconds": 0.0, "green": 0, "red": 0, "n/a": 0, "red_cells": []}
 
 
 def measure_jax(python: str) -> Row:
@@ -437,13 +434,9 @@ def measure_jax(python: str) -> Row:
         run = partial(subprocess.run, check=True, capture_output=True, text=True)
         said = run([python, str(script), *map(str, files)]).stdout
         cells = list(exchange.judge(*files))
-    counts = Counter(cell.status for cell in cells)
-    return {
-        "name": "JAX",
-        "package": said.partition(":")[0],
-        "dialect": "files",
+    return nothing(Card("JAX", said.partition(":")[0], "", "files")) | {
         "seconds": round(time.perf_counter() - start, 1),
-        **{status: counts[status] for status in ("green", "red", "n/a")},
+        **Counter(cell.status for cell in cells),
         "red_cells": [
             red_cell("JAX", "fp32", cell, None) for cell in cells if cell.status == "red"
         ],
