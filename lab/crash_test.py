@@ -90,10 +90,6 @@ def finish(process: subprocess.Popen) -> tuple[int, str]:
     return process.returncode, output
 
 
-def resume(run_dir: Path) -> tuple[int, str]:
-    return finish(start(f"resume={run_dir}"))
-
-
 def wait_for(process: subprocess.Popen, happened: Callable[[], bool]) -> None:
     while process.poll() is None and not happened():
         time.sleep(0.0002)
@@ -186,7 +182,7 @@ def killed(
 def judged(run_dir: Path, straight: Row, *, said: str = "") -> str:
     """Resume to the end and compare with the undisturbed run."""
     before = contents(run_dir)
-    code, output = resume(run_dir)
+    code, output = finish(start(f"resume={run_dir}"))
     if code != 0:
         unharmed = is_one_line(output) and before.items() <= contents(run_dir).items()
         return REFUSED if unharmed else unexpected(code, output)
@@ -327,7 +323,8 @@ HARMS = (
 )
 
 
-def measure(folder: Path, *, kills: int, harms: int, seed: int) -> Row:
+def measure(folder: Path, options: Options) -> Row:
+    kills, runs, seed = options.kills, options.kills + options.harms, options.seed
     straight_dir = folder / "straight"
     os.environ["TILEGPT_CACHE"] = str(folder / CACHE)
     began = time.perf_counter()
@@ -337,7 +334,7 @@ def measure(folder: Path, *, kills: int, harms: int, seed: int) -> Row:
     print(f"undisturbed: {time.perf_counter() - began:.0f} s a run", flush=True)
     straight = state(straight_dir)
     result = {"run": RUN, "seed": seed, "kills": [], "harms": []}
-    for index in range(kills + harms):
+    for index in range(runs):
         moment, run_dir = random.Random(f"{seed}-{index}"), folder / str(index)
         if index < kills:
             found = kill(run_dir, straight, moment, saving=index % 2 == 1)
@@ -346,7 +343,7 @@ def measure(folder: Path, *, kills: int, harms: int, seed: int) -> Row:
             harm = harm_running if name in WHILE_IT_RUNS else harm_killed
             found = harm(run_dir, straight, moment, name)
         result["kills" if index < kills else "harms"].append(found)
-        print(f"{index + 1} of {kills + harms}: {json.dumps(found)}", flush=True)
+        print(f"{index + 1} of {runs}: {json.dumps(found)}", flush=True)
         if found["outcome"] in (IDENTICAL, REFUSED):
             shutil.rmtree(run_dir)
     return result
@@ -356,7 +353,7 @@ def measure(folder: Path, *, kills: int, harms: int, seed: int) -> Row:
 def main(options: Options) -> None:
     check_writable(options.out)
     folder = Path(tempfile.mkdtemp(prefix="tilegpt-kills-"))
-    result = measure(folder, kills=options.kills, harms=options.harms, seed=options.seed)
+    result = measure(folder, options)
     outcomes = {
         name: dict(Counter(each["outcome"] for each in result[name])) for name in ("kills", "harms")
     }
