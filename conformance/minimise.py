@@ -69,14 +69,11 @@ class Minimiser:
         if figure == "largest" and subject.device != "cpu":
             return None  # compiled kernels hide their tensors
         text = write_memory(self.target, subject, figure)
-        setting: dict[str, Any] = {}
         try:
-            exec(text[: text.index("print(f")], setting)
+            exponent = executed(text)["exponent"]
         except Exception:  # a user's function may raise anything
             return None
-        finally:
-            torch.set_default_device(None)
-        return text if setting["exponent"] > LINEAR else None
+        return text if exponent > LINEAR else None
 
     def smallest(self, call: Call, script: str) -> str:
         """The script of the smallest call that still fails; `script` if none is smaller."""
@@ -99,16 +96,23 @@ class Minimiser:
             return None
         budget = exact.budget(tensor)
         text = write(self.target, call, subject.device, budget)
-        setting: dict[str, Any] = {}
         try:
-            exec(text[: text.index("print(f")], setting)
-        except Exception as error:  # a user's function may raise anything
+            error = executed(text)["error"]
+        except Exception as raised:  # a user's function may raise anything
             # after some errors of a kernel every call fails, which would shrink to nonsense
-            same = type(error).__name__ == call.raises and not why_unusable(subject.device)
+            same = type(raised).__name__ == call.raises and not why_unusable(subject.device)
             return text if same else None
-        finally:
-            torch.set_default_device(None)
-        return text if not call.raises and setting["error"] > budget else None
+        return text if not call.raises and error > budget else None
+
+
+def executed(text: str) -> dict[str, Any]:
+    """The variables of a script that ran up to its last two lines, which judge them."""
+    variables: dict[str, Any] = {}
+    try:
+        exec(text[: text.index("print(f")], variables)
+    finally:
+        torch.set_default_device(None)
+    return variables
 
 
 def with_options(target: Target, backend: Backend) -> Target:
