@@ -116,8 +116,8 @@ def dots(axes: Any, values: Iterable[float], place: float, color: str, label: st
 def unique(axes: Any) -> tuple[list[Any], list[str]]:
     """The legend's lines and texts, each text once."""
     lines, texts = axes.get_legend_handles_labels()
-    once = dict(zip(reversed(texts), reversed(lines), strict=True))
-    return list(reversed(once.values())), list(reversed(once))
+    once = dict(zip(texts, lines, strict=True))
+    return list(once.values()), list(once)
 
 
 if __name__ == "__main__":
