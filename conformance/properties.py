@@ -475,6 +475,7 @@ def optional_arguments(subject: Subject) -> Iterator[Check]:
     """window, softcap, alibi_slopes, document_ids, score_mod and sinks, alone and together, in
     their order, with keys to both sides of a query.
     """
+    n = subject.length
     cases = [
         subject.case(window=20),
         # the last query that sees a tile of keys is the first of its tile of queries
@@ -483,15 +484,15 @@ def optional_arguments(subject: Subject) -> Iterator[Check]:
         # scores far below the cap, for which tanh as 1 - 2 / (1 + e) loses precision
         subject.case(16, num_heads=3, num_kv_heads=3, softcap=100.0),
         subject.case(num_heads=4, num_kv_heads=2, alibi_slopes=True),
-        subject.case(subject.length // 2, subject.length, alibi_slopes=True),
+        subject.case(n // 2, n, alibi_slopes=True),
         subject.case(causal=False, alibi_slopes=True),
         subject.case(batch=2, document_ids=True),
         subject.case(batch=2, causal=False, document_ids=True),
         subject.case(batch=2, num_heads=4, num_kv_heads=2, score_mod=True),
         subject.case(causal=False, score_mod=True),
-        subject.case(subject.length // 2, subject.length, score_mod=True),
+        subject.case(n // 2, n, score_mod=True),
         subject.case(num_heads=4, num_kv_heads=2, sinks=True),
-        subject.case(subject.length // 2, subject.length, sinks=True),
+        subject.case(n // 2, n, sinks=True),
         subject.case(document_ids=True, window=6, softcap=5.0, alibi_slopes=True),
     ]
     yield from compared(subject, cases)
