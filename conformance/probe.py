@@ -91,7 +91,7 @@ class Trial:
         self,
         dialect: Dialect,
         *,
-        causal: bool = False,
+        causal: bool | None = None,
         m: int | None = None,
         groups: int = 1,
         tensor: str = "out",
@@ -99,8 +99,8 @@ class Trial:
         top_left: bool = False,
         **arguments: Any,
     ) -> bool:
-        """Whether the call equals float64 attention."""
-        n = self.length
+        """Whether the call equals float64 attention. Without causal=, a mask is there if always."""
+        n, causal = self.length, dialect.causal == "always" if causal is None else causal
         q, k, v = self.inputs(n, m or n, groups, dtype or self.dtype)
         found = self.call(dialect, [q, k, v], causal, **arguments)
         x = getattr(found, tensor, None)
@@ -212,7 +212,7 @@ def describe_basis(trial: Trial, dialect: Dialect) -> list[str]:
         said.append("scale         D**-0.5, no argument changes it")
     else:
         trial.error = ""
-        usual = trial.agrees(replace(dialect, scale=""), causal=dialect.causal == "always")
+        usual = trial.agrees(replace(dialect, scale=""))
         otherwise = "must be given" if trial.error else "not D**-0.5 by default"
         default = "D**-0.5 by default" if usual else otherwise
         said.append(f"scale         {dialect.scale}=, {default}")
@@ -251,7 +251,7 @@ def window(trial: Trial, dialect: Dialect) -> Found:
         found = replace(dialect, window=name, window_form=form)
         if trial.agrees(found, causal=True, window=3):
             either = replace(found, window_form="either")
-            if form == "count" and trial.agrees(either, window=(2, 1)):
+            if form == "count" and trial.agrees(either, causal=False, window=(2, 1)):
                 return either, [f"window        {name}=w sees w keys, {name}=(left, right) too"]
             call = WINDOWS[form].format(left="w - 1", right=0)
             return found, [f"window        {name}={call} sees w keys, its own included"]
@@ -285,21 +285,19 @@ def changes(trial: Trial, dialect: Dialect) -> Found:
 
 
 def heads(trial: Trial, dialect: Dialect) -> Found:
-    causal = dialect.causal == "always"
     flags = ["yes", *trial.names("gqa"), "no"]
     for flag in flags[:-1]:
-        if trial.agrees(replace(dialect, gqa=flag), causal=causal, groups=2):
+        if trial.agrees(replace(dialect, gqa=flag), groups=2):
             return replace(dialect, gqa=flag), [f"grouped heads {flag}"]
     return replace(dialect, gqa="no"), ["grouped heads no"]
 
 
 def log_sum_exp(trial: Trial, dialect: Dialect) -> Found:
-    causal = dialect.causal == "always"
     choices = ([*trial.names("lse_flag"), ""], ("out,lse", "out,_,lse", "lse,out"), "e2")
     for flag, returns, base in product(*choices):
         for layout in LSE_LAYOUTS:
             found = replace(dialect, lse_flag=flag, returns=returns, lse=layout, lse_base=base)
-            if trial.agrees(found, causal=causal, tensor="lse"):
+            if trial.agrees(found, tensor="lse"):
                 gradient = trial.gradients_agree(found, "lse")
                 say = f"lse           {layout}, base {base}, {'' if gradient else 'no '}gradient"
                 return replace(found, lse_gradient=gradient), [say]
@@ -341,10 +339,7 @@ def empty_rows(trial: Trial, dialect: Dialect) -> Found:
 
 def kinds(trial: Trial, dialect: Dialect) -> Found:
     """The dtypes in which the result is right."""
-    causal = dialect.causal == "always"
-    fine = [
-        name for dtype, name in SHORT.items() if trial.agrees(dialect, causal=causal, dtype=dtype)
-    ]
+    fine = [name for dtype, name in SHORT.items() if trial.agrees(dialect, dtype=dtype)]
     if not fine:
         return dialect, ["dtypes        could not tell: no call is right"]
     return replace(dialect, dtypes=",".join(fine)), [f"dtypes        {', '.join(fine)}"]
