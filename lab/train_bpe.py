@@ -25,17 +25,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Annotated
 
 from data.tokenizer import PATTERN, RANKS_FILE
 from scripts.arguments import command
 from training.files import check_writable, write_file
 
 Pair = tuple[int, int]
+BYTES = 256  # the first tokens, so that any text can be encoded
 
 
 @dataclass
 class Options:
-    vocab_size: int = 8192
+    vocab_size: Annotated[int, BYTES] = 8192
     out: Path = RANKS_FILE
 
 
@@ -63,14 +65,6 @@ def merge_pair(word: list[int], pair: Pair, new: int) -> list[int]:
     return merged
 
 
-def check_vocab_size(vocab_size: int) -> None:
-    if vocab_size < 256:
-        raise ValueError(
-            f"vocab_size={vocab_size} must be at least 256: every byte has a rank, so that any "
-            "text can be encoded"
-        )
-
-
 def train(pretokens: Counter[bytes], vocab_size: int) -> list[bytes]:
     """The vocabulary in rank order: 256 bytes, then one token per merge; fewer than `vocab_size` if
     nothing is left to merge.
@@ -78,8 +72,9 @@ def train(pretokens: Counter[bytes], vocab_size: int) -> list[bytes]:
     The most frequent pair is merged first; among equals, the one with the smallest ranks. So the
     result depends only on the counts, not on the order of the text.
     """
-    check_vocab_size(vocab_size)
-    vocab = [bytes([value]) for value in range(256)]
+    if vocab_size < BYTES:
+        raise ValueError(f"vocab_size={vocab_size} must be at least {BYTES}: every byte has a rank")
+    vocab = [bytes([value]) for value in range(BYTES)]
     words = [list(pretoken) for pretoken in pretokens]
     word_counts = list(pretokens.values())
     pair_counts: Counter[Pair] = Counter()
@@ -127,7 +122,6 @@ def main(options: Options) -> None:
     from config import DataConfig
     from data.corpora import Corpus
 
-    check_vocab_size(options.vocab_size)
     check_writable(options.out)
     texts = (document["text"] for document in Corpus(DataConfig(source="stdlib")).documents())
     vocab = train(count_pretokens(texts), options.vocab_size)
