@@ -126,9 +126,9 @@ def with_options(target: Target, backend: Backend) -> Target:
 def plain(case: Case, dialect: Dialect) -> Case:
     """The case without the arguments that a script cannot write."""
     optional = {x: y for x, y in case.optional.items() if x in OPTIONAL}
-    if case.causal or optional.keys() & {"window", "alibi_slopes"}:
-        optional.pop("key_lengths", None)  # it would move the queries' positions
-    if not (dialect.mask or dialect.used):
+    # fewer keys would move the queries' positions
+    moves = case.causal or optional.keys() & {"window", "alibi_slopes"}
+    if moves or not (dialect.mask or dialect.used):
         optional.pop("key_lengths", None)
     return replace(case, optional=optional)
 

@@ -99,7 +99,9 @@ class Trial:
         top_left: bool = False,
         **arguments: Any,
     ) -> bool:
-        """Whether the call equals float64 attention. Without causal=, a mask is there if always."""
+        """Whether the call equals float64 attention. Without causal= it is causal only if the
+        function always is.
+        """
         n, causal = self.length, dialect.causal == "always" if causal is None else causal
         q, k, v = self.inputs(n, m or n, groups, dtype or self.dtype)
         found = self.call(dialect, [q, k, v], causal, **arguments)
