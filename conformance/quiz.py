@@ -3,7 +3,7 @@
 Dimensions: B batch, H heads, N queries, M keys, D head dim.
 """
 
-import runpy
+import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,10 +50,13 @@ def listed() -> str:
 
 def backend_of(file: Path) -> Backend:
     """The attend() of a file as a Backend. Raises ValueError if there is none."""
-    if not file.is_file():
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if not file.is_file() or spec is None or spec.loader is None:
         raise ValueError(f"{file} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
     try:
-        attend = runpy.run_path(str(file))["attend"]
+        spec.loader.exec_module(module)
+        attend = module.attend
     except Exception as error:  # a learner's file may raise anything
         raise ValueError(f"{file}: {type(error).__name__}: {error}") from error
 
