@@ -19,9 +19,10 @@ import os
 import secrets
 from dataclasses import dataclass
 
+from data.network import answers
 from scripts.arguments import command
 from scripts.tables import Row
-from training.loggers import installed, reachable
+from training.loggers import PROBE_TIMEOUT, installed
 
 SAVE_TIMEOUT = 60.0  # seconds; wandb itself would keep trying
 
@@ -240,7 +241,7 @@ def save(options: Options) -> str:
             "wandb has no API key: wandb login, or WANDB_API_KEY; dry_run=true prints the "
             "workspace without one"
         )
-    if not reachable(settings.base_url):
+    if not answers(settings.base_url, PROBE_TIMEOUT):
         raise ValueError(
             f"wandb's server {settings.base_url} does not answer; dry_run=true prints the "
             "workspace without it"

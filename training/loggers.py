@@ -9,7 +9,6 @@ may also have lost rows from before the checkpoint. So a resumed logger first ca
 metrics.jsonl, and then has every row once.
 """
 
-import contextlib
 import functools
 import importlib.util
 import logging
@@ -17,16 +16,12 @@ import math
 import os
 import secrets
 import shutil
-import socket
-import string
-import threading
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 from config import LoggerConfig
+from data.network import answers
 from training.files import Row, read_metrics
 
 log = logging.getLogger("tilegpt")
@@ -393,36 +388,12 @@ def _wandb_mode(config: LoggerConfig) -> str:
             )
         return "offline"
     base_url = wandb.setup().settings.base_url
-    if not reachable(base_url):
+    if not answers(base_url, PROBE_TIMEOUT):
         log.warning("wandb's server %s does not answer; this run is logged offline", base_url)
         return "offline"
     return "online"
 
 
 def _new_id() -> str:
-    """A run id as wandb makes it: 8 characters that are allowed in paths."""
-    return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
-
-
-def reachable(base_url: str) -> bool:
-    """Whether a connection to the server, or to its proxy, opens within PROBE_TIMEOUT seconds.
-
-    wandb itself retries a dead network for as long as init_timeout allows.
-    """
-    url = urlsplit(base_url)
-    proxy = urllib.request.getproxies().get(url.scheme)
-    if proxy and url.hostname and not urllib.request.proxy_bypass(url.hostname):
-        url = urlsplit(proxy if "//" in proxy else f"//{proxy}")
-    address = (url.hostname or "", url.port or (80 if url.scheme == "http" else 443))
-    opened = threading.Event()
-
-    def connect() -> None:
-        with contextlib.suppress(OSError):
-            socket.create_connection(address, timeout=PROBE_TIMEOUT).close()
-            opened.set()
-
-    # in a thread, because the look-up of a host name takes no timeout
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(PROBE_TIMEOUT)
-    return opened.is_set()
+    """A run id of 8 characters, as wandb's own have."""
+    return secrets.token_hex(4)

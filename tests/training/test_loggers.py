@@ -25,6 +25,7 @@ from pathlib import Path
 import pytest
 
 from config import LoggerConfig
+from data.network import answers
 from tests import forked
 from training import loggers
 from training.loggers import Logger, build_logger
@@ -472,11 +473,10 @@ def test_a_silent_network_costs_no_more_than_the_probe(monkeypatch):
         time.sleep(1)
         raise TimeoutError
 
-    monkeypatch.setattr(loggers, "PROBE_TIMEOUT", 0.2)
-    monkeypatch.setattr(loggers.socket, "create_connection", hang)
+    monkeypatch.setattr(socket, "create_connection", hang)
     monkeypatch.delenv("https_proxy", raising=False)
     start = time.perf_counter()
-    assert not loggers.reachable("https://api.example.com")
+    assert not answers("https://api.example.com", timeout=0.2)
     assert time.perf_counter() - start < 0.8
 
 
@@ -487,12 +487,10 @@ def test_a_proxy_is_what_must_answer(monkeypatch):
         asked.append(address)
         return socket.socket()
 
-    monkeypatch.setattr(loggers.socket, "create_connection", connect)
+    monkeypatch.setattr(socket, "create_connection", connect)
     monkeypatch.setenv("https_proxy", "http://proxy.example.com:3128")
     monkeypatch.setenv("no_proxy", "local.example.com")
-    assert loggers.reachable("https://api.example.com") and loggers.reachable(
-        "https://local.example.com"
-    )
+    assert answers("https://api.example.com") and answers("https://local.example.com")
     assert asked == [("proxy.example.com", 3128), ("local.example.com", 443)]
 
 
