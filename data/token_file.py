@@ -4,10 +4,13 @@ Nothing is mapped into memory. If another program truncates a mapped file, the s
 process with SIGBUS. A read past the end is an OSError that names the file.
 """
 
+import hashlib
+import json
 import os
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -94,6 +97,12 @@ def checksums(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int | s
                     progress.update(count)
                 entries[name] = {"bytes": file.tell(), CHECKSUM: checksum.hexdigest()}
     return entries
+
+
+def meta_checksum(meta: dict[str, Any]) -> str:
+    """The SHA-256 of all other entries of a meta.json, whatever the layout of the file."""
+    content = {key: value for key, value in meta.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def sync(path: Path) -> None:

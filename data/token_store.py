@@ -38,7 +38,7 @@ import numpy as np
 from config import DataConfig
 from data.corpora import Corpus, subject
 from data.interface import Tokenizer
-from data.token_file import TokenFile, checksums, sync
+from data.token_file import TokenFile, checksums, meta_checksum, sync
 from data.tokenizer import token_dtype
 
 log = logging.getLogger("tilegpt")
@@ -119,12 +119,6 @@ def read_meta(folder: Path) -> dict[str, Any]:
     if meta["name"] != folder.name:
         raise ValueError(f"it is a copy of {meta['name']}")
     return meta
-
-
-def meta_checksum(meta: dict[str, Any]) -> str:
-    """The SHA-256 of all other entries of meta.json."""
-    content = {key: value for key, value in meta.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def verify(folder: Path, files: dict[str, dict[str, Any]]) -> None:

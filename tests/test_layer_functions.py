@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from attention import ScoreMod, get_backend
+from data.token_file import meta_checksum
 from scripts import cross_eval, sample, trace
 from scripts.plan import Options, plan_all, traffic_of
 from tests.command import (
@@ -26,7 +27,6 @@ from tests.command import (
     tiny_sweep,
 )
 from tests.test_resume import send_at_step
-from training.checkpoint import _meta_sha256
 from training.command_line import compose
 from training.names import name_runs
 from training.run import build_run
@@ -204,7 +204,7 @@ def test_a_run_from_before_there_were_windows_goes_on(tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     meta = tmp_path / "checkpoint" / "meta.json"
     saved = json.loads(meta.read_text()) | {"config": config}
-    meta.write_text(json.dumps(saved | {"sha256": _meta_sha256(saved)}))
+    meta.write_text(json.dumps(saved | {"sha256": meta_checksum(saved)}))
     assert load_trained(tmp_path, read_run_config(tmp_path), 257).model.attention_features == set()
     assert run(f"resume={tmp_path}", "steps=6").code == 0
     assert summary(tmp_path)["starts"][-1]["changed"] == {"steps": [4, 6]}

@@ -287,7 +287,7 @@ def rewritten(folder: Path, change) -> None:
     meta = json.loads(path.read_text())
     meta = change(meta) if callable(change) else meta | change
     if isinstance(meta, dict):
-        meta["sha256"] = training.checkpoint._meta_sha256(meta)
+        meta["sha256"] = training.checkpoint.meta_checksum(meta)
     path.write_text(json.dumps(meta))
 
 

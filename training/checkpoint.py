@@ -15,7 +15,6 @@ latest is damaged, a run resumes from the newest whole one.
 """
 
 import copy
-import hashlib
 import json
 import logging
 import math
@@ -31,9 +30,10 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
-from data.token_file import sync
-from training.files import MetricsFile, Row
+from data.token_file import meta_checksum, sync
+from training.files import MetricsFile, Row, sha256_of
 from training.memory import GIB, is_out_of_memory
 from training.phases import phase
 from training.resume import Start, resumed_starts, stop_clock
@@ -206,16 +206,12 @@ class Checkpoints:
             self._writer.shutdown()
 
 
-def _on_host(value: Any) -> Any:
-    """Copy every tensor in nested dictionaries, lists and tuples to host memory.
+def _on_host(tensors: Any) -> Any:
+    """Copies of nested tensors in host memory.
 
     A copy from a GPU is pinned, and may still be running when this function returns.
     """
-    if isinstance(value, dict):
-        return {key: _on_host(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_on_host(item) for item in value)
-    return value.to("cpu", non_blocking=True, copy=True) if isinstance(value, Tensor) else value
+    return tree_map_only(Tensor, lambda x: x.to("cpu", non_blocking=True, copy=True), tensors)
 
 
 def _write(
@@ -240,11 +236,11 @@ def _write(
         if rows is not None:
             (fresh / METRICS).write_bytes(rows)
         files = {
-            path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+            path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
             for path in sorted(fresh.iterdir())
         }
         meta = {"format": FORMAT, "version": VERSION, **meta, "files": files}
-        (fresh / META).write_text(json.dumps(meta | {"sha256": _meta_sha256(meta)}, indent=2))
+        (fresh / META).write_text(json.dumps(meta | {"sha256": meta_checksum(meta)}, indent=2))
         for path in (*fresh.iterdir(), fresh):
             sync(path)
         rotate(fresh, run_dir, keep=keep)
@@ -366,7 +362,7 @@ def _read_meta(folder: Path) -> Row:
         )
     if problem := misfit(meta) or _missing(meta):
         raise CheckpointError(f"{path} is incomplete or damaged: {problem}")
-    if meta.get("sha256") != _meta_sha256(meta):
+    if meta.get("sha256") != meta_checksum(meta):
         raise CheckpointError(f"{path} was altered: its content does not have the SHA-256 it names")
     return meta
 
@@ -378,19 +374,13 @@ def _missing(meta: Row) -> str | None:
     return f"it lacks {', '.join(lacking)}" if lacking else None
 
 
-def _meta_sha256(meta: Row) -> str:
-    """The hash of meta.json's content, which does not depend on the file's layout."""
-    content = {key: value for key, value in meta.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
 def _verify(folder: Path, meta: Row, name: str) -> None:
     """Raise CheckpointError unless the file has the bytes that were written."""
     path, expected = folder / name, meta["files"][name]
     if not path.is_file():
         raise CheckpointError(f"{path} is missing")
     try:
-        size, sha256 = path.stat().st_size, _sha256(path)
+        size, sha256 = path.stat().st_size, sha256_of(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     if size != expected["bytes"]:
@@ -480,8 +470,3 @@ def _set_random_state(state: Row) -> None:
     # a run may resume with another number of GPUs, or none
     for index, cuda_state in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
         torch.cuda.set_rng_state(cuda_state, index)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

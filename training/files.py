@@ -6,6 +6,7 @@ values are listed beside them as "nonfinite".
 
 import contextlib
 import errno
+import hashlib
 import json
 import logging
 import math
@@ -138,6 +139,11 @@ def write_file(path: Path, content: str | bytes) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise OSError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_writable(path: Path) -> None:

@@ -8,7 +8,6 @@
 First a connection to the hub is tried, because huggingface_hub alone would wait much longer.
 """
 
-import hashlib
 import json
 import logging
 import re
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from data.network import answers
 from model import GPT, load_hugging_face
-from training.files import Row
+from training.files import Row, sha256_of
 
 log = logging.getLogger("tilegpt")
 
@@ -54,11 +53,7 @@ class Pretrained(NamedTuple):
         except ValueError as error:
             raise ValueError(f"init_from={self.name}: {error}") from error
         log.info(f"beginning with the weights of {self.name}")
-        hashes = {}
-        for path in self.files:
-            with path.open("rb") as file:
-                hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-        return {"name": self.name, "sha256": hashes}
+        return {"name": self.name, "sha256": {path.name: sha256_of(path) for path in self.files}}
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         from safetensors import SafetensorError
