@@ -1,29 +1,13 @@
 """Helpers for the figures of scripts/ and lab/: draw without a screen, write only whole files."""
 
-import io
 from pathlib import Path
-from typing import Any
 
-from training.files import write_file
+from training.plot import new_figure as new_figure
+from training.plot import save_figure as save_figure
 
 # CSS's invert(1) hue-rotate(180deg), with black replaced by the background of GitHub's dark pages
 HUES = ((-0.574, 1.43, 0.144), (0.426, 0.43, 0.144), (0.426, 1.43, -0.856))
 DARK_PAPER = (13 / 255, 17 / 255, 23 / 255)
-
-
-def new_figure(*grid: int, size: tuple[float, float], **settings: Any) -> tuple[Any, Any]:
-    """A figure and its axes, like pyplot.subplots(), but nothing needs to be closed."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    return figure, figure.subplots(*grid, **settings)
-
-
-def save_figure(figure: Any, path: Path, *, dpi: int) -> Path:
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=dpi)
-    write_file(path, picture.getvalue())
-    return path
 
 
 def for_both_papers(path: Path) -> None:

@@ -1,12 +1,13 @@
 """Pictures of one run, drawn from its metrics.jsonl: its losses, and its largest scores."""
 
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from attention import LIMITS
-from training.files import read_metrics
+from training.files import read_metrics, write_file
 from training.palette import INK, mixed, variant_colors
 
 
@@ -19,18 +20,18 @@ def plain_text() -> Iterator[None]:
         yield
 
 
-def pyplot_without_a_screen() -> Any:
-    import matplotlib
+def new_figure(*grid: int, size: tuple[float, float], **settings: Any) -> tuple[Any, Any]:
+    """A figure and its axes, like pyplot.subplots(), but it needs no screen and no close()."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots(*grid, **settings)
 
 
-def save(figure: Any, path: Path) -> Path:
-    figure.savefig(path, dpi=150)
-    pyplot_without_a_screen().close(figure)
+def save_figure(figure: Any, path: Path, *, dpi: int = 150) -> Path:
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=dpi)
+    write_file(path, picture.getvalue())
     return path
 
 
@@ -39,9 +40,8 @@ def draw_loss_curve(run_dir: Path, *, title: str, attention: str) -> Path | None
     """Draw RUN/loss_curve.png: losses against tokens, in the colour of the run's attention.
     Returns None if there is nothing to draw.
     """
-    pyplot = pyplot_without_a_screen()
     rows = read_metrics(run_dir / "metrics.jsonl")
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    figure, axes = new_figure(size=(7, 4))
     color = variant_colors({attention: attention})[attention]
     styles = {
         "train/loss": {"color": mixed(color, 0.55), "linewidth": 1},
@@ -53,12 +53,11 @@ def draw_loss_curve(run_dir: Path, *, title: str, attention: str) -> Path | None
         if points:
             axes.plot(*zip(*points, strict=True), label=name, **style)
     if not axes.lines:
-        pyplot.close(figure)
         return None
     axes.set(xlabel="tokens", ylabel="loss (nats per token)", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
-    return save(figure, run_dir / "loss_curve.png")
+    return save_figure(figure, run_dir / "loss_curve.png")
 
 
 @plain_text()
@@ -69,7 +68,6 @@ def draw_max_scores(run_dir: Path, *, title: str) -> Path | None:
     """
     import numpy as np
 
-    pyplot = pyplot_without_a_screen()
     rows = read_metrics(run_dir / "metrics.jsonl")
     rows = [row for row in rows if row.get("attention/max_score_by_head")]
     if len(rows) < 2:
@@ -79,7 +77,7 @@ def draw_max_scores(run_dir: Path, *, title: str) -> Path | None:
     scores = np.array(by_head, dtype=float).reshape(len(rows), -1).T  # (layers * heads, rows)
     # a row of metrics covers the time since the row before it
     tokens = [0, *(row["tokens"] for row in rows)]
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    figure, axes = new_figure(size=(7, 4))
     image = axes.pcolormesh(tokens, np.arange(layers * heads + 1), scores, cmap="viridis")
     bar = figure.colorbar(image, label="largest score of the step")
     for limit, name in ((min(LIMITS.values()), "float16"), (max(LIMITS.values()), "float32")):
@@ -91,4 +89,4 @@ def draw_max_scores(run_dir: Path, *, title: str) -> Path | None:
     axes.hlines(np.arange(1, layers) * heads, 0, tokens[-1], color="white", linewidth=1)
     axes.set_ylim(layers * heads, 0)
     axes.set(xlabel="tokens", ylabel=f"{heads} heads each", title=title)
-    return save(figure, run_dir / "max_scores.png")
+    return save_figure(figure, run_dir / "max_scores.png")

@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from attention import BACKENDS as TABLE
 from training import plot
 from training.palette import BACKENDS, ON_DARK, OTHERS, mixed, variant_colors
@@ -40,12 +38,11 @@ def test_variants_of_one_attention_differ_and_the_first_keeps_its_colour():
 
 
 def test_a_loss_curve_has_the_colour_of_its_attention(tmp_path, monkeypatch):
-    pyplot = pytest.importorskip("matplotlib.pyplot")
     rows = [{"step": i, "tokens": i, "val/loss": 2.0, "val/loss_exact": 3.0} for i in range(3)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    closed = []
-    monkeypatch.setattr(pyplot, "close", closed.append)
+    saved = []
+    monkeypatch.setattr(plot, "save_figure", lambda figure, path: saved.append(figure))
     plot.draw_loss_curve(tmp_path, title="a run", attention="no_rescale")
-    (figure,) = closed
+    (figure,) = saved
     colors = {line.get_label(): line.get_color() for line in figure.axes[0].lines}
     assert colors["val/loss"] == BACKENDS["no_rescale"] != colors["val/loss_exact"]
