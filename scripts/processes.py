@@ -67,9 +67,6 @@ def signals_wait() -> Iterator[None]:
     """Block signals until the end of the block; in a process started inside, until work() unblocks
     them.
     """
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
     ends = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     try:
@@ -82,17 +79,16 @@ def kill(process: BaseProcess) -> None:
     """Kill the process, and its compilers if it already has its own group; see work()."""
     if process.pid is None:
         return
-    with contextlib.suppress(ProcessLookupError, AttributeError):
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
     process.join()
 
 
 def work(answer: Connection, function: Callable[..., Any], job: Job) -> None:
-    if hasattr(signal, "pthread_sigmask"):
-        os.setpgrp()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGHUP})
-        threading.Thread(target=end_with_parent, daemon=True).start()
+    os.setpgrp()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGHUP})
+    threading.Thread(target=end_with_parent, daemon=True).start()
     answer.send(function(*job))
 
 

@@ -91,7 +91,7 @@ def _cpu_model() -> str:
 
 
 def _memory_gib() -> float | None:
-    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", ()):
+    if "SC_PHYS_PAGES" not in os.sysconf_names:
         return None
     return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB, 1)
 

@@ -3,7 +3,6 @@
 A script ends with a one-line message.
 """
 
-import _thread
 import os
 import signal
 import sys
@@ -43,10 +42,7 @@ class RaisedAgain:
 
 def interrupt_main() -> None:
     """Raise Ctrl-C in the main thread, also while that waits: for a process, a pipe, a lock."""
-    if hasattr(signal, "pthread_kill"):
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-    else:  # Windows; it only sets a flag, and the wait goes on
-        _thread.interrupt_main()
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 class Signals(RaisedAgain):
@@ -138,10 +134,9 @@ def _handled() -> list[signal.Signals]:
     # Python lets only the main thread handle signals
     if threading.current_thread() is not threading.main_thread():
         return []
-    hangup = getattr(signal, "SIGHUP", None)  # Windows has none
     # nohup ignores SIGHUP, so that the process runs on when its terminal is closed
-    hangs_up = hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN
-    return [signal.SIGINT, signal.SIGTERM, *([hangup] if hangs_up else [])]
+    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
 
 
 @contextmanager
