@@ -5,7 +5,6 @@ The speed of one GPU and of the links comes from results/; training/scaling.py c
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -14,10 +13,11 @@ from config import ModelConfig, RunConfig
 from scripts.tables import Row, text_table
 from training.hardware import CARD_SIZES, CONTEXT_GIB
 from training.memory import GIB
+from training.own_modules import ROOT
 from training.plan import parameter_count
 from training.scaling import Hosts, Link, RanksPlan, Speed, fit_speed, plan_ranks
 
-RESULTS = Path(__file__).resolve().parent.parent / "results"
+RESULTS = ROOT / "results"
 LINKS, STEPS, PARTS = "links_h200.json", "nanogpt_h200.json", "profile_h200.json"
 TWO_GPUS = "steps_on_ranks_h100.json"
 MIB = 2**20

@@ -23,11 +23,12 @@ from typing import Any
 from config import FUNCTION_SETTINGS, RunConfig, register, setting_keys
 from training import phases
 from training.interrupt import Ending
+from training.own_modules import ROOT
 from training.ranks import PATIENCE, Ranks, leave, of_environment, run_before_restart
 from training.retention import newest_first
 from training.streams import keep_streams
 
-CONF = Path(__file__).resolve().parents[1] / "conf"
+CONF = ROOT / "conf"
 
 # options that make Hydra print something and run nothing
 ANSWERS = ("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i")

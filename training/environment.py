@@ -12,6 +12,7 @@ import torch
 
 from training.files import Row
 from training.memory import GIB
+from training.own_modules import ROOT
 
 PACKAGES = (
     "torch",
@@ -24,7 +25,6 @@ PACKAGES = (
     "wandb",
 )
 PEERS = ("flash-attn-4",)  # recorded if installed, because scripts.benchmark measures them
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def environment(data_fingerprint: str, device: torch.device | str) -> Row:

@@ -26,6 +26,7 @@ from hydra.experimental.callback import Callback
 from config import BACKEND_OPTIONS, FUNCTION_SETTINGS, RunConfig
 from training.files import Row, parse_rows, read_metrics, strict, write_file
 from training.names import differing_settings, name_run, name_runs
+from training.own_modules import ROOT
 from training.ranks import of_environment
 from training.resume import changes_in_words, load_yaml
 from training.retention import LATEST, load_json
@@ -223,9 +224,9 @@ def own_folder(config: Any, kind: str) -> Path:
         raise SystemExit(
             f"error: {key}: {str(error).splitlines()[0]}; name a folder, as {key}=outputs/NAME"
         ) from None
-    place, program = Path(os.path.realpath(folder)), Path(__file__).resolve().parent.parent
+    place = Path(os.path.realpath(folder))
     resumes = kind == "run" and config.resume
-    if not resumes and place in (Path.cwd(), program, *program.parents):
+    if not resumes and place in (Path.cwd(), ROOT, *ROOT.parents):
         raise SystemExit(
             f"error: {key}={folder} is {place}, which holds other files; name a folder of its "
             f"own, as {key}=outputs/NAME"
