@@ -76,8 +76,9 @@ def name_runs(rows: Sequence[Mapping[str, Any]]) -> list[Names]:
     """The names of runs that are shown together, given their summaries or index lines."""
     dropped = {"attention", "seq_len", "seed"}
     # a run that was resumed for more steps stays with its variant
-    fresh = [row for row in rows if not _given(row, "resume")]
-    if len(fresh) < len(rows) and len({_given(row, "steps") for row in fresh}) < 2:
+    given = [_overrides(row) for row in rows]
+    fresh = [overrides for overrides in given if not overrides.get("resume")]
+    if len(fresh) < len(rows) and len({overrides.get("steps") for overrides in fresh}) < 2:
         dropped.add("steps")
     names = []
     for row, setting in zip(rows, differing_settings(rows), strict=True):
@@ -184,11 +185,6 @@ def _overrides(row: Mapping[str, Any]) -> dict[str, str]:
     given = [each for each in row.get("overrides") or [] if isinstance(each, str)]
     pairs = [override.lstrip("+").partition("=") for override in given]
     return {key: unescaped(value) for key, _, value in pairs}
-
-
-def _given(row: Mapping[str, Any], key: str) -> str | None:
-    """The value that the command line gave to a key, or None."""
-    return _overrides(row).get(key)
 
 
 def _folder(row: Mapping[str, Any]) -> str:

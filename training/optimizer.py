@@ -169,12 +169,10 @@ def clip_heads(model: nn.Module, max_scores: Tensor, limit: float) -> None:
 
 def set_learning_rate(
     optimizer: torch.optim.Optimizer, step: int, steps: int, config: OptimConfig
-) -> float:
-    """Set the learning rate of this step in all groups of parameters, and return it."""
-    lr = learning_rate(step, steps, config)
+) -> None:
+    """Set the learning rate of this step in all groups of parameters."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
-    return lr
+        group["lr"] = learning_rate(step, steps, config)
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:

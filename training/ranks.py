@@ -62,7 +62,9 @@ class Ranks:
 
     def rows(self, count: int) -> slice:
         """This rank's share of the `count` sequences of a step."""
-        return _share(count, self.rank // self.context, self.data)
+        size = count // self.data
+        start = self.rank // self.context * size
+        return slice(start, start + size)
 
     @property
     def on_a_ring(self) -> bool:
@@ -201,11 +203,6 @@ class GradientSum:
 
 
 ALONE = Ranks()
-
-
-def _share(count: int, place: int, parts: int) -> slice:
-    size = count // parts
-    return slice(place * size, (place + 1) * size)
 
 
 def of_environment() -> Ranks:

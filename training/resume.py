@@ -31,7 +31,7 @@ from attention import BACKENDS
 from config import RunConfig
 from training.command_line import key_of, quoted
 from training.files import Row, write_file
-from training.names import WATCHING, attention_names, recorded_starts
+from training.names import WATCHING, as_typed, attention_names, recorded_starts
 from training.retention import meta_of, newest_first
 
 if TYPE_CHECKING:
@@ -228,6 +228,4 @@ def _literal(value: Any) -> str:
         return "[" + ",".join(map(_literal, value)) + "]"
     if isinstance(value, str) and not re.fullmatch(r"[\w./+-]+", value):
         return quoted(value)
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return as_typed(value)

@@ -1,13 +1,14 @@
 """How ranks share a step, and what they cannot share."""
 
-from dataclasses import asdict
+from dataclasses import is_dataclass
 from math import gcd
+from operator import attrgetter
 from typing import Any
 
 from attention import BACKENDS, Backend
 from attention.context import register_ring
 from attention.played_ring import PlayedRing
-from config import BACKEND_OPTIONS, RunConfig
+from config import BACKEND_OPTIONS, RunConfig, setting_keys
 from training.ranks import Ranks
 from training.schedule import chosen_attention, needed_features
 
@@ -75,17 +76,11 @@ def _check_on_a_ring(config: RunConfig, backend: Backend, numbers: str) -> None:
 
 def shared_settings(config: RunConfig) -> dict[str, Any]:
     """The settings that all ranks must share: all but the places of files and the logger."""
-    settings = asdict(config)
-    for key in ("resume", "init_from", "logger"):
-        del settings[key]
-    for key in ("path", "cache_dir"):
-        del settings["data"][key]
-    groups = {key: value for key, value in settings.items() if isinstance(value, dict)}
-    alone = {key: value for key, value in settings.items() if key not in groups}
+    own = ("resume", "init_from", "logger", "data.path", "data.cache_dir")
     # seq_len first: an error then names it, and not model.max_seq_len, which follows it
-    return alone | {
-        f"{group}.{name}": value for group, part in groups.items() for name, value in part.items()
-    }
+    keys = sorted(setting_keys(RunConfig), key=lambda key: "." in key)
+    values = {key: attrgetter(key)(config) for key in keys if not key.startswith(own)}
+    return {key: value for key, value in values.items() if not is_dataclass(value)}
 
 
 def on_ranks(backend: Backend, ranks: Ranks) -> Backend:
