@@ -15,14 +15,14 @@ GPT.forward is the specification: tests/model/test_fused_step.py compares them.
 Dimensions: B sequences, C hidden_size, H query heads, H_kv key/value heads, D head dim.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from model.kv_cache import KVCache, LayerCache
 from model.loss import TRITON
-from model.norm import NORM_EPS
+from model.norm import NORM_EPS, norm_arguments
 
 if TYPE_CHECKING:
     from model.gpt import GPT, Block, Rope
@@ -102,9 +102,3 @@ def block_step(block: "Block", x: Tensor, rope: "Rope | None", cache: LayerCache
 
 def parts(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
     return linear.weight, linear.bias
-
-
-def norm_arguments(norm: nn.Module) -> tuple[Any, ...]:
-    """The norm= of product(), for a module from build_norm()."""
-    centred = isinstance(norm, nn.LayerNorm)
-    return norm.weight, norm.bias if centred else None, norm.eps, centred

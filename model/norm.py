@@ -56,8 +56,15 @@ def arguments(x: Tensor, norm: nn.Module) -> tuple:
     """The operator's arguments after x and the branch."""
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return *norm_arguments(norm), dtype
+
+
+def norm_arguments(norm: nn.Module) -> tuple[Tensor, Tensor | None, float, bool]:
+    """What a kernel needs of a module from build_norm(): weight, bias or None, eps, and whether the
+    mean is subtracted.
+    """
     centred = isinstance(norm, nn.LayerNorm)
-    return norm.weight, norm.bias if centred else None, norm.eps, centred, dtype
+    return norm.weight, norm.bias if centred else None, norm.eps, centred
 
 
 def has_kernel(x: Tensor, branch: Tensor) -> bool:

@@ -26,6 +26,12 @@ PROGRAMS, STAGES = 8, 2
 
 
 @triton.jit
+def load_row(ptr, column, of_columns):
+    """Load the weights or the biases in float32, as (1, BLOCK)."""
+    return tl.load(ptr + column, mask=of_columns, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
 def add_norm_kernel(
     x_ptr, branch_ptr, weight_ptr, bias_ptr, total_ptr, y_ptr, statistics_ptr, rows, width, eps,
     CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -50,13 +56,9 @@ def add_norm_kernel(
         total = tl.where(mask, total - mean[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(total * total, 1) / width + eps)
     tl.store(statistics_ptr + first + row, rstd, mask=of_rows)
-    y = (
-        total
-        * rstd[:, None]
-        * tl.load(weight_ptr + column, mask=of_columns, other=0.0).to(tl.float32)[None, :]
-    )
+    y = total * rstd[:, None] * load_row(weight_ptr, column, of_columns)
     if bias_ptr is not None:
-        y += tl.load(bias_ptr + column, mask=of_columns, other=0.0).to(tl.float32)[None, :]
+        y += load_row(bias_ptr, column, of_columns)
     tl.store(y_ptr + start + offset, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -74,7 +76,7 @@ def add_norm_backward_kernel(
     row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK)
     of_columns = column < width
     offset = row[:, None] * width + column[None, :]
-    weight = tl.load(weight_ptr + column, mask=of_columns, other=0.0).to(tl.float32)
+    weight = load_row(weight_ptr, column, of_columns)
     d_weight = tl.zeros((BLOCK,), tl.float32)
     d_bias = tl.zeros((BLOCK,), tl.float32)
 
@@ -93,13 +95,13 @@ def add_norm_backward_kernel(
         normalised = total * rstd[:, None]
         d_weight += tl.sum(d_y * normalised, 0)
         if y_ptr is not None:
-            y = normalised * weight[None, :]
+            y = normalised * weight
             if bias_ptr is not None:  # loaded for every tile: no registers are left to keep it
-                y += tl.load(bias_ptr + column, mask=of_columns, other=0.0).to(tl.float32)[None, :]
+                y += load_row(bias_ptr, column, of_columns)
             tl.store(y_ptr + start + offset, y.to(y_ptr.dtype.element_ty), mask=mask)
         if bias_ptr is not None:
             d_bias += tl.sum(d_y, 0)
-        d_normalised = d_y * weight[None, :]
+        d_normalised = d_y * weight
         d_x = d_normalised - normalised * (tl.sum(d_normalised * normalised, 1) / width)[:, None]
         if CENTRED:
             d_x -= (tl.sum(d_normalised, 1) / width)[:, None]
