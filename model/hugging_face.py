@@ -195,7 +195,8 @@ def to_hugging_face(model: "GPT") -> tuple[dict[str, Any], dict[str, Tensor]]:
     layers = [block.attention for block in model.blocks]
     changes = sorted({name for layer in layers for name in layer.function} - {"window"})
     # a module that holds nothing is not in the weights either
-    changes += ["parameters of their own"] if any(own_tensors(model)) else []
+    if any(".attention.own." in name for name in model.state_dict()):
+        changes.append("parameters of their own")
     if changes:
         raise ValueError(
             "these models of transformers have windows and else plain attention, and the layers of "
@@ -302,11 +303,6 @@ def correspondence(
         names = architecture.their_names(name)
         layer = model.get_submodule(name.rpartition(".")[0])
         yield name, tensor, names, list(layer.rows) if len(names) > 1 else [len(tensor)]
-
-
-def own_tensors(model: "GPT") -> list[str]:
-    """The names of the tensors that a backend's own module brings."""
-    return [name for name in model.state_dict() if ".attention.own." in name]
 
 
 def architecture_of(
