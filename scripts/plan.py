@@ -26,7 +26,6 @@ The bytes are calculated from the code (training/plan.py says how exactly, and w
 modelled). A card loses 0.7 GiB to the CUDA context.
 """
 
-import re
 from bisect import bisect_left
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -54,6 +53,7 @@ from training.hardware import (
     PEAK_FLOPS,
     REGISTER_BYTES,
     SHARED_KIB,
+    data_sheet,
 )
 from training.memory import GIB, MemoryMeter
 from training.plan import (
@@ -66,9 +66,8 @@ from training.plan import (
     parameter_count,
     predict_peak_bytes,
 )
-from training.schedule import able, check_schedule, needed_features, suit_gpu, will_compile
+from training.schedule import able, check_schedule, needed_features, run_compiles, suit_gpu
 
-ROOT = Path(__file__).resolve().parent.parent
 TILES = ((64, 64), (128, 64), (128, 128), (256, 64), (256, 256))
 
 
@@ -201,12 +200,11 @@ def measure_peak(planned: Planned, vocab_size: int) -> int:
             f"add device={device.type}"
         )
     dtype = pick_dtype(config.dtype, device)
-    how = {"compile_mode": config.compile, "score_mod": config.attention.score_mod is not None}
-    compiled = will_compile(config.model, planned.backend, device.type, **how)
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     made = {"vocab_size": vocab_size, "backend": planned.backend}
     model = GPT(config.model, **made, attention=config.attention).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    compiled = run_compiles(config, planned.backend, device.type)
     run = torch.compile(model) if compiled else model
     tokens = torch.randint(vocab_size, (config.batch_size, config.seq_len), device=device)
 
@@ -279,7 +277,7 @@ def traffic_table(planned: dict[str, Planned]) -> list[list[str]]:
 
 def chip_table(head_dim: int, element: int) -> list[list[str]]:
     blocks = {f"{BLOCK_DEFAULT_KIB} KiB default": BLOCK_DEFAULT_KIB}
-    blocks |= {capability: block for capability, (_, block) in SHARED_KIB.items()}
+    blocks |= SHARED_KIB
     rows = [["tile (queries x keys)", "shared", "registers", *blocks]]
     for block_q, block_kv in TILES:
         shared, registers = traffic.tile_bytes(block_q, block_kv, head_dim, element)
@@ -293,10 +291,8 @@ def chip_table(head_dim: int, element: int) -> list[list[str]]:
 def gpu_here() -> str | None:
     if not torch.cuda.is_available():
         return None
-    name = torch.cuda.get_device_name()
-    return next(
-        (gpu for gpu, card in GPUS.items() if re.search(rf"\b{card.data_sheet}\b", name)), None
-    )
+    names = {card.data_sheet: gpu for gpu, card in GPUS.items()}
+    return data_sheet(names, torch.cuda.get_device_name())
 
 
 def print_for_gpu(planned: dict[str, Planned], vocab_size: int, gpu: str) -> None:
@@ -312,7 +308,7 @@ def print_for_gpu(planned: dict[str, Planned], vocab_size: int, gpu: str) -> Non
         f"{gpu}'s data sheet: from {ridge:,.0f} FLOP/byte on its tensor cores are the limit, "
         "below that its memory."
     )
-    shared = SHARED_KIB[card.capability][1]
+    shared = SHARED_KIB[card.capability]
     bound = traffic.lower_bound_bytes(call, sram_bytes=shared * 1024)
     print(
         f"N^2 D^2 / M, with the {shared} KiB a block of {gpu} may have for M: "

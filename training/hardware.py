@@ -1,7 +1,7 @@
 """Figures of GPUs from data sheets and NVIDIA's programming guide."""
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # dense peak FLOP/s of the matrix units for 16-bit floats with float32 accumulation, from NVIDIA's
 # data sheets (half of the sparse figure, where only that is printed). The first entry that the
@@ -35,17 +35,17 @@ PEAK_BANDWIDTH = {
     "RTX 4090": 1.008e12,
     "RTX 3090": 0.936e12,
 }
-# KiB of shared memory by compute capability, from the CUDA C++ programming guide: per
-# multiprocessor, and the most that one block can request
+# KiB of shared memory that one block can request, by compute capability, from the CUDA C++
+# programming guide
 SHARED_KIB = {
-    "7.0": (96, 96),  # V100
-    "7.5": (64, 64),  # T4
-    "8.0": (164, 163),  # A100
-    "8.6": (100, 99),  # RTX 30
-    "8.9": (100, 99),  # RTX 40, L4, L40S
-    "9.0": (228, 227),  # H100, H200
-    "10.0": (228, 227),  # B200
-    "12.0": (100, 99),  # RTX 50
+    "7.0": 96,  # V100
+    "7.5": 64,  # T4
+    "8.0": 163,  # A100
+    "8.6": 99,  # RTX 30
+    "8.9": 99,  # RTX 40, L4, L40S
+    "9.0": 227,  # H100, H200
+    "10.0": 227,  # B200
+    "12.0": 99,  # RTX 50
 }
 REGISTER_BYTES = 256 * 1024  # per multiprocessor, for every capability above
 BLOCK_DEFAULT_KIB = 48  # shared memory of a block that requests no more
@@ -82,7 +82,7 @@ CARD_SIZES = {
 }
 
 
-def data_sheet(table: dict[str, float], device_name: str) -> float | None:
+def data_sheet(table: dict[str, Any], device_name: str) -> Any:
     """The entry of PEAK_FLOPS or PEAK_BANDWIDTH for a GPU as PyTorch names it; None for an unknown
     one.
     """

@@ -32,7 +32,6 @@ Dimensions: B batch, N tokens of a sequence, C hidden_size, H query heads, H_kv 
 head dim.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +42,7 @@ from attention.kernels.launch import shares_of
 from config import ModelConfig
 from model.gpt import count_parameters, mlp_width
 from model.loss import chunk_rows, padded_vocab
-from training.schedule import will_compile
+from training.schedule import run_compiles
 
 # one for cuBLAS and one for cuBLASLt, with the CUBLAS_WORKSPACE_CONFIG=:4096:8 that training sets
 CUDA_WORKSPACES = 2 * 8 * 4096 * 1024
@@ -532,8 +531,6 @@ def predict_peak_bytes(
     its libraries, 0.3 to 0.7 GiB, are not included.
     """
     device = torch.device(device).type
-    how = {"compile_mode": config.compile, "score_mod": config.attention.score_mod is not None}
-    compiled = will_compile(config.model, backend, device, **how)
     return predict_step(
         config.model,
         vocab_size=vocab_size,
@@ -542,7 +539,7 @@ def predict_peak_bytes(
         backend=backend,
         dtype=dtype,
         device=device,
-        compiled=compiled,
+        compiled=run_compiles(config, backend, device),
         accumulates=config.accumulation_steps > 1,
         **layer_sizes(config),
     )
@@ -553,16 +550,3 @@ def layer_sizes(config: Any) -> dict[str, Any]:
     windows = config.attention.layer_windows(config.model.num_layers)
     widest = None if None in windows else max(windows)
     return {"window": widest, "softcap": config.attention.softcap}
-
-
-def largest_peak_bytes(
-    config: Any,
-    vocab_size: int,
-    backends: Iterable[Backend],
-    dtype: torch.dtype,
-    device: torch.device | str,
-) -> int:  # fmt: skip
-    """The peak of a run that trains with one backend after the other."""
-    return max(
-        predict_peak_bytes(config, vocab_size, backend, dtype, device).peak for backend in backends
-    )

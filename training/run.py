@@ -86,14 +86,13 @@ class Run:
         """The calculated peak memory of a step, if this run had the settings `config`, whose
         batch_size is that of one rank.
         """
-        from training.plan import largest_peak_bytes
+        from training.plan import predict_peak_bytes
 
-        return largest_peak_bytes(
-            replace(config, seq_len=config.seq_len // self.ranks.context),
-            vocab_size=self.data.vocab_size,
-            backends=self.schedule.values(),
-            dtype=self.dtype,
-            device=self.device,
+        own = replace(config, seq_len=config.seq_len // self.ranks.context)
+        where = self.dtype, self.device
+        return max(
+            predict_peak_bytes(own, self.data.vocab_size, backend, *where).peak
+            for backend in self.schedule.values()
         )
 
     @cached_property

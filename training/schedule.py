@@ -242,17 +242,25 @@ def will_compile(
     return compile_mode == "true" or (compile_mode == "auto" and device == "cuda" and fits)
 
 
+def run_compiles(config: RunConfig, backend: Backend, device: str) -> bool:
+    """will_compile() under the settings of a run."""
+    how = {"compile_mode": config.compile, "score_mod": config.attention.score_mod is not None}
+    return will_compile(config.model, backend, device, **how)
+
+
 def will_graph(
     config: RunConfig, backend: Backend, *, dtype: torch.dtype, device: torch.device
 ) -> bool:
     """Whether to launch steps as CUDA graphs. Raises ValueError for cuda_graph=true where there can
     be no graph, and as will_compile() does.
     """
-    score_mod = config.attention.score_mod is not None
-    how = {"compile_mode": config.compile, "score_mod": score_mod}
-    compiled = will_compile(config.model, backend, device.type, **how)
-    graph = {"compiled": compiled, "scaled": dtype == torch.float16, "score_mod": score_mod}
-    reason = reason_against(backend, device, **graph)
+    reason = reason_against(
+        backend,
+        device,
+        compiled=run_compiles(config, backend, device.type),
+        scaled=dtype == torch.float16,
+        score_mod=config.attention.score_mod is not None,
+    )
     if config.cuda_graph == "true" and reason not in (None, PYTHON):
         raise ValueError(f"cuda_graph=true: {reason}; leave it at auto")
     return config.cuda_graph == "true" or (config.cuda_graph == "auto" and reason is None)
