@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attention import Backend
+from attention import Backend, dtype_name
 from data import build_data
 from model import GPT, KVCache, generate
 from scripts.arguments import Count, Device, Dtype, command, default, parse_backend
@@ -117,7 +117,7 @@ def load(folder: Path, device: torch.device, dtype: Dtype, sequences: int) -> Lo
     about = {
         "environment": environment(data.fingerprint, device),
         "run": str(folder),
-        "dtype": str(trained.dtype).removeprefix("torch."),
+        "dtype": dtype_name(trained.dtype),
         "step": trained.step,
         "sequences": len(inputs),
         "seq_len": config.seq_len,

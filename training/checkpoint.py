@@ -32,6 +32,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from attention import dtype_name
 from data.token_file import meta_checksum, sync
 from training.files import MetricsFile, Row, sha256_of
 from training.memory import GIB, is_out_of_memory
@@ -83,7 +84,7 @@ class Checkpoints:
         background: bool | None = None,
         writes: bool = True,
     ):
-        self.run_dir, self.config, self.keep = Path(run_dir), config, keep
+        self.run_dir, self.config, self.keep = run_dir, config, keep
         self.writes = writes  # only one rank writes; all ranks load
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.starts: list[Row] = []  # see training/resume.py; saved with every checkpoint
@@ -309,10 +310,10 @@ def read_meta(run_dir: Path) -> Row:
 def _latest(run_dir: Path) -> Path:
     """RUN/checkpoint/, or the checkpoint before it if a save died between its two renames."""
     for folder in newest_first(run_dir):
-        if folder.name != BEST or folder == Path(run_dir):
+        if folder.name != BEST or folder == run_dir:
             return folder
     raise CheckpointError(
-        f"{run_dir} holds no checkpoint: there is no folder {Path(run_dir) / LATEST}; a run that "
+        f"{run_dir} holds no checkpoint: there is no folder {run_dir / LATEST}; a run that "
         "was stopped before its first checkpoint is started anew"
     )
 
@@ -421,7 +422,7 @@ def _load_weights(folder: Path, meta: Row, model: nn.Module) -> None:
 def _describe(tensor: Tensor | None) -> str:
     if tensor is None:
         return "absent"
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    return f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)}"
 
 
 def _check_settings(then: Row, now: Row, folder: Path) -> None:

@@ -25,7 +25,7 @@ class MetricsFile:
     """metrics.jsonl: one JSON object per line, passed to the operating system at once."""
 
     def __init__(self, path: Path):
-        self.path = Path(path)
+        self.path = path
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.touch()
 
@@ -127,7 +127,6 @@ def write_file(path: Path, content: str | bytes) -> None:
     """Write a file so that a reader finds the old content or the new, whole. Raises OSError with
     the path if it cannot be written.
     """
-    path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
     try:
         with temporary.open("wb") as file:
@@ -152,7 +151,6 @@ def check_writable(path: Path) -> None:
 
     Raises a one-line OSError that names the path and a way out.
     """
-    path = Path(path)
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))

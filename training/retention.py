@@ -31,7 +31,6 @@ def newest_first(run_dir: Path) -> list[Path]:
 
     For the folder of one checkpoint: that folder alone.
     """
-    run_dir = Path(run_dir)
     if (run_dir / META).is_file():
         return [run_dir]
     others = [*run_dir.glob(BEST), *run_dir.glob(f"{EARLIER}/step-*")]
@@ -41,7 +40,6 @@ def newest_first(run_dir: Path) -> list[Path]:
 
 def run_of(folder: Path) -> Path:
     """The run directory of a checkpoint's folder; a run directory is returned as it is."""
-    folder = Path(folder)
     if not (folder / META).is_file():
         return folder
     return folder.parent.parent if folder.parent.name == EARLIER else folder.parent

@@ -291,7 +291,7 @@ def read_sweep(folder: Path) -> list[Row]:
     "unfinished", with the content of its index line, config and metrics.
     """
     rows = []
-    for run_dir in _run_dirs(Path(folder)):
+    for run_dir in _run_dirs(folder):
         indexed = _index(run_dir.parent).get(run_dir.name, {})
         row = indexed | read_run(run_dir)
         # if a job died before its summary, only the index has its status
@@ -303,7 +303,6 @@ def read_sweep(folder: Path) -> list[Row]:
 
 def not_started(folder: Path) -> list[Row]:
     """The lines of a sweep's index for the jobs that an interrupted sweep has not begun."""
-    folder = Path(folder)
     return [
         row
         for row in _index_rows(folder)
@@ -313,7 +312,6 @@ def not_started(folder: Path) -> list[Row]:
 
 def read_run(run_dir: Path) -> Row:
     """One run directory as a dictionary; never fails on a half-written one."""
-    run_dir = Path(run_dir)
     try:
         rows = read_metrics(run_dir / "metrics.jsonl")
     except OSError:
