@@ -89,17 +89,14 @@ def render(name: str, draw: Callable[[], Iterable[Any]]) -> list[str]:
         # a dollar sign in a file name does not start a formula
         "text.parse_math": False,
     }
-    with matplotlib.rc_context(look):
+    with matplotlib.rc_context(look | {"svg.hashsalt": name}):
         return [_svg(f"{name}{i}", figure) for i, figure in enumerate(draw())]
 
 
 def _svg(name: str, figure: Any) -> str:
-    import matplotlib
-
     file = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": name}):
-        metadata = {"Date": None, "Creator": None}
-        figure.savefig(file, format="svg", transparent=True, metadata=metadata)
+    metadata = {"Date": None, "Creator": None}
+    figure.savefig(file, format="svg", transparent=True, metadata=metadata)
     text = file.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{name}-", text)

@@ -180,18 +180,18 @@ def draw_others(runs: list[Run], styles: dict[str, Style]) -> list[Any]:
         axes.set_title(metric + (f", {seq_len:,}" if len(lengths) > 1 else ""), fontsize=9.5)
         axes.tick_params(labelsize=8)
         axes.xaxis.set_major_formatter(short)
-        axes.xaxis.set_major_locator(_few_ticks())
+        axes.locator_params(axis="x", nbins=4)
     return figures
 
 
 def _scale(axes: Any, values: Sequence[float]) -> None:
     """Use a logarithmic scale if the values span more than a factor of 30."""
-    from matplotlib.ticker import LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator
 
     if min(values) > 0 and max(values) > 30 * min(values):
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(numticks=6))
-        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_minor_formatter("")
         axes.yaxis.set_major_formatter(short)
     elif max(map(abs, values)) >= 1000:
         axes.yaxis.set_major_formatter(short)
@@ -220,8 +220,6 @@ def draw_limits(axes: Any, largest: float) -> None:
 
 def draw_history(history: Curve, bad_step: float | None, style: Style) -> list[Any]:
     """Draw the largest score over the steps of a diverged run."""
-    from matplotlib.ticker import MaxNLocator
-
     figure, axes = new_figure(size=(4.4, 1.9))
     marker = "o" if len(history) < 12 else None
     axes.plot(*_xy(history), color=style.color, linewidth=1.6, marker=marker, markersize=3)
@@ -229,7 +227,7 @@ def draw_history(history: Curve, bad_step: float | None, style: Style) -> list[A
     draw_limits(axes, max(history.values()))
     if bad_step is not None:
         axes.axvline(bad_step, color=INK, linewidth=1)
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.locator_params(axis="x", nbins=5, integer=True)
     axes.set_xlabel("step", fontsize=8.5)
     axes.set_title("largest score", fontsize=9)
     axes.tick_params(labelsize=8)
@@ -325,17 +323,11 @@ def _draw_cost_bars(axes: Any, groups: list[tuple[Style, list[Run]]], name: str)
         axes.text(end, place, label, va="center", fontsize=9)
     axes.set_xlim(0, 1.14 * longest)
     axes.xaxis.set_major_formatter(short)
-    axes.xaxis.set_major_locator(_few_ticks())
+    axes.locator_params(axis="x", nbins=4)
     axes.set_yticks(range(len(groups)), [bar_name(runs[0]) for _, runs in groups])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", length=0)
-
-
-def _few_ticks() -> Any:
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator(4)
 
 
 def _xy(curve: Curve) -> tuple[Sequence[float], Sequence[float]]:

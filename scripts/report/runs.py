@@ -90,16 +90,11 @@ class Run:
         return [name for name in names if len(self.curve(name)) >= MIN_POINTS]
 
     def curve(self, metric: str) -> dict[float, float]:
-        """Values by tokens. Values that were not finite are null in the file and left out here."""
+        """Values by tokens. What is no number is left out: lists, and null for what was not
+        finite.
+        """
         points = ((row.get("tokens"), row.get(metric)) for row in self.metrics)
-        return dict(sorted(point for point in points if None not in point and is_number(point[1])))
-
-
-def is_number(value: Any) -> bool:
-    """Rows also hold lists: the largest score of each head, and the names of tensors that were not
-    finite.
-    """
-    return isinstance(value, (int, float))
+        return dict(sorted(x for x in points if all(isinstance(y, (int, float)) for y in x)))
 
 
 def ended(runs: Iterable[Run], *statuses: str) -> list[Run]:
