@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from data.network import answers
 from scripts.arguments import command
 from scripts.tables import Row
-from training.loggers import PROBE_TIMEOUT, installed
+from training.loggers import PROBE_TIMEOUT, installed, prepare_environment
 
 SAVE_TIMEOUT = 60.0  # seconds; wandb itself would keep trying
 
@@ -225,9 +225,7 @@ def save(options: Options) -> str:
     """Save the workspace and return its address. Raises ValueError without a key, without an
     answer, or if wandb refuses.
     """
-    # no error reports to wandb and no chatter, unless the user wants them
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    os.environ.setdefault("WANDB_SILENT", "true")
+    prepare_environment()
     os.environ.pop("WANDB_MODE", None)  # meant for runs
     if not installed("wandb"):
         raise ValueError("the package wandb is missing: pip install wandb")

@@ -144,7 +144,7 @@ class WandbLogger(Logger):
         self._result: Row = {}
         id_file = run.run_dir / "wandb_id.txt"
         run_id = id_file.read_text().strip() if run.resume and id_file.exists() else _new_id()
-        _prepare_environment()
+        prepare_environment()
         mode = _wandb_mode(run.config)
         try:
             self._run = _wandb_run(run, mode, run_id)
@@ -334,7 +334,7 @@ def _requested_mode(config: LoggerConfig) -> str:
     return mode
 
 
-def _prepare_environment() -> None:
+def prepare_environment() -> None:
     # wandb reports its own errors and prints only if the user wants it
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     os.environ.setdefault("WANDB_SILENT", "true")
