@@ -580,22 +580,18 @@ class RunConfig:
         min_lr = lr / 10 if self.optim.min_lr is None else self.optim.min_lr
         return replace(self.optim, lr=lr, min_lr=min_lr)
 
-    @property
-    def diagnose_steps(self) -> int:
-        """Steps between comparisons with exact attention; 0 is never."""
-        return self.eval_every if self.diagnose_every is None else self.diagnose_every
-
     def due(self, step: int, *, diverged: bool = False) -> "Due":
         """What to do after this many steps. A run ends at its last step, or when it diverged."""
         end = diverged or step == self.steps
         switch = step == self.attention.switch_at and not diverged
+        compare_every = self.eval_every if self.diagnose_every is None else self.diagnose_every
 
         def each(interval: int) -> bool:
             return interval > 0 and (end or step % interval == 0)
 
         return Due(
             log=each(self.log_every),
-            compare=each(self.diagnose_steps) and not diverged,
+            compare=each(compare_every) and not diverged,
             evaluate=each(self.eval_every) or (switch and self.eval_every > 0),
             switch=switch,
             save=each(self.checkpoint_every),

@@ -100,9 +100,9 @@ class Prefetcher:
             passes.append(Pass(tensors, counted / own if own else inf))
         if self.on_gpu:
             with torch.cuda.stream(self.stream):
-                passes = [Pass(self._on_gpu(each.tensors), each.divisor) for each in passes]
+                passes = [Pass(tuple(map(self._on_gpu, x)), divisor) for x, divisor in passes]
             self.stream.synchronize()  # only the prefetch thread waits here
         return passes
 
-    def _on_gpu(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(x.pin_memory().to(self.device, non_blocking=True) for x in tensors)
+    def _on_gpu(self, x: Tensor) -> Tensor:
+        return x.pin_memory().to(self.device, non_blocking=True)

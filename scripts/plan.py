@@ -97,16 +97,6 @@ def vocab_size_of(config: RunConfig) -> int:
     return build_tokenizer(config.tokenizer).vocab_size
 
 
-def device_and_dtype(config: RunConfig) -> tuple[str, torch.dtype]:
-    """The device (a GPU unless a CPU is requested) and dtype to plan for. Raises ValueError for a
-    dtype that this GPU lacks.
-    """
-    device = "cpu" if config.device == "cpu" else "cuda"
-    if config.dtype == "auto":
-        return device, torch.float32 if device == "cpu" else torch.bfloat16
-    return device, DTYPES[config.dtype]
-
-
 class Planned(NamedTuple):
     config: RunConfig
     backend: Backend
@@ -124,7 +114,9 @@ def plan_all(options: Options) -> dict[str, Planned]:
         if config.batch_size == "auto":
             config = replace(config, batch_size=1)
         backend = check_schedule(config)[0]
-        device, dtype = device_and_dtype(config)
+        # a GPU unless a CPU is requested
+        device, usual = ("cpu", "fp32") if config.device == "cpu" else ("cuda", "bf16")
+        dtype = DTYPES[usual if config.dtype == "auto" else config.dtype]
         if device == "cuda":
             backend = suit_gpu(backend, config.attention.backend_options(), needed)
         if dtype not in backend.dtypes:
