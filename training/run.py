@@ -164,22 +164,13 @@ def _build_run(config: "RunConfig", summary: Row) -> Run:
     from attention import dtype_name
     from data import build_data
     from model import GPT, count_parameters
-    from training.device import pick_device, pick_dtype, set_deterministic
+    from training.device import pick_dtype, set_deterministic
     from training.optimizer import build_optimizer
     from training.pretrained import find_pretrained
-    from training.schedule import (
-        attention_schedule,
-        kernel_inputs,
-        schedule_summary,
-    )
-    from training.sharing import check_shares, on_ranks, shared_settings, way_to_share
+    from training.schedule import attention_schedule, kernel_inputs, schedule_summary
+    from training.sharing import on_ranks
 
-    device = pick_device(config.device)
-    meeting = {"timeout": config.parallel.timeout, "settings": shared_settings(config)}
-    ranks = join(device.type, config.parallel.context, **meeting, **way_to_share(config))
-    if ranks.several and device.type == "cuda":  # plain "cuda" depends on the thread
-        device = torch.device("cuda", ranks.local_rank)
-    check_shares(config, ranks)
+    ranks, device = _meet(config)
     if ranks.several:
         summary["ranks"] = ranks.world
     dtype = pick_dtype(config.dtype, device)
@@ -222,6 +213,22 @@ def _build_run(config: "RunConfig", summary: Row) -> Run:
     # set now, because a later report of memory that ran out quotes it
     summary["memory/predicted_gib"] = run.predicted_gib
     return run
+
+
+def _meet(config: "RunConfig") -> "tuple[Ranks, torch.device]":
+    """Meet the other ranks, if there are any. The device is that of this rank."""
+    import torch
+
+    from training.device import pick_device
+    from training.sharing import check_shares, shared_settings, way_to_share
+
+    device = pick_device(config.device)
+    meeting = {"timeout": config.parallel.timeout, "settings": shared_settings(config)}
+    ranks = join(device.type, config.parallel.context, **meeting, **way_to_share(config))
+    check_shares(config, ranks)
+    if ranks.several and device.type == "cuda":  # plain "cuda" depends on the thread
+        device = torch.device("cuda", ranks.local_rank)
+    return ranks, device
 
 
 def _fit_batch_size(run: Run) -> None:
