@@ -280,6 +280,15 @@ class ModelConfig:
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
 
+    @property
+    def attention_sizes(self) -> dict[str, int]:
+        """What an attention is built or checked for, by the names of Backend.check_model()."""
+        return {
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+        }
+
 
 @dataclass
 class DataConfig:

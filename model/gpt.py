@@ -84,9 +84,7 @@ class CausalSelfAttention(nn.Module):
         if self.brought_by is not None:
             self.own = build_module(
                 self.backend,
-                num_heads=config.num_heads,
-                num_kv_heads=config.kv_heads,
-                head_dim=config.head_dim,
+                **config.attention_sizes,
                 max_seq_len=config.max_seq_len,
                 layer=layer,
             )

@@ -88,12 +88,7 @@ def own_parameters(config: ModelConfig, backend: Backend) -> int:
     """Number of parameters that the attention modules of all layers have themselves."""
     if backend.module is None:
         return 0
-    shape = {
-        "num_heads": config.num_heads,
-        "num_kv_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "max_seq_len": config.max_seq_len,
-    }
+    shape = config.attention_sizes | {"max_seq_len": config.max_seq_len}
     with torch.random.fork_rng(devices=[]):
         layers = (build_module(backend, **shape, layer=i) for i in range(config.num_layers))
         return sum(map(count_parameters, layers))

@@ -128,11 +128,7 @@ def check_model(
 
     A user's own attention or score_mod is run to find out.
     """
-    shape = {
-        "num_heads": config.model.num_heads,
-        "num_kv_heads": config.model.kv_heads,
-        "head_dim": config.model.head_dim,
-    }
+    shape = config.model.attention_sizes
     functions = layer_functions(config.attention, config.model)
     functions = {function.get("window"): function for function in functions}
     for backend in schedule.values():
