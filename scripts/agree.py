@@ -32,14 +32,13 @@ import torch
 from torch import Tensor
 
 from attention import Backend, dtype_name
-from data import build_data
 from model import GPT, KVCache, generate
 from scripts.arguments import Count, Device, Dtype, command, default, parse_backend
 from scripts.tables import Row, by, most, spread, table
 from training.device import pick_device
 from training.environment import environment
 from training.files import check_writable, write_json
-from training.trained import Trained, load_trained, read_run_config
+from training.trained import Trained, data_of, load_trained, read_run_config
 
 
 @dataclass
@@ -109,7 +108,7 @@ def load(folder: Path, device: torch.device, dtype: Dtype, sequences: int) -> Lo
     config = read_run_config(folder)
     if config.data.documents:
         raise ValueError(f"{folder} keeps documents apart, which a cache does not; choose another")
-    data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
+    data = data_of(config)
     config.device = device.type
     config.dtype = config.dtype if dtype == "auto" else dtype
     trained = load_trained(folder, config, data.vocab_size)

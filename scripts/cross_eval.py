@@ -30,7 +30,7 @@ import torch
 
 from attention import BACKENDS, Backend, dtype_name, get_backend
 from config import RunConfig
-from data import Batch, build_data
+from data import Batch
 from scripts.arguments import Count, Device, command, parse_backend
 from scripts.cross_eval_matrix import draw, in_text, read_rows
 from scripts.runs import runs_below
@@ -43,7 +43,7 @@ from training.files import check_writable, write_json
 from training.memory import is_out_of_memory, release_memory
 from training.names import as_typed, differing_settings
 from training.schedule import chosen_attention, needed_features
-from training.trained import Trained, load_trained, read_run_config
+from training.trained import Trained, data_of, load_trained, read_run_config
 
 TILES = ("block_q", "block_kv")
 # the weights of a diverged run are those before its bad step
@@ -207,7 +207,7 @@ def judge(
 ) -> tuple[list[Row], str]:
     """One row per judge, and the fingerprint of the data."""
     config = checkpoint.config
-    data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
+    data = data_of(config)
     config = replace(config, device=device.type)
     sdpa = get_backend("sdpa")
     trained = load_trained(checkpoint.folder, config, data.vocab_size, sdpa)

@@ -67,6 +67,7 @@ from training.plan import (
     predict_peak_bytes,
 )
 from training.schedule import able, check_schedule, needed_features, run_compiles, suit_gpu
+from training.trained import data_of
 
 TILES = ((64, 64), (128, 64), (128, 128), (256, 64), (256, 256))
 
@@ -86,12 +87,10 @@ class Options:
 
 def vocab_size_of(config: RunConfig) -> int:
     """The vocabulary's size, without reading a corpus or downloading GPT-2's vocabulary."""
-    from data import build_data, build_tokenizer
+    from data import build_tokenizer
 
     if config.data.source in SYNTHETIC_SOURCES:
-        return build_data(
-            config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed
-        ).vocab_size
+        return data_of(config).vocab_size
     if config.tokenizer.name == "gpt2":
         return config.tokenizer.vocab_size or 50257
     return build_tokenizer(config.tokenizer).vocab_size

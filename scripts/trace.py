@@ -45,14 +45,13 @@ from attention.played_ring import RANKS, PlayedRing
 from attention.ring_trace import RingTrace, trace_ring
 from attention.trace import Trace, trace
 from conformance.cases import ADVERSARIAL, Case
-from data import build_data
 from scripts.arguments import Count, Device, Natural, command
 from scripts.trace_page import render_page
 from scripts.trace_ring import MAX_RANKS, first_merge, render_ring, ring_sentence, ring_table
 from training.device import DTYPES, pick_device
 from training.files import check_writable, write_file
 from training.memory import cpu_memory_limit, describe_out_of_memory, is_out_of_memory
-from training.trained import Trained, load_trained, read_run_config
+from training.trained import Trained, data_of, load_trained, read_run_config
 
 WORKED_Q = [
     [1.0, 0.0, 0.5, -0.3],
@@ -190,7 +189,7 @@ def captured_call(options: Options) -> Call:
             raise ValueError(
                 f"{key}={asked} is not in {options.run}, which has {key}s 0 to {size - 1}"
             )
-    data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
+    data = data_of(config)
     trained = load_trained(options.run, config, data.vocab_size)
     held_out = data.val_batch(max(config.eval_sequences, sequence + 1)).inputs
     calls = attention_calls(trained, held_out[sequence : sequence + 1])

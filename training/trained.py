@@ -8,12 +8,12 @@ import torch
 
 from attention import Backend
 from config import RunConfig
+from data import TrainingData, build_data
 from model import GPT
 from training.checkpoint import load_model_state, read_meta
 from training.device import autocast_to, pick_device, pick_dtype
-from training.retention import run_of
+from training.retention import load_json, run_of
 from training.schedule import backend_after, chosen_attention
-from training.sweep import load_json
 
 
 class Trained(NamedTuple):
@@ -46,6 +46,11 @@ def read_run_config(run: Path) -> RunConfig:
     except (OmegaConfBaseException, YAMLError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{path} is not the configuration of a run: {reason}") from error
+
+
+def data_of(config: RunConfig) -> TrainingData:
+    """The data of a run; see build_data()."""
+    return build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
 
 
 def load_trained(
