@@ -59,10 +59,10 @@ def points(latency_us: float, rows: list[dict[str, float]]) -> tuple[tuple[float
     return (0.0, min(latency_us / 1e6, seconds[0])), *zip(sizes, seconds, strict=True)
 
 
-def measured_speed(who: str = "triton") -> Speed:
-    """The speed of one H200, from measured steps of GPT-2 at three lengths with attention `who`."""
+def measured_speed() -> Speed:
+    """The speed of one H200, from measured steps of GPT-2 at three lengths, by attention=triton."""
     file, profile = read(STEPS), read(PARTS)
-    rows = [row for row in file["speed"] if row["who"] == who]
+    rows = [row for row in file["speed"] if row["who"] == "triton"]
     fields = {key: value for key, value in profile["model"].items() if key != "max_seq_len"}
     (optimizer,) = (part["ms"] for part in profile["parts"] if part["part"] == "optimizer")
     return fit_speed(

@@ -167,7 +167,9 @@ class Column:
             for cell in cells
             if cell["status"] == "green" and cell["worst_multiple"] is not None
         ]
-        random = [is_random(case) for names in cases.values() for case in names]
+        # the name of a random case ends with its seed
+        ends = [case.rpartition("-")[2] for names in cases.values() for case in names]
+        random = [end.startswith("seed") for end in ends]
         row = {
             "exact": self.backend.exact,
             "defect": self.backend.defect,
@@ -192,10 +194,6 @@ class Column:
 
 
 Found = Generator[tuple[str, Column]]  # yields name and column after each new part
-
-
-def is_random(case: str) -> bool:
-    return case.rpartition("-")[2].startswith("seed")
 
 
 def examined(

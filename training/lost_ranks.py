@@ -76,8 +76,10 @@ class Watch:
     def _reason(self, ended: list[int]) -> Row | None:
         """Why this rank cannot go on; None if it can. ended: ranks whose process is gone."""
         try:
-            if told := self._word():
-                return told
+            if self.store.check(["failed"]):
+                told = json.loads(self.store.get("failed"))
+                if told["rank"] != self.rank:
+                    return told
             ended = [rank for rank in ended if not self.store.check([f"left {rank}"])]
             if not ended:
                 return None
@@ -86,13 +88,6 @@ class Watch:
         who = f"rank {ended[0]}" if ended else "another rank"
         reason = f"{who} ended and did not say why: it was killed, or lost"
         return {"status": "failed", "error": reason} | ({"rank": ended[0]} if ended else {})
-
-    def _word(self) -> Row | None:
-        """The failure that another rank reported, or None."""
-        if not self.store.check(["failed"]):
-            return None
-        told = json.loads(self.store.get("failed"))
-        return None if told["rank"] == self.rank else told
 
 
 def _place() -> list[str]:

@@ -73,7 +73,7 @@ def rotate(fresh: Path, run_dir: Path, *, keep: int) -> None:
         (run_dir / EARLIER).rmdir()
 
 
-def best_val_loss(run_dir: Path, *, before: int, data: str | None = None) -> float:
+def best_val_loss(run_dir: Path, *, before: int, data: str | None) -> float:
     """The lowest val/loss of earlier steps' checkpoints on this data; infinity if there is none."""
     lowest = _lowest(_before(before, newest_first(run_dir)), data=data)
     return math.inf if lowest is None else _val_loss(lowest)

@@ -43,7 +43,7 @@ class Stream:
         return getattr(self._stream, name)
 
 
-def keep_streams(*, lasting: bool = True) -> None:
+def keep_streams(*, lasting: bool) -> None:
     """Open closed standard streams; if `lasting`, failed writes to them raise nothing."""
     # otherwise the next file opened would be descriptor 1 or 2, and get what libraries print
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
