@@ -6,6 +6,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from training.files import Row as Row
+from training.sweep import text_table as text_table
 
 Cell = Callable[[list[Row]], str]  # the text of a table's cell, from the rows of its line
 
@@ -16,14 +17,6 @@ def grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[A
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return groups
-
-
-def text_table(rows: Sequence[Sequence[str]]) -> str:
-    """Align columns: the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
-    )
 
 
 def mean_and_deviation(values: Sequence[float], form: str) -> str:

@@ -83,9 +83,8 @@ def layout(value: Any, depth: int = 0) -> str:
     """
     line = json.dumps(value, allow_nan=False, default=str)
     parts = value.values() if isinstance(value, dict) else value
-    nested = isinstance(value, (dict, list, tuple)) and any(
-        isinstance(part, (dict, list, tuple)) for part in parts
-    )
+    kinds = dict, list, tuple
+    nested = isinstance(value, kinds) and any(isinstance(part, kinds) for part in parts)
     if not value or (depth and (len(line) <= 600 or not nested)):
         return line
     texts = [layout(part, depth + 1) for part in parts]

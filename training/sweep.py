@@ -16,7 +16,7 @@ import shlex
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -376,17 +376,20 @@ def summary_table(rows: list[Row]) -> str:
             # what all seeds left out is shown once
             who = name.variant if row["status"] == "completed" else name.run
             remarks.append(f"{who}: {row['status']}{when(row)}: {text}")
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    num_words = len(sizes) + 2  # variant, settings and status are words, the others numbers
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i < num_words else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in table
-    ]
+    # variant, settings and status are words
+    lines = text_table(table, words=len(sizes) + 2).splitlines()
     lines.insert(1, "-" * len(lines[0]))
     return "\n".join(line.rstrip() for line in [*lines, *dict.fromkeys(remarks)])
+
+
+def text_table(rows: Sequence[Sequence[str]], *, words: int = 1) -> str:
+    """Align columns: the first ones, which are words, to the left, and the numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [str.ljust] * words + [str.rjust] * (len(widths) - words)
+    return "\n".join(
+        "  ".join(side(x, width) for side, x, width in zip(sides, row, widths, strict=True))
+        for row in rows
+    )
 
 
 def _cell(row: Row, key: str, form: str) -> str:
