@@ -163,13 +163,18 @@ def table(plans: Sequence[RanksPlan]) -> list[list[str]]:
         if 1 < plan.heads < plan.context:
             shared += f" ({plan.heads} heads x {plan.context // plan.heads} ring)"
         rows.append(
-            [f"{plan.world:,}", shared, f"{plan.tokens_per_sec:,.0f}"]
-            + [f"{plan.speedup:,.2f}", f"{plan.efficiency:.1%}"]
-            + [
-                f"{1000 * seconds:,.1f}"
-                for seconds in (plan.step_seconds, plan.exchange_seconds, plan.gradient_seconds)
+            [
+                f"{plan.world:,}",
+                shared,
+                f"{plan.tokens_per_sec:,.0f}",
+                f"{plan.speedup:,.2f}",
+                f"{plan.efficiency:.1%}",
+                f"{1000 * plan.step_seconds:,.1f}",
+                f"{1000 * plan.exchange_seconds:,.1f}",
+                f"{1000 * plan.gradient_seconds:,.1f}",
+                f"{plan.sent_bytes / 1e9:,.3f}",
+                f"{plan.peak_bytes / GIB:,.2f}",
             ]
-            + [f"{plan.sent_bytes / 1e9:,.3f}", f"{plan.peak_bytes / GIB:,.2f}"]
         )
     return rows
 

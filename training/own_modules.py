@@ -8,8 +8,17 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
-OURS = {"attention", "conformance", "config", "data", "lab", "model", "scripts", "train"}
-OURS |= {"training"}
+OURS = {
+    "attention",
+    "conformance",
+    "config",
+    "data",
+    "lab",
+    "model",
+    "scripts",
+    "train",
+    "training",
+}
 # our modules, set aside while the user's modules of the same names are in sys.modules
 _aside: dict[str, ModuleType] = {}
 

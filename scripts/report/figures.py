@@ -19,9 +19,22 @@ FLOAT16_LIMIT, FLOAT32_LIMIT = min(LIMITS.values()), max(LIMITS.values())
 NAME_WIDTH = 40  # characters of a bar's name in one line; a longer line leaves no room for bars
 OTHER_POINTS = 5  # least points of a curve other than a loss; a loss needs two
 # drawn elsewhere, or only bookkeeping
-DRAWN = {"step", "tokens", "seconds", "lr", "mfu", "tokens_per_sec", "step_tokens_per_sec"}
-DRAWN |= {"train/loss", "val/loss", "val/loss_exact", "val/accuracy", "val/accuracy_exact"}
-DRAWN |= {"val/bpb", "val/bpb_exact"}  # each is its loss times a constant
+DRAWN = {
+    "step",
+    "tokens",
+    "seconds",
+    "lr",
+    "mfu",
+    "tokens_per_sec",
+    "step_tokens_per_sec",
+    "train/loss",
+    "val/loss",
+    "val/loss_exact",
+    "val/bpb",  # the loss times a constant
+    "val/bpb_exact",
+    "val/accuracy",
+    "val/accuracy_exact",
+}
 
 PEAK = "memory/peak_gib"
 # metrics drawn against length, by title
