@@ -20,11 +20,7 @@ Job = tuple[Any, ...]
 
 
 class Died(Exception):
-    """The process of a job ended without an answer."""
-
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        self.job = job
+    """The process of a job, the only argument, ended without an answer."""
 
 
 def in_processes(

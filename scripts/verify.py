@@ -368,7 +368,7 @@ def verify_side_by_side(
             columns[name].parts.append(part)
             yield name, columns[name]
     except Died as died:
-        _, name, dtype, names = died.job
+        _, name, dtype, names = died.args[0]
         raise ValueError(
             f"a process died that examined {name} in {dtype} ({', '.join(names)}): find it with "
             f"attention={name} processes=1"

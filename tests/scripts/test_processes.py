@@ -65,7 +65,7 @@ def test_answers_come_as_they_end():
 def test_who_died_is_told():
     with pytest.raises(Died) as died:
         list(in_processes(dies, [(3,)], 2))
-    assert died.value.job == (3,)
+    assert died.value.args == ((3,),)
 
 
 RUNS = """
