@@ -13,7 +13,7 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
-from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
@@ -44,8 +44,6 @@ class OwnAttention(ConfigSource):
         return group == "attention" and (":" in name or name in registered)
 
     def load_config(self, config_path: str) -> ConfigResult:
-        if not self.is_config(config_path):
-            raise ConfigLoadError(f"there is no {config_path}")
         config = OmegaConf.create({"name": config_path.partition("/")[2]})
         header = {"package": None}
         return ConfigResult(self.provider, self.full_path(), config, header=header)
