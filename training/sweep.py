@@ -126,13 +126,12 @@ class SweepSummary(Callback):
         if job_return.status.name != "COMPLETED":
             return
         result = job_return.return_value
-        status, stopped = getattr(result, "status", None), getattr(result, "stopped", False)
-        if status == "completed":
+        if result.status == "completed":
             table = summary_table([read_run(Path(config.hydra.run.dir))])
             log.info(f"\n{table}")  # logged, so that train.log has it too
-        if status == "failed" or (status == "oom" and of_environment().several):
+        if result.status == "failed" or (result.status == "oom" and of_environment().several):
             raise SystemExit(1)  # torchrun ends the other ranks too
-        if status == "interrupted" or stopped:
+        if result.status == "interrupted" or result.stopped:
             raise SystemExit(130)
 
 
