@@ -93,7 +93,7 @@ class Options:
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device=cuda: PyTorch finds no GPU here; use device=cpu")
         if self.card is not None:
-            check_writable(f"card={self.card}", Path(self.card))
+            check_writable(f"card={self.card}", Path(self.card), ".json")
 
     @property
     def dtypes(self) -> list[torch.dtype]:
@@ -333,7 +333,7 @@ def run_fuzz(words: list[str]) -> str | None:
 
 def export(words: list[str]) -> None:
     (file,), options, _ = read(words, ("inputs.npz",), "cases", "seed")
-    check_writable(file, Path(file))
+    check_writable(file, Path(file), ".npz")
     count = exchange.export(Path(file), options.cases, options.seed)
     print(f"{file}: {count} cases; {exchange.WHAT_COMES_BACK}")
 

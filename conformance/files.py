@@ -21,8 +21,12 @@ def write_file(path: Path, content: str | bytes) -> None:
         raise OSError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
-def check_writable(said: str, path: Path) -> None:
-    """Raise ValueError, beginning with `said`, if the file cannot be written later."""
+def check_writable(said: str, path: Path, ending: str) -> None:
+    """Raise ValueError, beginning with `said`, if the file cannot be written later, or has another
+    ending: a file of another kind is probably not to be replaced.
+    """
+    if path.suffix != ending:
+        raise ValueError(f"{said}: give a name that ends in {ending}")
     folder = path.absolute().parent
     if not folder.is_dir():
         raise ValueError(f"{said}: its folder does not exist")

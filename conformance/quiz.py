@@ -119,6 +119,8 @@ def write(number: int, exercise: Exercise, folder: Path) -> tuple[Path, Path]:
     if not folder.is_dir():
         raise ValueError(f"out={folder} is not a folder")
     file, text = (folder / f"exercise_{number:02}.{end}" for end in ("py", "txt"))
+    if file.exists():
+        raise ValueError(f"{file} is there already; judge it with fix={file}, or move it away")
     task = TASK.format(number=number, level=exercise.level, file=file, symptoms=text.name, **TILES)
     write_file(file, exercise.source.replace('"""', f'"""{task}\n', 1))
     write_file(text, f"{reds(red_cells(file))}\n\n{MAP}\n{error_map(subject_of(file))}\n")

@@ -423,7 +423,7 @@ def draw(file: Path, folder: Path, *, baseline: str | None = None) -> list[Path]
         "longest": draw_longest,
     }
     paths = {folder / f"{file.stem}_{name}.png": draw for name, draw in draws.items()}
-    check_writable(next(iter(paths)))
+    check_writable(next(iter(paths)), ".png")
     return [path for path, draw in paths.items() if draw(data, path)]
 
 

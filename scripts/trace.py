@@ -348,7 +348,7 @@ def table(found: Trace) -> str:
 
 @command
 def main(options: Options) -> None:
-    check_writable(options.out)
+    check_writable(options.out, ".html")
     try:
         with cpu_memory_limit():
             call, backend, replay = look(options)

@@ -144,12 +144,15 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: Path, ending: str = ".json") -> None:
     """Check that a file can be written, before the work whose result it will hold. Creates the
     folder, and writes and removes a block beside the file.
 
-    Raises a one-line OSError that names the path and a way out.
+    Raises a one-line OSError that names the path and a way out. Raises ValueError for another
+    ending: a file of another kind is probably not to be replaced.
     """
+    if path.suffix != ending:
+        raise ValueError(f"{path} is not a name for this file; give one that ends in {ending}")
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))

@@ -47,7 +47,7 @@ def measure_all() -> None:
 
     record = FOLDER / "claims.json"
     check_writable(record)
-    check_writable(render.PAGE)
+    check_writable(render.PAGE, ".md")
     # without the path of this file
     where = environment("", "cpu") | {"command": ["python", "-m", "lab.claims"]}
     figures = {}

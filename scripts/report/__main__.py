@@ -37,10 +37,8 @@ class Options:
 @command
 def main(options: Options) -> None:
     out = options.out or options.paths[0] / "report.html"
-    if out.suffix != ".html" or out.is_dir():
-        raise ValueError(f"out={out} is not a name for an HTML file; give one that ends in .html")
     runs = load_runs(options.paths)
-    check_writable(out)
+    check_writable(out, ".html")
     left_out = sum(len(not_started(folder)) for folder in options.paths)
     sections = build_report(
         runs, cross_blocks(options.paths), baseline=options.baseline, left_out=left_out

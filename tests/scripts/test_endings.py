@@ -48,11 +48,11 @@ def never(*_: object, **__: object) -> None:
             ["attention=naive", "seq_len=16", "out={out}"],
             "scripts.benchmark.measured",
         ),
-        ("verify", ["attention=naive", "out={folder}"], "scripts.verify.verify"),
+        ("verify", ["attention=naive", "out={folder}.json"], "scripts.verify.verify"),
         ("plan", ["attention=naive", "device=cpu", "out={out}"], "scripts.plan.plan_all"),
         ("plots", [str(RESULTS / "memory_h200.json"), "out={out}"], "scripts.plots.draw_memory"),
         ("condense_runs", ["{folder}", "out={out}"], "lab.condense_runs.runs_below"),
-        ("trace", ["out={folder}"], "scripts.trace.look"),
+        ("trace", ["out={folder}.html"], "scripts.trace.look"),
     ],
     ids=lambda value: value if isinstance(value, str) and "." not in value else "",
 )
@@ -61,7 +61,8 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
 ):
     (tmp_path / "file").write_text("")
     out, folder = tmp_path / "file" / "out.json", tmp_path / "folder"
-    folder.mkdir()
+    for each in (folder, tmp_path / "folder.json", tmp_path / "folder.html"):
+        each.mkdir()
     monkeypatch.setattr(work, never)
     told = start(
         monkeypatch, name, *(argument.format(out=out, folder=folder) for argument in arguments)
@@ -72,7 +73,19 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
         and " cannot be written: " in told
         and told.endswith("; name another file")
     )
-    assert os.listdir(folder) == [] and sorted(os.listdir(tmp_path)) == ["file", "folder"]
+    assert os.listdir(folder) == []
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder", "folder.html", "folder.json"]
+
+
+@pytest.mark.parametrize(
+    ("name", "work", "ending"),
+    [("verify", "scripts.verify.verify", ".json"), ("trace", "scripts.trace.look", ".html")],
+)
+def test_a_file_of_another_kind_is_not_replaced(monkeypatch, tmp_path, name, work, ending):
+    (tmp_path / "README.md").write_text("mine")
+    monkeypatch.setattr(work, never)
+    told = start(monkeypatch, name, f"out={tmp_path}/README.md")
+    assert told.endswith(f"README.md is not a name for this file; give one that ends in {ending}")
 
 
 def test_a_file_is_tried_without_being_touched(tmp_path):
