@@ -25,6 +25,7 @@ from torch import Tensor
 
 from attention import Backend, attention, dtype_name, get_backend
 from attention.played_ring import RING, PlayedRing
+from lab.claims.inputs import relative
 from scripts.arguments import Count, Device, Dtype, command, default, parse_backend
 from scripts.tables import Row
 from training.device import pick_device, pick_dtype
@@ -72,7 +73,7 @@ def results(backend: Backend, inputs: list[Tensor]) -> list[Tensor]:
 
 def errors(backend: Backend, inputs: list[Tensor], truth: list[Tensor]) -> dict[str, float]:
     found = zip(RESULTS, results(backend, inputs), truth, strict=True)
-    return {name: ((x - true).norm() / true.norm()).item() for name, x, true in found}
+    return {name: relative(x, true) for name, x, true in found}
 
 
 def rows(options: Options, head_dim: int, device: torch.device) -> Iterator[Row]:

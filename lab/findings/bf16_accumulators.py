@@ -30,13 +30,13 @@ from torch import Tensor
 from attention import AttentionOutput, Backend, attention, get_backend
 from attention.online_softmax import OnlineSoftmax, finite, weighted_sum
 from attention.tiled import TileLoop, make_loop
+from lab.claims.inputs import relative
 from lab.findings.captured import (
     Captured,
     Weights,
     called,
     capture,
     in_bfloat16,
-    relative,
     weights_of,
 )
 from lab.findings.finding import (

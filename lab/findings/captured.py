@@ -88,8 +88,3 @@ def called(layer: Captured, backend: str | Backend, dtype: torch.dtype) -> dict[
     gradients = torch.autograd.grad(out, leaves, layer.d_out.to(dtype))
     found = (out, lse, *gradients)
     return {name: x.detach().double() for name, x in zip(RESULTS, found, strict=True)}
-
-
-def relative(found: Tensor, exact: Tensor) -> float:
-    """Root mean square of the error, divided by that of `exact`."""
-    return float((found - exact).norm() / exact.norm())

@@ -32,7 +32,8 @@ from torch import Tensor
 
 from attention import Backend, get_backend
 from attention.tiled import TileLoop, make_loop
-from lab.findings.captured import Captured, called, capture, in_bfloat16, relative, weights_of
+from lab.claims.inputs import relative
+from lab.findings.captured import Captured, called, capture, in_bfloat16, weights_of
 from lab.findings.finding import (
     OWN,
     apart,

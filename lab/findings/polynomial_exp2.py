@@ -29,6 +29,7 @@ from tqdm import tqdm
 from attention import Backend, attention, get_backend
 from attention.online_softmax import OnlineSoftmax, finite, weighted_sum
 from attention.tiled import tile_loop_backend
+from lab.claims.inputs import relative
 from scripts.agree import compare, load, read
 from scripts.arguments import Count, Dtype, command, default
 from scripts.tables import Row, by, mean, spread, table
@@ -95,7 +96,7 @@ def errors(backend: Backend) -> Row:
     scores = q.double() @ k.double().mT / 8
     exact = scores.softmax(-1) @ v.double()
     return {
-        "out": float((found.out - exact).norm() / exact.norm()),
+        "out": relative(found.out, exact),
         "lse": float((found.lse - scores.logsumexp(-1)).abs().max()),
     }
 
