@@ -296,7 +296,10 @@ def cross_length(subject: Subject) -> Iterator[Check]:
     """
     n = subject.length
     shapes = (
-        *((n // 2, n, True), (n // 2, n, False), (n, n // 2, False), (1, n, True)),
+        (n // 2, n, True),
+        (n // 2, n, False),
+        (n, n // 2, False),
+        (1, n, True),
         (n, n + 1, True),
     )
     yield from compared(subject, [subject.case(a, b, causal=causal) for a, b, causal in shapes])
