@@ -255,6 +255,8 @@ class Backend:
                     f"attention={self.name} has no option {name!r} (got {name}={options[name]}); "
                     f"{has}"
                 )
+        if (dtype := options.get("softmax_dtype", "input")) not in ("float32", "input"):
+            raise ValueError(f"softmax_dtype={dtype} must be float32 or input")
         for name in ("block_q", "block_kv"):
             size = options.get(name, 1)
             if not isinstance(size, int):

@@ -320,8 +320,6 @@ def make_loop(
     "input" keeps them in q's dtype. exact=False uses the gradient of what `softmax` computes, not
     that of softmax attention. It includes the gradient of the maximum, unless detach_max.
     """
-    if softmax_dtype not in ("float32", "input"):
-        raise ValueError(f'{softmax_dtype=} must be "float32" or "input"')
     num_heads, num_kv_heads = q.shape[1], k.shape[1]
     slopes = None
     if alibi_slopes is not None:

@@ -187,6 +187,12 @@ class CheckedSweeper(Sweeper):
             kept.append({"overrides": job} | named_by(config) | {"ranks": ranks})
         if problems:
             raise SystemExit(refusal(jobs, problems))
+        folders = self.config.hydra.sweep
+        if len(kept) > 1 and not OmegaConf.is_interpolation(folders, "subdir"):
+            raise SystemExit(
+                f"error: hydra.sweep.subdir={folders.subdir} is one folder for {len(kept)} jobs; "
+                "leave it out, or name a folder by the job, as in ${hydra.job.num}"
+            )
         for line in left_out:
             print(line)
         if len(kept) < len(jobs):
@@ -226,11 +232,14 @@ class CheckedSweeper(Sweeper):
 
     def check(self, config: "RunConfig") -> None:
         """Raise ValueError for all errors that can be found before the job begins."""
+        from data.local_files import text_files
         from training.device import pick_device, pick_dtype
         from training.loggers import check_logger
         from training.schedule import check_model, check_schedule
 
         check_logger(config.logger)
+        if config.data.source == "text":
+            text_files(config.data.path)
         schedule = check_schedule(config)
         # cluster nodes may have devices that this machine lacks; and if jobs have GPUs of their
         # own, this process must not take memory of these

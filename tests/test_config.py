@@ -428,6 +428,12 @@ def test_resuming_a_resumed_run(run_dir):
     assert replay_overrides([f"resume={run_dir}"])[:2] == ["seq_len=64", f"resume='{run_dir}'"]
 
 
+def test_a_resume_stays_in_its_folder(run_dir, tmp_path):
+    assert replay_overrides([f"resume={run_dir}", f"hydra.run.dir={run_dir}/"])
+    with pytest.raises(SystemExit, match="goes on in its own folder: leave out hydra.run.dir="):
+        replay_overrides([f"resume={run_dir}", f"hydra.run.dir={tmp_path}/elsewhere"])
+
+
 @pytest.mark.parametrize("flag", ["-m", "--multirun"])
 def test_resume_cannot_be_part_of_a_sweep(run_dir, flag):
     with pytest.raises(SystemExit, match="goes on with one run; it cannot be part of a sweep"):

@@ -217,6 +217,9 @@ def test_a_job_without_an_option_can_go_on(mixed, tmp_path):
         ),
         (["data=stdlib,torch_source", "data.path=books"], "data.path=books has no effect"),
         (["model.num_heads=1,3"], "model.num_heads=3: model.hidden_size=32 is not a multiple"),
+        (["attention.softmax_dtype=half,input"], "softmax_dtype=half must be float32 or input"),
+        (["data=text", "data.path=README.md,/nope"], "data.path=/nope does not exist"),
+        (["hydra.sweep.subdir=x", "seed=0,1"], "hydra.sweep.subdir=x is one folder for 2 jobs"),
     ],
     ids=[
         "option-of-none",
@@ -228,6 +231,9 @@ def test_a_job_without_an_option_can_go_on(mixed, tmp_path):
         "logger",
         "data",
         "model",
+        "softmax-dtype",
+        "no-such-file",
+        "one-folder",
     ],
 )
 def test_a_job_that_cannot_run_is_known_before_any_has_begun(tmp_path, overrides, said):

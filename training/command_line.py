@@ -275,6 +275,13 @@ def replay_overrides(arguments: list[str]) -> list[str]:
     options, new = options_first(
         argument for argument in arguments if not argument.startswith("resume=")
     )
+    for argument in new:
+        key, _, folder = argument.partition("=")
+        if key == "hydra.run.dir" and Path(folder.strip("'\"")).resolve() != run_dir.resolve():
+            raise SystemExit(
+                f"error: resume={run_dir} goes on in its own folder: leave out {argument}, or "
+                "copy the folder and resume the copy"
+            )
     # an experiment may ask for a sweep, but a resume continues a single run; .hydra keeps what the
     # first start wrote
     folder = quoted(str(run_dir))
