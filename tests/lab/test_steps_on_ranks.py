@@ -66,7 +66,7 @@ def test_two_ranks_beside_one_process(tmp_path):
         "steps=2",
         "repeats=2",
         f"who={','.join(WHO)}",
-        f"out={tmp_path / 'out'}",
+        f"out={tmp_path}/out.json",
     )
     given = (*SHAPE, *own, "attention=tiled", "tokenizer.vocab_size=null", "model=tiny")
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -77,7 +77,7 @@ def test_two_ranks_beside_one_process(tmp_path):
         for rank in "01"
     ]
     assert [each.wait() for each in ranks] == [0, 0], [each.stdout.read_text() for each in ranks]
-    rows = {row["who"]: row for row in json.loads((tmp_path / "out").read_text())["rows"]}
+    rows = {row["who"]: row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
 
     run = build_run(compose(*SHAPE, "seq_len=64", "batch_size=2"))
     how = {"optimizer": run.optimizer, "scaler": run.scaler, "autocast": run.autocast}
