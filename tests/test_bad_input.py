@@ -615,7 +615,8 @@ def test_a_disk_that_fills_up_leaves_the_last_checkpoint(run_dir):
 
 
 @linux
-def test_a_disk_that_fills_up_before_the_first_checkpoint(tmp_path):
+def test_a_disk_that_fills_up_before_the_first_checkpoint(run_dir, tmp_path):
+    # run_dir has built the store of tokens
     with largest_file(120_000):
         answer = run(*tiny(tmp_path)).complaint()
     assert (
