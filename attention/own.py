@@ -16,7 +16,6 @@ module holds whatever the attention needs besides q, k and v: parameters, buffer
 layer's number.
 """
 
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attention.blame import place
 from attention.interface import Backend, Output, dtype_name
 
 STANDALONE_SEQ_LEN = 1024
@@ -47,10 +47,9 @@ def build_module(
     try:
         module = backend.module(**shape, max_seq_len=max_seq_len, layer=layer)
     except Exception as error:  # the user's class may raise anything
-        frame = traceback.extract_tb(error.__traceback__)[-1]
         raise ValueError(
             f"{name} cannot build its module for layer {layer}: {type(error).__name__}: {error} "
-            f"({frame.filename}, line {frame.lineno})"
+            f"({place(error)})"
         ) from error
     if not isinstance(module, nn.Module):
         raise ValueError(f"{name}: module= must make an nn.Module, it made {type(module).__name__}")

@@ -2,7 +2,6 @@
 side effects. If the backend claims them, document masks and exactness too.
 """
 
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention.blame import is_foreign, place
 from attention.diagnose import with_gradients
 from attention.interface import Backend, Output, dtype_name
 from attention.own import build_module
@@ -76,12 +76,20 @@ def probe(
         module = build_module(backend, **shape, max_seq_len=LENGTH, layer=0).to(device)
         attend_with = partial(attend_with, module=module)
         own = {f"own.{name}": x for name, x in module.named_parameters() if x.requires_grad}
-    results = _call(backend, attend_with, q, k, v, d_out, own)
-    if backend.defect is not None:
-        return
-    _check_causal(backend, attend_with, q, k, v)
-    if "document_ids" in backend.features:
-        _check_documents(backend, attend_with, q, k, v)
+    try:
+        results = _call(backend, attend_with, q, k, v, d_out, own)
+        if backend.defect is not None:
+            return
+        _check_causal(backend, attend_with, q, k, v)
+        if "document_ids" in backend.features:
+            _check_documents(backend, attend_with, q, k, v)
+    except (Exception, SystemExit) as error:  # the user's function may raise anything
+        if isinstance(error, ValueError) and not is_foreign(error):
+            raise
+        raise ValueError(
+            f"attention={backend.name} fails on ordinary inputs: {type(error).__name__}: {error} "
+            f"({place(error)})"
+        ) from error
     if backend.exact:
         naive = partial(attend, backend="naive")
         try:
@@ -105,18 +113,8 @@ def _call(
     """out, dq, dk, dv. `own` are the backend's parameters by name; they must get a gradient too."""
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     q, k, v = (x.clone() for x in inputs)  # not leaves, as in a model
-    try:
-        with _leaves_alone(backend, q=q, k=k, v=v):
-            out = attend(q, k, v).out  # attention() itself checks shape and dtype
-    except ValueError:
-        raise
-    except (Exception, SystemExit) as error:  # the user's function may raise anything
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{frame.filename}, line {frame.lineno}"
-        raise ValueError(
-            f"attention={backend.name} fails on ordinary inputs: {type(error).__name__}: "
-            f"{error} ({where})"
-        ) from error
+    with _leaves_alone(backend, q=q, k=k, v=v):
+        out = attend(q, k, v).out  # attention() itself checks shape and dtype
     if not out.isfinite().all():
         raise ValueError(f"attention={backend.name} returns NaN or inf for ordinary inputs")
     if not out.requires_grad:

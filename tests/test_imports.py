@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "examples": {"attention"},
 }
 # modules of attention that everything in it may import, and what single ones may import besides
-SHARED = {"decoding", "interface", "mask", "online_softmax", "own", "ring", "sinks"}
+SHARED = {"blame", "decoding", "interface", "mask", "online_softmax", "own", "ring", "sinks"}
 ALSO = {
     "context": {"exchange"},
     "exact_variants": {"tiled"},

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from attention.blame import is_foreign, place
 from training.files import Row, write_json
 from training.interrupt import Ending, Stopped
 from training.memory import describe_out_of_memory, is_out_of_memory, release_memory
@@ -75,21 +76,21 @@ def outcome_of(
         log.error(f"out of memory: {oom['message']}{expected}")
         return {"status": "oom", "oom": oom}
     if not isinstance(error, Exception):  # sys.exit() in a user's module, say
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        raised = f"{type(error).__name__}({error})"
-        reason = f"{raised} was raised in {frame.filename}, line {frame.lineno}"
+        reason = f"{type(error).__name__}({error}) was raised in {place(error)}"
         log.error(
             f"error: {reason}, and cannot end a run; raise an exception of another type there"
         )
         return {"status": "failed", "error": reason}
-    # the message of a ValueError or OSError tells users what to fix; other errors are our bugs
-    if not isinstance(error, (ValueError, OSError)):
+    reason = str(error) or type(error).__name__
+    # the message of our ValueError or OSError tells users what to fix; other errors are bugs
+    if not isinstance(error, (ValueError, OSError)) or is_foreign(error):
         log.error("".join(traceback.format_exception(error)))
+        reason = f"{type(error).__name__}: {error} ({place(error)})"
     way_out = ""
     if isinstance(error, OSError) and (run_dir / "checkpoint").exists():
         way_out = f"; {resume_command(run_dir)}"
-    log.error(f"error: {error}{way_out}")
-    return {"status": "failed", "error": str(error) or type(error).__name__}
+    log.error(f"error: {reason}{way_out}")
+    return {"status": "failed", "error": reason}
 
 
 def _stopped_after(status: str) -> Row:

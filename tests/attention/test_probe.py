@@ -222,6 +222,40 @@ def test_changing_what_holds_for_the_whole_program(read, change):
     assert not torch.overrides._get_current_function_mode_stack()
 
 
+def unpacks(x) -> None:
+    _, _, _ = x.shape
+
+
+class UnpacksItsGradient(Twice):
+    @staticmethod
+    def backward(ctx, d_out):
+        unpacks(d_out)
+
+
+def fails_outside_of_training(q, k, v, **arguments):
+    if not torch.is_grad_enabled():
+        unpacks(q)
+    return naive(q, k, v, **arguments)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda q, k, v, **arguments: unpacks(q),
+        lambda q, k, v, **arguments: AttentionOutput(
+            UnpacksItsGradient.apply(naive(q, k, v, **arguments).out)
+        ),
+        fails_outside_of_training,
+        lambda q, k, v, **arguments: torch.zeros(2).split(0),
+    ],
+    ids=["forward", "backward", "no_grad", "in-torch"],
+)
+def test_an_error_is_located_in_the_users_file(fn):
+    """A regression test: a ValueError came bare, and a place in torch helped nobody."""
+    said = r"attention=mine fails on ordinary inputs: \w+Error: .* \(.*test_probe.py, line \d+\)"
+    assert re.fullmatch(said, verdict(fn, exact=False))
+
+
 def test_refusals_and_broken_promises_come_through():
     assert "it takes float16, the inputs are float32" in verdict(naive, dtypes=(torch.float16,))
     assert "it has no backward pass" in verdict(naive, backward=False)

@@ -4,11 +4,13 @@ import errno
 import json
 import math
 import pickle
+import re
 import time
 from pathlib import Path
 
 import pytest
 
+from training import outcome
 from training.interrupt import Ending, Stopped
 from training.outcome import Objective, close_run, outcome_outside_training
 
@@ -69,11 +71,22 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 )
 def test_an_error_outside_the_loop(tmp_path, caplog, status, error, new, said):
     try:
-        raise error
+        exec(compile("raise error", outcome.__file__, "exec"), {"error": error})
     except BaseException as raised:
         found = outcome_outside_training(raised, status, tmp_path)
     assert ({"status": status} | found)["status"] == new
     assert caplog.text.count("\n") == bool(said) and said in caplog.text
+
+
+@pytest.mark.parametrize("error", [ValueError, OSError, RuntimeError])
+def test_an_error_in_a_users_file_is_located(tmp_path, caplog, error):
+    """A regression test: a ValueError or OSError was its bare message, without file or line."""
+    try:
+        raise error("not mine")
+    except Exception as raised:
+        found = outcome_outside_training(raised, "running", tmp_path)
+    said = rf"{error.__name__}: not mine \(.*test_outcome.py, line \d+\)"
+    assert re.fullmatch(said, found["error"]) and "Traceback" in caplog.text
 
 
 @pytest.mark.parametrize(
