@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import logging
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -95,6 +96,9 @@ def run_overrides(overrides: tuple[str, ...]) -> Row:
     from train import train
     from training.sweep import SweepSummary
 
+    for override in overrides:
+        if not isinstance(override, str):
+            raise ValueError(f"run({override!r}): write each setting as text, such as 'steps=50'")
     options, settings = options_first(overrides)
     if options:
         raise ValueError(
@@ -104,6 +108,9 @@ def run_overrides(overrides: tuple[str, ...]) -> Row:
     try:
         check_readable(settings)
         cfg = hydra_config(*replay_overrides(settings), with_hydra=True)
+        if "MULTIRUN" in str(cfg.hydra.mode):  # a recipe asks for it
+            given = shlex.join(settings)
+            raise ValueError(f"{given} is a sweep: run it by `python train.py {given}`")
         folders = SweepSummary()
         folders.on_run_start(cfg)  # locks the run's folder
     except SystemExit as error:  # a refused command line exits

@@ -78,6 +78,8 @@ def test_a_call_can_resume(here):
         (["hydra.run.dir=."], "which holds other files"),
         (["-m"], "options and sweeps (-m) belong to python train.py"),
         (["--help"], "run() takes settings"),
+        (["experiment=break_it"], "experiment=break_it is a sweep: run it by `python train.py "),
+        ([3], "run(3): write each setting as text, such as 'steps=50'"),
         (["attention=tiled steps=3"], "Hydra cannot read 'attention=tiled steps=3'"),
     ],
 )
