@@ -20,6 +20,7 @@ import shutil
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from config import SYNTHETIC_SOURCES
 from data import build_tokenizer
@@ -27,7 +28,6 @@ from data.tokenizer_json import tokenizer_files
 from model import to_hugging_face
 from scripts.arguments import command
 from training.checkpoint import read_meta
-from training.files import write_file
 from training.trained import load_trained, read_run_config
 
 
@@ -39,6 +39,7 @@ class Options:
 
 def export(options: Options) -> list[Path]:
     """Write the folder; return its files."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     config, out = replace(read_run_config(options.run), device="cpu"), options.out
@@ -53,12 +54,22 @@ def export(options: Options) -> list[Path]:
         files = tokenizer_files(tokenizer, max_length=config.model.max_seq_len)
     files["config.json"] = json.dumps(settings | ends, indent=2)
     files["generation_config.json"] = json.dumps(ends, indent=2)
-    out.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        write_file(out / name, content)
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-    # safetensors creates files that only the owner can read
-    shutil.copymode(out / "config.json", out / "model.safetensors")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=out) as temporary:
+            folder = Path(temporary)
+            for name, content in files.items():
+                (folder / name).write_text(content, encoding="utf-8")
+            save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+            # safetensors creates files that only the owner can read
+            shutil.copymode(folder / "config.json", folder / "model.safetensors")
+            for file in folder.iterdir():
+                file.rename(out / file.name)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OSError(
+            f"out={out} cannot be written: {reason}; make room there, or name another folder"
+        ) from error
     if not trained.model.backend.exact:
         print(
             f"trained with attention={trained.model.backend.name}, and transformers computes exact "

@@ -1,6 +1,7 @@
 """`python -m scripts.export`: transformers loads the folder and computes what the run computes."""
 
 import json
+import resource
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -88,6 +89,22 @@ def test_a_model_whose_data_are_no_text_has_no_tokenizer(export_run, tmp_path):
     assert not (out / "tokenizer.json").exists()
     assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] is None
     transformers.AutoModelForCausalLM.from_pretrained(out)
+
+
+@pytest.mark.parametrize("kilobytes", [0, 8])
+def test_a_full_disk_leaves_no_file(kilobytes, export_run, tmp_path):
+    """A regression test: a traceback, and half a folder that refused to be written again."""
+    run_dir, out = tmp_path / "run", tmp_path / "out"
+    assert run(*tiny(run_dir, "steps=2")).code == 0
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (kilobytes * 1024, limits[1]))
+    try:
+        with pytest.raises(SystemExit, match=r"export: out=.* cannot be written: .*File too large"):
+            export_run(run_dir, out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(out.iterdir())
+    export_run(run_dir, out)
 
 
 def test_refuses_a_folder_with_files_and_a_model_that_nobody_has(export_run, tmp_path):
