@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from attention import Backend, dtype_name
+from attention.blame import is_foreign, place
 from model import GPT, KVCache, generate
 from scripts.arguments import Count, Device, Dtype, command, default, parse_backend
 from scripts.tables import Row, by, most, spread, table
@@ -95,9 +96,18 @@ def ask(folder: Path, backends: dict[str, Backend], device: torch.device, option
     half = inputs.shape[1] // 2
     count = min(options.tokens or half, inputs.shape[1] - half)
     first = next(iter(backends))
-    readings = [read(trained, f"{first} in float32", backends[first], inputs, targets, count)]
-    for name, backend in backends.items():
-        readings.append(read(trained, name, backend, inputs, targets, count))
+    readings = []
+    try:
+        for backend in backends.values():  # one that fails is told before the others take time
+            with torch.no_grad(), trained.model.use_backend(backend), trained.autocast:
+                trained.model(inputs[:1])
+        for name, backend in [(f"{first} in float32", backends[first]), *backends.items()]:
+            readings.append(read(trained, name, backend, inputs, targets, count))
+    except Exception as error:
+        if not is_foreign(error):
+            raise
+        reason = f"{type(error).__name__}: {error} ({place(error)})"
+        raise ValueError(f"attention={backend.name} fails: {reason}") from error
     pairs = [compare(a, b) for a, b in combinations(readings, 2)]
     decoding = [{"attention": each.name} | each.decoding for each in readings if each.decoding]
     return about | {"tokens": count, "pairs": pairs, "decoding": decoding}

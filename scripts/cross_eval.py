@@ -29,6 +29,7 @@ from typing import NamedTuple
 import torch
 
 from attention import BACKENDS, Backend, dtype_name, get_backend
+from attention.blame import is_foreign, place
 from config import RunConfig
 from data import Batch
 from scripts.arguments import Count, Device, command, parse_backend
@@ -258,9 +259,12 @@ def outcome(
             autocast=trained.autocast,
             accuracy=accuracy,
         )
-    except (ValueError, RuntimeError, MemoryError) as error:
+    except Exception as error:
         if is_out_of_memory(error):
             return nothing | {"status": "refused: out of memory"}
+        if is_foreign(error):
+            reason = f"{type(error).__name__}: {error} ({place(error)})"
+            return nothing | {"status": f"refused: {reason}"}
         if isinstance(error, ValueError):
             return nothing | {"status": f"refused: {error}"}
         raise

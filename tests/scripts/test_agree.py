@@ -58,6 +58,10 @@ def test_several_runs_have_a_mean_and_a_deviation(small, tmp_path, capsys):
         (["under=naive"], "one attention"),
         (["under=naive,tield"], "tield"),
         (["sequences=0"], "at least 1"),
+        (
+            ["under=naive,tests.user_backends:RAISES"],
+            r"attention=tests\S+RAISES fails: KeyError: .* \(.*user_backends.py, line \d+\)",
+        ),
     ],
 )
 def test_refused_in_one_line(small, asked, said):

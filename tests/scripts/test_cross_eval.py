@@ -164,10 +164,10 @@ def test_exact_attention_keeps_documents_apart(tmp_path):
 def test_judges_of_ones_own(sweep, tmp_path):
     out = tmp_path / "new" / "x.json"
     own = "tests.user_backends:RIGHT"
-    judges = ["no_rescale:block_kv=16,block_q=8", "triton", own]
+    judges = ["no_rescale:block_kv=16,block_q=8", "triton", own, "tests.user_backends:RAISES"]
     under = ",".join(judges)
     cross_eval.main([str(sweep / "0"), f"under={under}", "sequences=2", f"out={out}", "device=cpu"])
-    first, second, third = json.loads(out.read_text())["rows"]
+    first, second, third, fourth = json.loads(out.read_text())["rows"]
     assert (
         first["run"],
         first["evaluated_under"]["options"]["block_kv"],
@@ -178,6 +178,8 @@ def test_judges_of_ones_own(sweep, tmp_path):
         "refused",
     )
     assert third["status"] == "ok" and not (sweep / "0/cross_eval.json").exists()
+    said = r"refused: KeyError: .* \(.*user_backends.py, line \d+\)"
+    assert re.fullmatch(said, fourth["status"])
 
 
 def test_a_matrix_without_a_figure_replaces_nothing(sweep, table, monkeypatch):
@@ -193,9 +195,9 @@ def test_a_matrix_without_a_figure_replaces_nothing(sweep, table, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         cross_eval.main([str(sweep), "under=triton"])
     line = ended.value.code
-    assert line.endswith(
-        "nothing could be evaluated, nothing is written: triton refused: attention=triton needs "
-        "a GPU"
+    assert (
+        "nothing could be evaluated, nothing is written: triton refused: ValueError: "
+        "attention=triton needs a GPU (" in line
     )
     assert (sweep / "cross_eval.json").read_bytes() == before
 
