@@ -394,11 +394,12 @@ def test_sample_text_does_without_a_cache_where_the_attention_must(build_gpt):
             sample_text(model, Letters(), "abc", max_new_tokens=10, use_cache=True)
 
 
-@pytest.mark.parametrize("temperature", (1e-40, 1e-3))
+@pytest.mark.parametrize("temperature", (1e-300, 1e-40, 1e-3))
 def test_the_smallest_temperature_takes_the_likeliest(temperature):
     """A regression test: logits divided by it were infinite."""
     logits = torch.tensor([[1.0, 5.0, 3.0]])
     options = {"top_k": 2, "generator": None}
     assert sample_token(logits, temperature=temperature, **options).item() == 1
+    assert sample_token(logits, temperature=1e300, **options).item() in (1, 2)
     with pytest.raises(ValueError, match="temperature=inf must be at least 0, and finite"):
         generate(None, torch.zeros(1, 1), max_new_tokens=1, temperature=float("inf"))
