@@ -362,6 +362,22 @@ def test_another_sweeper_minimises_val_loss(tmp_path):
     assert all(("left_out" in row) == (row["attention"] == "naive") for row in rows)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("hydra/launcher=joblib hydra.launcher.n_jobs=0", "n_jobs == 0 in Parallel has no meaning"),
+        ("hydra/sweeper=optuna hydra.sweeper.n_trials=0", "No trials are completed yet"),
+    ],
+)
+def test_a_launcher_or_sweeper_that_fails_is_named(tmp_path, arguments, reason):
+    """A regression test: it ended in a traceback of the plugin."""
+    kind, name = re.match(r"hydra/(\w+)=(\w+)", arguments).groups()
+    pytest.importorskip(f"hydra_plugins.hydra_{name}_{kind}")
+    done = run(*tiny_sweep(tmp_path, "attention=naive,tiled", *arguments.split()))
+    assert done.code == 1 and "Traceback" not in done.output, done.output
+    assert f"error: {arguments}: {reason}" in done.output
+
+
 def test_shell_completion():
     """A regression test: the completion's arguments were taken for settings."""
     done = run("-sc", "install=bash")

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 from config import FUNCTION_SETTINGS, RunConfig, register, setting_keys
@@ -81,6 +82,14 @@ def launch(main: Callable[[], Any], began: float) -> None:
         sys.exit(141)
     except Mistake as error:
         raise SystemExit(f"error: {error}") from None
+    except Exception as error:  # raised by a launcher or sweeper that pip installed?
+        files = [frame.filename for frame in extract_tb(error.__traceback__)]
+        plugins = [Path(file).parent.name for file in files if "/hydra_plugins/hydra_" in file]
+        if not plugins or files[-1].startswith(str(ROOT / "training")):
+            raise
+        keys = ("hydra/", "hydra.launcher.", "hydra.sweeper.")
+        given = [argument for argument in sys.argv[1:] if argument.startswith(keys)]
+        raise SystemExit(f"error: {' '.join(given) or plugins[-1]}: {error}") from None
     except KeyboardInterrupt:  # before or between jobs
         sys.exit(130)
     except SystemExit as ended:
