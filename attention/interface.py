@@ -614,7 +614,7 @@ def prepared(q: Tensor, optional: dict[str, Any]) -> dict[str, Any]:
 
 def check_output(backend: Backend, q: Tensor, v: Tensor, output: Any) -> None:
     """Raise ValueError if a backend's output does not have the type, shapes and dtypes of
-    AttentionOutput.
+    AttentionOutput, or is not on the device of q.
     """
     if not isinstance(output, (AttentionOutput, ScoredOutput)):
         raise ValueError(
@@ -636,4 +636,10 @@ def check_output(backend: Backend, q: Tensor, v: Tensor, output: Any) -> None:
             raise ValueError(
                 f"attention={backend.name} must return {name} of shape {shape} and "
                 f"{dtype_name(dtype)}, it returned {tuple(x.shape)} and {dtype_name(x.dtype)}"
+            )
+    for name, x in (("out", out), ("lse", lse)):
+        if x is not None and x.device != q.device:
+            raise ValueError(
+                f"attention={backend.name} must return {name} on {q.device}, where q is; it "
+                f"returned it on {x.device}"
             )

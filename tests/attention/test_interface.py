@@ -607,8 +607,10 @@ def test_register(monkeypatch):
             AttentionOutput(V, V[..., 0].double()),
             "must return lse of shape (1, 2, 6) and float32, it returned (1, 2, 6) and float64",
         ),
+        (AttentionOutput(V.to("meta")), "must return out on cpu, where q is; it returned it on m"),
+        (AttentionOutput(V, V[..., 0].to("meta")), "must return lse on cpu, where q is; it retu"),
     ],
-    ids=["tensor", "tuple", "shape", "dtype", "lse", "lse-dtype"],
+    ids=["tensor", "tuple", "shape", "dtype", "lse", "lse-dtype", "device", "lse-device"],
 )
 def test_a_backend_that_returns_something_else(returned, message):
     text = refusal(
