@@ -501,15 +501,20 @@ def test_a_deterministic_run_on_a_gpu_is_the_same_run(monkeypatch, tmp_path, att
     [
         ([], "has done 4 steps of steps=4; ask for more with steps=N"),
         (["steps=3"], "has done 4 steps of steps=3"),
-        (["steps=6", "model.num_layers=2"], "model.num_layers is 1 in the checkpoint and 2 now"),
+        (
+            ["steps=6", "model.num_layers=2"],
+            "model.num_layers is 1 in the checkpoint and 2 now; keep model.num_layers=1, or start",
+        ),
         (
             ["steps=6", "model.num_heads=4", "model.bias=false"],
             "model.num_heads is 2 in the checkpoint and 4 now",
         ),
-        (["steps=6", "tokenizer=bpe"], "vocab_size is 257 in the checkpoint and"),
-        (["steps=6", "seq_len=64"], "model.max_seq_len is 32 in the checkpoint and 64 now"),
+        (["steps=6", "tokenizer=bpe"], "8193 now; keep the tokenizer and data of the run, or"),
+        (["steps=6", "optim=muon"], "is adamw in the checkpoint and muon now; keep optim=adamw, or"),
+        (["steps=6", "seq_len=64"], "seq_len is 32 in the checkpoint and 64 now; keep seq_len=32"),
+        (["steps=6", "seq_len=16"], "in the checkpoint and 16 now; keep model.max_seq_len=32, or"),
     ],
-    ids=["finished", "fewer-steps", "layers", "first-difference", "vocabulary", "longer"],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_refused_resume_costs_nothing(run_dir, overrides, said):
     """The run, its result and its settings are as before, and the right command still works."""

@@ -36,6 +36,7 @@ from attention import dtype_name
 from data.token_file import meta_checksum, sync
 from training.files import MetricsFile, Row, sha256_of
 from training.memory import GIB, is_out_of_memory
+from training.names import as_typed
 from training.phases import phase
 from training.resume import Start, resumed_starts, stop_clock
 from training.retention import (
@@ -404,16 +405,15 @@ def _load_weights(folder: Path, meta: Row, model: nn.Module) -> None:
     current = _named_tensors(model)
     vocab_size = getattr(model, "vocab_size", None)
     if meta.get("vocab_size") != vocab_size:
-        raise CheckpointError(
-            f"{folder}: vocab_size is {meta.get('vocab_size')} in the checkpoint and "
-            f"{vocab_size} now"
-        )
+        keep = "the tokenizer and data of the run"
+        raise _unfit(folder, "vocab_size", meta.get("vocab_size"), vocab_size, keep)
     for name in sorted(stored.keys() | current.keys()):
         then, now = (_describe(tensors.get(name)) for tensors in (stored, current))
         if then != now:
-            raise CheckpointError(
-                f"{folder}: the model differs: {name} is {then} in the checkpoint and {now} now"
-            )
+            # an attention's own parameters, by its options and the model's sizes
+            own = ".own." in name
+            keep = "the run's attention, its options and seq_len" if own else "the run's model"
+            raise _unfit(folder, f"the model differs: {name}", then, now, keep)
     with torch.no_grad():
         for name, tensor in current.items():
             tensor.copy_(stored[name])
@@ -428,18 +428,25 @@ def _describe(tensor: Tensor | None) -> str:
 def _check_settings(then: Row, now: Row, folder: Path) -> None:
     optimizers = [config.get("optim", {}).get("name") for config in (then, now)]
     if optimizers[0] != optimizers[1]:
-        raise CheckpointError(
-            f"{folder}: optim.name is {optimizers[0]} in the checkpoint and {optimizers[1]} now"
-        )
+        raise _unfit(folder, "optim.name", *optimizers, keep=f"optim={optimizers[0]}")
+    lengths = [config.get("seq_len", 0) for config in (then, now)]
     then, now = then.get("model", {}), now.get("model", {})
     # only learned positions have a table of max_seq_len rows; other models run at any length
     of_any_length = now.get("positions") in ("rope", "alibi")
     free = (*FREE_SETTINGS, "max_seq_len") if of_any_length else FREE_SETTINGS
     for key in then | now:
         if key not in free and then.get(key) != now.get(key):
-            raise CheckpointError(
-                f"{folder}: model.{key} is {then.get(key)} in the checkpoint and {now.get(key)} now"
-            )
+            if key == "max_seq_len" and lengths[1] > then.get(key, 0):  # it follows seq_len
+                raise _unfit(folder, "seq_len", *lengths, keep=f"seq_len={lengths[0]}")
+            keep = f"model.{key}={as_typed(then.get(key))}"
+            raise _unfit(folder, f"model.{key}", then.get(key), now.get(key), keep)
+
+
+def _unfit(folder: Path, what: str, then: Any, now: Any, keep: str) -> CheckpointError:
+    return CheckpointError(
+        f"{folder}: {what} is {then} in the checkpoint and {now} now; keep {keep}, or start a new "
+        "run"
+    )
 
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:

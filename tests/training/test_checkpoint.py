@@ -282,6 +282,9 @@ def test_differing_weights_are_named(tmp_path):
     assert "output.weight is absent in the checkpoint and (11, 8) float32 now" in refusal(
         tmp_path, TiedModel(tied=False)
     )
+    model = TiedModel()
+    model.norm.own = nn.Linear(2, 2)
+    assert "now; keep the run's attention, its options and seq_len, or" in refusal(tmp_path, model)
 
 
 @pytest.mark.parametrize(
