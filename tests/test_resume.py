@@ -510,7 +510,7 @@ def test_a_deterministic_run_on_a_gpu_is_the_same_run(monkeypatch, tmp_path, att
             "model.num_heads is 2 in the checkpoint and 4 now",
         ),
         (["steps=6", "tokenizer=bpe"], "8193 now; keep the tokenizer and data of the run, or"),
-        (["steps=6", "optim=muon"], "is adamw in the checkpoint and muon now; keep optim=adamw, or"),
+        (["steps=6", "optim=muon"], "in the checkpoint and muon now; keep optim=adamw, or"),
         (["steps=6", "seq_len=64"], "seq_len is 32 in the checkpoint and 64 now; keep seq_len=32"),
         (["steps=6", "seq_len=16"], "in the checkpoint and 16 now; keep model.max_seq_len=32, or"),
     ],
@@ -809,6 +809,10 @@ def test_a_switched_run_goes_on_under_a_third_attention(tmp_path):
 def test_what_is_no_run_cannot_be_resumed(run_dir, tmp_path):
     answer = run(f"resume={tmp_path}").complaint()
     assert f"resume={tmp_path} is not a run directory" in answer
+    assert answer.endswith(f"; it holds runs, such as {run_dir}")
+    answer = run(f"resume={run_dir}/checkpoint.best").complaint()
+    assert answer.endswith(f"; it is a checkpoint of the run {run_dir}")
+    assert run("resume=").complaint() == "error: resume= is empty: name a run directory"
     assert "cannot be part of a sweep" in run("-m", f"resume={run_dir}", "seed=0,1").complaint()
     for folder in ("checkpoint", "checkpoint.best"):
         shutil.rmtree(run_dir / folder)

@@ -26,7 +26,7 @@ from training import phases
 from training.interrupt import Ending
 from training.own_modules import ROOT
 from training.ranks import PATIENCE, Ranks, leave, of_environment, run_before_restart
-from training.retention import newest_first
+from training.retention import newest_first, no_run
 from training.streams import keep_streams
 
 CONF = ROOT / "conf"
@@ -274,6 +274,8 @@ def replay_overrides(arguments: list[str]) -> list[str]:
     ]
     if not resume or resume[-1] == "null":
         return arguments
+    if not resume[-1]:  # such as that of an unset shell variable
+        raise SystemExit("error: resume= is empty: name a run directory")
     run_dir = Path(resume[-1])
     recorded = _recorded_overrides(run_dir)
     if {"-m", "--multirun"} & set(arguments):
@@ -326,9 +328,7 @@ def _recorded_overrides(run_dir: Path) -> list[str]:
 
     path = run_dir / "overrides.yaml"
     if not os.path.isfile(path):  # pathlib raises an error for a name that is too long
-        raise SystemExit(
-            f"error: resume={run_dir} is not a run directory: it has no overrides.yaml"
-        )
+        raise SystemExit(f"error: resume={no_run(run_dir, path.name)}")
     try:
         recorded = yaml.safe_load(path.read_bytes())
         if not isinstance(recorded, list) or not all(isinstance(each, str) for each in recorded):

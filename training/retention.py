@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,23 @@ def newest_first(run_dir: Path) -> list[Path]:
 
 def run_of(folder: Path) -> Path:
     """The run directory of a checkpoint's folder; a run directory is returned as it is."""
-    if not (folder / META).is_file():
+    if not os.path.isfile(folder / META):
         return folder
     return folder.parent.parent if folder.parent.name == EARLIER else folder.parent
+
+
+def no_run(folder: Path, lacks: str) -> str:
+    """Why a folder without the file `lacks` is not a run directory, and which folder may be."""
+    hint = ""
+    # pathlib raises errors for a name that is too long
+    if runs := sorted(glob(f"*/{lacks}", root_dir=folder)):
+        hint = f"; it holds runs, such as {(folder / runs[0]).parent}"
+    elif (run := run_of(folder)) != folder:
+        hint = f"; it is a checkpoint of the run {run}"
+    # a run that was refused has only a summary
+    elif reason := load_json(folder / "summary.json").get("error"):
+        hint = f"; the run ended before it began: {str(reason).splitlines()[0]}"
+    return f"{folder} is not a run directory: it has no {lacks}{hint}"
 
 
 def rotate(fresh: Path, run_dir: Path, *, keep: int) -> None:

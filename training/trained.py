@@ -12,7 +12,7 @@ from data import TrainingData, build_data
 from model import GPT
 from training.checkpoint import load_model_state, read_meta
 from training.device import autocast_to, pick_device, pick_dtype
-from training.retention import load_json, run_of
+from training.retention import no_run, run_of
 from training.schedule import backend_after, chosen_attention
 
 
@@ -34,12 +34,7 @@ def read_run_config(run: Path) -> RunConfig:
     run = run_of(run)
     path = run / "config.yaml"
     if not path.is_file():
-        runs = sorted(run.glob("[!.]*/config.yaml"))
-        hint = f"; it holds runs, such as {runs[0].parent}" if runs else ""
-        # a run that was refused has only a summary
-        if reason := load_json(run / "summary.json").get("error"):
-            hint = f"; the run ended before it began: {str(reason).splitlines()[0]}"
-        raise ValueError(f"{run} is not a run directory: it has no config.yaml{hint}")
+        raise ValueError(no_run(run, "config.yaml"))
     try:
         settings = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.load(path))
         return OmegaConf.to_object(settings)
