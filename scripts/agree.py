@@ -79,6 +79,8 @@ class Loaded(NamedTuple):
 @command
 def main(options: Options) -> None:
     device = pick_device(options.device)
+    for folder in options.paths:
+        read_run_config(folder)  # before check_writable() creates the folder of a mistyped run
     out = options.out or options.paths[0] / "agree.json"
     check_writable(out)
     usual = ["naive", "tiled", "sdpa"] + ["triton"] * (device.type == "cuda")

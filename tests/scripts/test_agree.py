@@ -67,3 +67,9 @@ def test_several_runs_have_a_mean_and_a_deviation(small, tmp_path, capsys):
 def test_refused_in_one_line(small, asked, said):
     with pytest.raises(SystemExit, match=said):
         agree.main([str(small), *asked])
+
+
+def test_a_mistyped_run_leaves_no_folder(tmp_path):
+    with pytest.raises(SystemExit, match="typo is not a run directory"):
+        agree.main([str(tmp_path / "typo")])
+    assert not (tmp_path / "typo").exists()
