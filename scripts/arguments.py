@@ -18,9 +18,10 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import yaml
 
 from attention import BACKENDS, Backend, get_backend
-from config import check_int64
-from training.command_line import check_keys
+from config import RunConfig, check_int64
+from training.command_line import check_keys, compose, key_of
 from training.interrupt import one_line
+from training.settings import settle
 
 Options = TypeVar("Options")
 Device = Literal["auto", "cpu", "cuda"]
@@ -143,6 +144,19 @@ def split(text: str) -> list[str]:
     naive,tiled:block_q=8,impl=x has two values.
     """
     return re.split(r",(?![^,:=]*=)", text)
+
+
+def compose_new(*overrides: str, asked: Iterable[str]) -> RunConfig:
+    """The settings of a run that begins anew. Prints those that it does not read and leaves them
+    out. Raises ValueError for one that is set by `asked`, of the overrides, and for weights.
+    """
+    config = compose(*overrides)
+    for key in ("resume", "init_from"):
+        if value := getattr(config, key):
+            raise ValueError(f"{key}={value}: a step of a new model is the same; leave it out")
+    for key, why in settle(config, asked=map(key_of, asked)).items():
+        print(f"without {key}: {why}", file=sys.stderr)
+    return config
 
 
 def parse_backend(text: str) -> Backend:

@@ -36,7 +36,7 @@ import torch
 from attention import Backend, dtype_name, get_backend
 from config import SYNTHETIC_SOURCES, RunConfig
 from model import GPT
-from scripts.arguments import Count, command
+from scripts.arguments import Count, command, compose_new
 from scripts.plan_ranks import plan_table
 from scripts.tables import Row, text_table
 from training import traffic
@@ -108,8 +108,12 @@ def plan_all(options: Options) -> dict[str, Planned]:
     planned = {}
     needed = needed_features(compose(*options.overrides))
     names = ["triton"] if options.ranks else ["naive", "tiled", "sdpa", "triton"]
-    for name in options.attention or [name for name in names if name in able(needed)]:
-        config = compose(*options.overrides, f"attention={name}")
+    names = options.attention or [name for name in names if name in able(needed)]
+    # as in a sweep, one of several attentions may lack an option
+    kept = ("attention.",) if len(names) > 1 else ()
+    asked = [each for each in options.overrides if not each.startswith(kept)]
+    for name in names:
+        config = compose_new(*options.overrides, f"attention={name}", asked=asked)
         if config.batch_size == "auto":
             config = replace(config, batch_size=1)
         backend = check_schedule(config)[0]

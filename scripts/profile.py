@@ -39,10 +39,9 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from attention import Backend
 from config import RunConfig
-from scripts.arguments import Count, command, default
+from scripts.arguments import Count, command, compose_new, default
 from scripts.profile_trace import ATTENTION, PARTS, STEP, parts_of_steps
 from scripts.tables import Row, text_table
-from training.command_line import compose
 from training.environment import measured_on
 from training.files import check_writable, write_json
 from training.ranks import leave, of_environment
@@ -82,10 +81,6 @@ def build(config: RunConfig, steps: int) -> Iterator[Job]:
 
     Raises ValueError for settings that do not affect a single step.
     """
-    if config.resume:
-        raise ValueError(
-            f"resume={config.resume}: a step of a new model takes as long; leave it out"
-        )
     if config.batch_size == "auto":
         raise ValueError(
             "batch_size=auto: name the number that train.py chose, it prints it at the start"
@@ -195,7 +190,7 @@ def table(rows: list[Row], on_gpu: bool) -> str:
 
 @command
 def main(options: Options) -> None:
-    config, ranks = compose(*options.overrides), of_environment()
+    config, ranks = compose_new(*options.overrides, asked=options.overrides), of_environment()
     folder = options.out / f"rank{ranks.rank}" if ranks.several else options.out
     trace, summary = folder / "trace.json.gz", folder / "profile.json"
     check_writable(summary)

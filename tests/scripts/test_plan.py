@@ -196,6 +196,9 @@ def test_a_plan_says_what_does_not_fit(run_plan):
             "parallel.context can be 2, 3, 4, 6, 12; parallel.how=ring takes any number",
         ),
         (["ranks=2", "parallel.how=tree"], "parallel.how=tree"),
+        (["attention=naive", "attention.block_q=8"], "block_q=8 has no effect: attention=naive"),
+        (["resume=outputs/x"], "resume=outputs/x: a step of a new model is the same; leave it out"),
+        (["init_from=/nope"], "init_from=/nope: a step of a new model is the same; leave it out"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )
@@ -207,6 +210,13 @@ def test_refused_in_one_line(run_plan, arguments, words):
         and words in error.value.code
         and "\n" not in error.value.code
     )
+
+
+def test_a_recipe_may_set_what_one_attention_does_not_read(run_plan):
+    arguments = ("device=cpu", "experiment=break_it", "attention.block_kv=8")
+    assert re.search("naive +tiled", run_plan(*arguments, "attention=naive,tiled"))
+    with pytest.raises(SystemExit, match="attention.block_kv=8 has no effect: attention=naive"):
+        run_plan(*arguments, "attention=naive")
 
 
 def test_last_write_has_its_own_vocabulary():
