@@ -657,6 +657,16 @@ def test_a_folder_with_a_run_in_it_takes_no_other(run_dir):
     assert contents(run_dir) == before
 
 
+def test_a_time_stamp_that_is_taken_gets_a_number(tmp_path):
+    """A regression test: of two runs that were started in the same second, one was refused."""
+    for _ in range(3):
+        done = run(*tiny(tmp_path, "steps=1")[:-1], f"hydra.run.dir={tmp_path}/${{now:%Y}}")
+        assert done.code == 0, done.output
+    year, *others = sorted(tmp_path.iterdir())
+    assert [path.name for path in others] == [f"{year.name}-2", f"{year.name}-3"]
+    assert all(len(metrics(folder)) == 2 for folder in (year, *others))
+
+
 def test_a_sweep_takes_no_folder_of_another(tmp_path):
     assert run(*tiny_sweep(tmp_path, "seed=0,1", "steps=1")).code == 0
     before = index(tmp_path)

@@ -18,12 +18,15 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from hydra.experimental.callback import Callback
+from omegaconf import read_write
 
 from config import BACKEND_OPTIONS, FUNCTION_SETTINGS, RunConfig
+from training.command_line import as_written
 from training.files import Row, parse_rows, read_metrics, strict, write_file
 from training.names import differing_settings, name_run, name_runs
 from training.own_modules import ROOT
@@ -73,14 +76,24 @@ class SweepSummary(Callback):
             file.close()
 
     def on_run_start(self, config: Any, **kwargs: Any) -> None:
-        folder = own_folder(config, "run")
+        named = folder = own_folder(config, "run")
+        mark = None if config.resume else "metrics.jsonl"
         # pathlib would raise an error if the name is too long
         saved = os.path.isdir(folder / LATEST)
         command = shlex.quote(f"resume={folder}")
         go_on = f"go on with it by {command}" if saved else "delete it, as it saved nothing"
-        self.locks[folder] = claim(
-            folder, None if config.resume else "metrics.jsonl", "hydra.run.dir", f"{go_on}, or "
-        )
+        for number in count(2):
+            try:
+                self.locks[folder] = claim(folder, mark, "hydra.run.dir", f"{go_on}, or ")
+                break
+            except Taken:
+                # several runs may start in the same second
+                if "${now:" not in as_written(config.hydra.run)["dir"]:
+                    raise
+                folder = named.with_name(f"{named.name}-{number}")
+        if folder != named:
+            with read_write(config):
+                config.hydra.run.dir = str(folder)
 
     def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
         if of_environment().several:
@@ -233,6 +246,10 @@ def own_folder(config: Any, kind: str) -> Path:
     return Path(folder)
 
 
+class Taken(SystemExit):
+    """Another run or sweep has the folder."""
+
+
 def claim(folder: Path, mark: str | None, key: str, go_on: str = "") -> IO:
     """Create and lock the folder of a run or sweep, before Hydra writes to it.
 
@@ -251,9 +268,7 @@ def claim(folder: Path, mark: str | None, key: str, go_on: str = "") -> IO:
         ) from None
     # after locking: the process that held the lock may have finished its run
     if mark and (folder / mark).exists():
-        raise SystemExit(
-            f"error: {folder} holds a run or sweep already; {go_on}choose another {key}"
-        )
+        raise Taken(f"error: {folder} holds a run or sweep already; {go_on}choose another {key}")
     return file
 
 
@@ -266,7 +281,7 @@ def lock(folder: Path) -> IO:
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        raise SystemExit(
+        raise Taken(
             f"error: another process is writing to {folder} right now; start again, or choose "
             "another hydra.run.dir or hydra.sweep.dir"
         ) from None
