@@ -69,6 +69,11 @@ class TextData:
         return self._windows(self.train, starts)
 
     def val_batch(self, num_sequences: int) -> Batch | PackedBatch:
+        if num_sequences > (most := len(self.val)):
+            raise ValueError(
+                f"{num_sequences} held-out sequences (eval_sequences=, or sequences= of a script) "
+                f"are more than the {most} held-out tokens; take {most} or fewer"
+            )
         last = len(self.val) - self.seq_len - 1
         starts = np.linspace(0, last, num_sequences).astype(np.int64)
         return self._windows(self.val, starts)

@@ -285,6 +285,10 @@ REFUSED = {
         ["data=last_write", "data.num_pairs=2"],
         ["data.num_pairs=2 has no effect", "add data=recall"],
     ),
+    "eval_sequences": (
+        ["eval_sequences=1000000000"],
+        ["1000000000 held-out sequences (eval_sequences=", "held-out tokens; take ", " or fewer"],
+    ),
     "logger": (["logger=trackio"], ["pip install -e '.[trackio]'"]),
 }
 
