@@ -28,6 +28,8 @@ FUNCTION_SETTINGS = ("window", "pattern", "windows", "softcap", "score_mod", "si
 TEXT_SOURCES = ("stdlib", "torch_source", "text", "hub")
 # sources that draw sequences of a task (data/synthetic.py)
 SYNTHETIC_SOURCES = ("last_write", "recall", "needle")
+# what loops over the layers, such as a plan, takes minutes with more
+MOST_LAYERS = 10_000
 
 
 def _check_choice(config: Any, key: str, *valid: str) -> None:
@@ -243,6 +245,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         _check_at_least(self, 1, "model.num_layers", "model.num_heads", "model.hidden_size")
         _check_at_least(self, 1, "model.num_kv_heads", "model.chunk_tokens", "model.rope_theta")
+        if self.num_layers > MOST_LAYERS:
+            raise ValueError(f"model.num_layers={self.num_layers} must be at most {MOST_LAYERS}")
         _check_at_least(self, 0, "model.init_std")
         _check_below_one(self, "model.dropout")
         _check_choice(self, "model.positions", "learned", "rope", "alibi")

@@ -78,6 +78,9 @@ CAUSES = {
 # the captured "trained" inputs have their own shape; run=DIR captures those of any model
 INPUTS = ("worked", *(name for name in ADVERSARIAL if name != "trained"))
 
+# a replay of as many takes a minute
+MOST_TOKENS, MOST_TILES = 2**14, 2**17
+
 
 @dataclass
 class Options:
@@ -269,6 +272,14 @@ def look(options: Options) -> tuple[Call, Backend, Trace | RingTrace]:
         "block_q": options.block_q or call.block_q,
         "block_kv": options.block_kv or call.block_kv,
     }
+    length = call.q.shape[2]
+    tiles = -(-length // shared["block_q"]) * -(-length // shared["block_kv"])
+    if length > MOST_TOKENS or tiles > MOST_TILES:
+        raise ValueError(
+            f"seq_len={length} in {tiles} tiles would take many minutes; ask for at most "
+            f"{MOST_TOKENS} tokens, and by larger block_q and block_kv for at most {MOST_TILES} "
+            "tiles"
+        )
     backend = pick_backend(options.attention or call.attention)
     run, exact = (trace_ring, "ring") if plays_ring(backend) else (trace, "tiled")
     if plays_ring(backend):

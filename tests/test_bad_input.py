@@ -86,6 +86,10 @@ REFUSED = {
         ["model.max_seq_len=16"],
         ["seq_len=32", "model.max_seq_len=16", "leave model.max_seq_len unset"],
     ),
+    "num_layers": (
+        ["model.num_layers=100000000"],
+        ["model.num_layers=100000000 must be at most 10000"],
+    ),
     "num_heads": (["model.num_heads=3"], ["model.hidden_size=32", "model.num_heads=3"]),
     "num_kv_heads": (["model.num_kv_heads=3"], ["model.num_heads=2", "model.num_kv_heads=3"]),
     "tokens_per_step": (["tokens_per_step=100"], ["tokens_per_step=100", "4 * 32 = 128"]),

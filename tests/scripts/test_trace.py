@@ -350,6 +350,10 @@ def test_a_run_whose_earlier_layer_broke(tmp_path):
         (["block_kv=x"], "block_kv=x must be a whole number"),
         (["inputs=normal", "seq_len=0"], "seq_len=0 must be at least 1"),
         (
+            ["inputs=normal", "seq_len=100000"],
+            "seq_len=100000 in 39062500 tiles would take many minutes; ask for at most 16384",
+        ),
+        (
             ["seq_len=64"],
             "seq_len=64: the worked example has 8 queries of head_dim 4: ask for other inputs=",
         ),
