@@ -293,6 +293,10 @@ REFUSED = {
         ["eval_sequences=1000000000"],
         ["1000000000 held-out sequences (eval_sequences=", "held-out tokens; take ", " or fewer"],
     ),
+    "project": (
+        ["logger=wandb", "logger.mode=offline", "logger.project=a/b"],
+        ["logger.project=a/b: wandb takes at most 128 characters, and none of / \\ # ? % :;"],
+    ),
     "logger": (["logger=trackio"], ["pip install -e '.[trackio]'"]),
 }
 

@@ -293,7 +293,7 @@ def installed(package: str) -> bool:
 
 
 def check_logger(config: LoggerConfig) -> None:
-    """Raise ValueError for a logger that is not installed, or an invalid WANDB_MODE.
+    """Raise ValueError for a logger that is not installed, or an invalid WANDB_MODE or project.
 
     wandb is the default, so a run without it only warns, later.
     """
@@ -301,6 +301,11 @@ def check_logger(config: LoggerConfig) -> None:
         raise ValueError(f"logger={config.name} needs pip install -e '.[{config.name}]'")
     if config.name == "wandb":
         _requested_mode(config)
+        if len(config.project) > 128 or set(config.project) & {*"/\\#?%:"}:
+            raise ValueError(
+                f"logger.project={config.project}: wandb takes at most 128 characters, and none of "
+                "/ \\ # ? % :; choose another name"
+            )
 
 
 def _first_line(error: Exception) -> str:
