@@ -445,8 +445,8 @@ def _check_scale_and_softcap(
     largest = limits.eps / limits.tiny
     if softcap is not None and not (_is_number(softcap) and limits.tiny <= softcap <= largest):
         raise ValueError(
-            f"{softcap=} must be a positive number, at most {largest:.1e} as scores are kept in "
-            f"{name}; None is no cap"
+            f"{softcap=} must be a positive number, {limits.tiny:.1e} to {largest:.1e} as scores "
+            f"are kept in {name}; None is no cap"
         )
 
 

@@ -24,7 +24,7 @@ from attention import get_backend
 from config import SYNTHETIC_SOURCES
 from data import build_tokenizer
 from model import sample_text
-from scripts.arguments import Count, Device, command
+from scripts.arguments import Count, Device, Natural, command
 from training.trained import load_trained, read_run_config
 
 
@@ -34,7 +34,7 @@ class Options:
     prompt: str = ""
     tokens: Count = 200
     temperature: float = 0.8
-    top_k: int = 50
+    top_k: Natural = 50
     seed: int = 0
     attention: str | None = None
     device: Device = "auto"

@@ -33,7 +33,7 @@ def way_to_share(config: RunConfig) -> dict[str, Any]:
     on_a_ring = any(isinstance(backend.fn, PlayedRing) for backend in backends)
     shared = gcd(config.model.num_heads, config.model.kv_heads)  # their divisors divide both
     heads = gcd(context, shared)
-    numbers = ", ".join(str(n) for n in range(2, shared + 1) if shared % n == 0) or "none"
+    numbers = ", ".join(str(n) for n in range(2, shared + 1) if shared % n == 0) or "only 1"
     if how in ("ring", "gather") or (how == "auto" and on_a_ring):
         heads = 1
     if how == "heads" and heads != context:

@@ -135,14 +135,14 @@ INPUTS = {
         f"softcap-{softcap}": (
             (Q, K, V),
             {"softcap": softcap},
-            f"softcap={softcap!r} must be a positive number, at most 1.0e+31 as scores",
+            f"softcap={softcap!r} must be a positive number, 1.2e-38 to 1.0e+31 as scores",
         )
         for softcap in (0.0, -1.0, NAN, INF, True, 1e-46, 1e32, torch.tensor(1.0))
     },
     "softcap-float64": (
         qkv(dtype=torch.float64),
         {"softcap": INF},
-        "softcap=inf must be a positive number, at most 1.0e+292",
+        "softcap=inf must be a positive number, 2.2e-308 to 1.0e+292",
     ),
     "slopes": (
         (Q, K, V),

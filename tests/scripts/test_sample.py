@@ -143,7 +143,7 @@ def test_keeps_the_options_the_run_was_trained_with(run_sample, tmp_path):
         (("run=DIR", "tokens=-1"), "tokens=-1 must be at least 1"),
         (("run=DIR", "cache=maybe"), "cache=maybe must be true or false"),
         (("run=DIR", "temperature=-1"), "temperature=-1.0 must be at least 0"),
-        (("run=DIR", "top_k=-1"), "top_k=-1 must be at least 1"),
+        (("run=DIR", "top_k=-1"), "top_k=-1 must be at least 0"),
         (("run=DIR", "attention=magic"), "attention=magic is not known; valid: naive"),
         (("run=DIR", "device=cuda"), "device=cuda"),
         (("run=DIR", "device=tpu"), "device=tpu is not one of: auto, cpu, cuda"),

@@ -449,7 +449,7 @@ def test_one_folder_and_no_other_is_left(tmp_path):
         (("parallel.context=2", "parallel.how=ring", "seq_len=30"), "take seq_len=32"),
         (
             ("parallel.context=2", "parallel.how=heads", "model.num_kv_heads=1"),
-            "parallel.context can be none; parallel.how=ring takes any number",
+            "parallel.context can be only 1; parallel.how=ring takes any number",
         ),
         (("parallel.context=2", "parallel.how=ring", "attention=sdpa"), "attention=sdpa cannot"),
         (
