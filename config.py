@@ -558,6 +558,7 @@ class RunConfig:
             )
         self.data.check_length(self.seq_len)
         self._check_batch()
+        self.optimizer()
         changed = self.model.qk_norm or self.attention.softcap or self.attention.score_mod
         if self.optim.qk_clip and changed:
             raise ValueError(
@@ -588,9 +589,16 @@ class RunConfig:
             )
 
     def optimizer(self) -> OptimConfig:
-        """The optimizer's settings with its learning rates as numbers."""
+        """The optimizer's settings with its learning rates as numbers. Raises ValueError for a
+        cosine that would rise.
+        """
         lr = 0.384 / self.model.hidden_size if self.optim.lr is None else self.optim.lr
         min_lr = lr / 10 if self.optim.min_lr is None else self.optim.min_lr
+        if self.optim.schedule == "cosine" and min_lr > lr:
+            raise ValueError(
+                f"optim.min_lr={min_lr} is above optim.lr={lr}, and the cosine ends there: lower "
+                "it, or leave it out for a tenth of optim.lr"
+            )
         return replace(self.optim, lr=lr, min_lr=min_lr)
 
     def due(self, step: int, *, diverged: bool = False) -> "Due":

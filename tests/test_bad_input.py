@@ -164,6 +164,10 @@ REFUSED = {
         ["optim.schedule=constant", "optim.min_lr=0"],
         ["optim.min_lr=0.0 has no effect", "optim.schedule=cosine"],
     ),
+    "min_lr-above-lr": (
+        ["optim.min_lr=10"],
+        ["optim.min_lr=10.0 is above optim.lr=0.012", "lower it, or leave it out"],
+    ),
     "tokenizer-of-no-text": (
         ["data=last_write", "tokenizer=bpe"],
         ["tokenizer.name=bpe has no effect: data=last_write", "data=text"],

@@ -188,6 +188,5 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
         return config.lr
     # a run no longer than its warm-up has no decay left to spread
     progress = (step - warmup_steps + 1) / max(1, steps - warmup_steps)
-    # an lr below the default min_lr must not give a schedule that rises
-    min_lr = min(config.min_lr, config.lr)
-    return min_lr + (config.lr - min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    cosine = math.cos(math.pi * min(1.0, progress))
+    return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + cosine)

@@ -154,11 +154,6 @@ def test_short_runs_never_stand_still(steps, warmup_steps):
     assert all(0.1 <= rate <= 1.0 for rate in rates)
 
 
-def test_a_peak_below_min_lr_does_not_rise():
-    config = OptimConfig(lr=1e-5, min_lr=1e-4, warmup_steps=0)
-    assert {learning_rate(step, 50, config) for step in range(50)} == {1e-5}
-
-
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest(activation):
     model = build_gpt(activation=activation, tie_embeddings=False)
