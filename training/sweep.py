@@ -257,22 +257,23 @@ def claim(folder: Path, mark: str | None, key: str, go_on: str = "") -> IO:
     mark=None allows a resume. `key` is the setting that names the folder, `go_on` another way out
     for a folder in use.
     """
+    way_out = f"choose another {key}" if mark else "copy it, and resume the copy"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(2**16))
-        file = lock(folder)
+        file = lock(folder, way_out)
     except OSError as error:
         raise SystemExit(
-            f"error: the folder {folder} cannot be written to: {error}; choose another {key}"
+            f"error: the folder {folder} cannot be written to: {error}; {way_out}"
         ) from None
     # after locking: the process that held the lock may have finished its run
     if mark and (folder / mark).exists():
-        raise Taken(f"error: {folder} holds a run or sweep already; {go_on}choose another {key}")
+        raise Taken(f"error: {folder} holds a run or sweep already; {go_on}{way_out}")
     return file
 
 
-def lock(folder: Path) -> IO:
+def lock(folder: Path, way_out: str) -> IO:
     """Keep other processes out of the folder until the returned file is closed.
 
     The system unlocks it however this process ends.
@@ -282,8 +283,7 @@ def lock(folder: Path) -> IO:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         raise Taken(
-            f"error: another process is writing to {folder} right now; start again, or choose "
-            "another hydra.run.dir or hydra.sweep.dir"
+            f"error: another process is writing to {folder} right now; wait for it, or {way_out}"
         ) from None
     except OSError:  # a file system without locks
         pass
