@@ -587,9 +587,9 @@ def test_a_sweep_without_a_job(tmp_path, choice):
 
 def test_jobs_of_a_sweep_do_not_share_a_folder(tmp_path):
     """A regression test: each job wrote its rows into the previous job's file."""
-    done = run(*tiny_sweep(tmp_path, "seed=0,1", "steps=1"), "hydra.sweep.subdir=one")
+    done = run(*tiny_sweep(tmp_path, "seed=0,1", "steps=1"), "hydra.sweep.subdir=${steps}")
     assert "choose another hydra.sweep.subdir" in done.complaint()
-    assert summary(tmp_path / "one")["seed"] == 0 and len(metrics(tmp_path / "one")) == 2
+    assert summary(tmp_path / "1")["seed"] == 0 and len(metrics(tmp_path / "1")) == 2
 
 
 @linux
