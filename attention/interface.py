@@ -236,6 +236,8 @@ class Backend:
         """A copy with other options. Raises ValueError for an option that the backend does not
         have.
         """
+        if not options:
+            return self
         if self.implementations and "impl" in options:
             impl = options.pop("impl")
             if impl not in self.implementations:
@@ -255,7 +257,8 @@ class Backend:
                     f"attention={self.name} has no option {name!r} (got {name}={options[name]}); "
                     f"{has}"
                 )
-        if (dtype := options.get("softmax_dtype", "input")) not in ("float32", "input"):
+        if options.get("softmax_dtype", "input") not in ("float32", "input"):
+            dtype = options["softmax_dtype"]
             raise ValueError(f"softmax_dtype={dtype} must be float32 or input")
         for name in ("block_q", "block_kv"):
             size = options.get(name, 1)
@@ -263,7 +266,7 @@ class Backend:
                 raise ValueError(f"{name}={size} must be a whole number, at least 1")
             if size < 1:
                 raise ValueError(f"{name}={size} must be at least 1")
-        return replace(self, options={**self.options, **options}) if options else self
+        return replace(self, options={**self.options, **options})
 
     def unsupported_reasons(
         self,

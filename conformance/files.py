@@ -25,13 +25,13 @@ def check_writable(said: str, path: Path, ending: str) -> None:
     """Raise ValueError, beginning with `said`, if the file cannot be written later, or has another
     ending: a file of another kind is probably not to be replaced.
     """
-    if path.suffix != ending:
-        raise ValueError(f"{said}: give a name that ends in {ending}")
     folder = path.absolute().parent
     if not folder.is_dir():
         raise ValueError(f"{said}: its folder does not exist")
     if path.is_dir():
         raise ValueError(f"{said} is a folder: name a file in it")
+    if path.suffix != ending:
+        raise ValueError(f"{said}: give a name that ends in {ending}")
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:

@@ -232,14 +232,11 @@ class CheckedSweeper(Sweeper):
 
     def check(self, config: "RunConfig") -> None:
         """Raise ValueError for all errors that can be found before the job begins."""
-        from data.local_files import text_files
         from training.device import pick_device, pick_dtype
         from training.loggers import check_logger
         from training.schedule import check_model, check_schedule
 
         check_logger(config.logger)
-        if config.data.source == "text":
-            text_files(config.data.path)
         schedule = check_schedule(config)
         # cluster nodes may have devices that this machine lacks; and if jobs have GPUs of their
         # own, this process must not take memory of these

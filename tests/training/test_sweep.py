@@ -193,7 +193,7 @@ def test_jobs_that_end_together_lose_no_line(tmp_path):
 def test_a_copy_of_the_callback_holds_no_lock(tmp_path):
     """A regression test: hydra/launcher=joblib pickles the callback, which held open files."""
     callback = SweepSummary()
-    callback.folder, callback.locks[tmp_path] = tmp_path, lock(tmp_path)
+    callback.folder, callback.locks[tmp_path] = tmp_path, lock(tmp_path, "")
     copy = pickle.loads(pickle.dumps(callback))
     assert copy.folder == tmp_path and copy.locks == {} and copy.away and not callback.away
 
