@@ -16,7 +16,7 @@ import shlex
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
@@ -33,6 +33,7 @@ from training.own_modules import ROOT
 from training.ranks import of_environment
 from training.resume import changes_in_words, load_yaml
 from training.retention import LATEST, load_json
+from training.text_table import text_table
 
 log = logging.getLogger("tilegpt")
 
@@ -394,16 +395,6 @@ def summary_table(rows: list[Row]) -> str:
     lines = text_table(table, words=len(sizes) + 2).splitlines()
     lines.insert(1, "-" * len(lines[0]))
     return "\n".join(line.rstrip() for line in [*lines, *dict.fromkeys(remarks)])
-
-
-def text_table(rows: Sequence[Sequence[str]], *, words: int = 1) -> str:
-    """Align columns: the first ones, which are words, to the left, and the numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = [str.ljust] * words + [str.rjust] * (len(widths) - words)
-    return "\n".join(
-        "  ".join(side(x, width) for side, x, width in zip(sides, row, widths, strict=True))
-        for row in rows
-    )
 
 
 def _cell(row: Row, key: str, form: str) -> str:
