@@ -286,7 +286,7 @@ class ModelConfig:
 
     @property
     def attention_sizes(self) -> dict[str, int]:
-        """What an attention is built or checked for, by the names of Backend.check_model()."""
+        """The sizes of this model's attention, as Backend.check_model() takes them."""
         return {
             "num_heads": self.num_heads,
             "num_kv_heads": self.kv_heads,
@@ -558,7 +558,7 @@ class RunConfig:
             )
         self.data.check_length(self.seq_len)
         self._check_batch()
-        self.optimizer()
+        self.optimizer()  # raises for a schedule that would rise
         changed = self.model.qk_norm or self.attention.softcap or self.attention.score_mod
         if self.optim.qk_clip and changed:
             raise ValueError(

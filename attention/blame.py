@@ -14,6 +14,11 @@ def is_foreign(error: BaseException) -> bool:
     return bool(frames) and not _is_ours(frames[-1])
 
 
+def with_place(error: BaseException) -> str:
+    """The error's type, message and place, in one line if the message is."""
+    return f"{type(error).__name__}: {error} ({place(error)})"
+
+
 def place(error: BaseException) -> str:
     """FILE, line N: the innermost call in a user's file; without one, the innermost of all."""
     frames = extract_tb(error.__traceback__)

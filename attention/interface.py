@@ -626,22 +626,18 @@ def check_output(backend: Backend, q: Tensor, v: Tensor, output: Any) -> None:
         )
     out, lse = output.out, output.lse
     shape, dtype = (*q.shape[:3], v.shape[3]), statistics_dtype(q)
-    if out.shape != shape or out.dtype != q.dtype:
-        raise ValueError(
-            f"attention={backend.name} must return out of shape {shape} and "
-            f"{dtype_name(q.dtype)}, it returned {tuple(out.shape)} and {dtype_name(out.dtype)}"
-        )
-    scores = [("lse", lse, shape[:3])]
+    results = [("out", out, shape, q.dtype), ("lse", lse, shape[:3], dtype)]
     if isinstance(output, ScoredOutput):
-        scores.append(("max_score", output.max_score, shape[:2]))
-    for name, x, shape in scores:
-        if x is not None and (x.shape != shape or x.dtype != dtype):
+        results.append(("max_score", output.max_score, shape[:2], dtype))
+    for name, x, shape, dtype in results:
+        if x is None:
+            continue
+        if x.shape != shape or x.dtype != dtype:
             raise ValueError(
                 f"attention={backend.name} must return {name} of shape {shape} and "
                 f"{dtype_name(dtype)}, it returned {tuple(x.shape)} and {dtype_name(x.dtype)}"
             )
-    for name, x in (("out", out), ("lse", lse)):
-        if x is not None and x.device != q.device:
+        if x.device != q.device:
             raise ValueError(
                 f"attention={backend.name} must return {name} on {q.device}, where q is; it "
                 f"returned it on {x.device}"

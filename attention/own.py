@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attention.blame import place
+from attention.blame import with_place
 from attention.interface import Backend, Output, dtype_name
 
 STANDALONE_SEQ_LEN = 1024
@@ -48,8 +48,7 @@ def build_module(
         module = backend.module(**shape, max_seq_len=max_seq_len, layer=layer)
     except Exception as error:  # the user's class may raise anything
         raise ValueError(
-            f"{name} cannot build its module for layer {layer}: {type(error).__name__}: {error} "
-            f"({place(error)})"
+            f"{name} cannot build its module for layer {layer}: {with_place(error)}"
         ) from error
     if not isinstance(module, nn.Module):
         raise ValueError(f"{name}: module= must make an nn.Module, it made {type(module).__name__}")

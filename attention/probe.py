@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.blame import is_foreign, place
+from attention.blame import is_foreign, with_place
 from attention.diagnose import with_gradients
 from attention.interface import Backend, Output, dtype_name
 from attention.own import build_module
@@ -87,8 +87,7 @@ def probe(
         if isinstance(error, ValueError) and not is_foreign(error):
             raise
         raise ValueError(
-            f"attention={backend.name} fails on ordinary inputs: {type(error).__name__}: {error} "
-            f"({place(error)})"
+            f"attention={backend.name} fails on ordinary inputs: {with_place(error)}"
         ) from error
     if backend.exact:
         naive = partial(attend, backend="naive")

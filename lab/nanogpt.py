@@ -53,7 +53,7 @@ from training.files import check_writable, read_metrics, write_json
 from training.memory import GIB
 from training.optimizer import set_learning_rate
 from training.sweep import load_json
-from training.trained import read_run_config
+from training.trained import data_of, read_run_config
 
 WARMUP, WINDOW = 10, 10  # steps that are not timed, and steps timed together
 # variations that change nanoGPT's losses only by roundings
@@ -158,7 +158,6 @@ def train_theirs(
     noise_seed moves the initial weights by about one rounding. cudnn=False makes PyTorch use flash
     attention.
     """
-    from data import build_data
 
     config = read_run_config(run_dir)
     device = pick_device(config.device)
@@ -166,7 +165,7 @@ def train_theirs(
     # as in nanoGPT's train.py
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.backends.cuda.enable_cudnn_sdp(cudnn)
-    data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
+    data = data_of(config)
     optim = config.optimizer()
     with redirect_stdout(StringIO()):  # it prints its number of parameters
         model = their_model(folder, config, data.vocab_size)

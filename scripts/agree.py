@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from attention import Backend, dtype_name
-from attention.blame import is_foreign, place
+from attention.blame import is_foreign, with_place
 from model import GPT, KVCache, generate
 from scripts.arguments import Count, Device, Dtype, command, default, parse_backend
 from scripts.tables import Row, by, most, spread, table
@@ -108,8 +108,7 @@ def ask(folder: Path, backends: dict[str, Backend], device: torch.device, option
     except Exception as error:
         if not is_foreign(error):
             raise
-        reason = f"{type(error).__name__}: {error} ({place(error)})"
-        raise ValueError(f"attention={backend.name} fails: {reason}") from error
+        raise ValueError(f"attention={backend.name} fails: {with_place(error)}") from error
     pairs = [compare(a, b) for a, b in combinations(readings, 2)]
     decoding = [{"attention": each.name} | each.decoding for each in readings if each.decoding]
     return about | {"tokens": count, "pairs": pairs, "decoding": decoding}

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 
 from attention import BACKENDS, Backend, dtype_name, get_backend
-from attention.blame import is_foreign, place
+from attention.blame import is_foreign, with_place
 from config import RunConfig
 from data import Batch
 from scripts.arguments import Count, Device, command, parse_backend
@@ -263,8 +263,7 @@ def outcome(
         if is_out_of_memory(error):
             return nothing | {"status": "refused: out of memory"}
         if is_foreign(error):
-            reason = f"{type(error).__name__}: {error} ({place(error)})"
-            return nothing | {"status": f"refused: {reason}"}
+            return nothing | {"status": f"refused: {with_place(error)}"}
         if isinstance(error, ValueError):
             return nothing | {"status": f"refused: {error}"}
         raise

@@ -35,8 +35,8 @@ PEAK_BANDWIDTH = {
     "RTX 4090": 1.008e12,
     "RTX 3090": 0.936e12,
 }
-# KiB of shared memory that one block can request, by compute capability, from the CUDA C++
-# programming guide
+# The most shared memory that one block can request, in KiB, by compute capability. Source: the CUDA
+# C++ programming guide.
 SHARED_KIB = {
     "7.0": 96,  # V100
     "7.5": 64,  # T4

@@ -171,8 +171,9 @@ def set_learning_rate(
     optimizer: torch.optim.Optimizer, step: int, steps: int, config: OptimConfig
 ) -> None:
     """Set the learning rate of this step in all groups of parameters."""
+    lr = learning_rate(step, steps, config)
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(step, steps, config)
+        group["lr"] = lr
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:

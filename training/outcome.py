@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from attention.blame import is_foreign, place
+from attention.blame import is_foreign, place, with_place
 from training.files import Row, write_json
 from training.interrupt import Ending, Stopped
 from training.memory import describe_out_of_memory, is_out_of_memory, release_memory
@@ -85,7 +85,7 @@ def outcome_of(
     # the message of our ValueError or OSError tells users what to fix; other errors are bugs
     if not isinstance(error, (ValueError, OSError)) or is_foreign(error):
         log.error("".join(traceback.format_exception(error)))
-        reason = f"{type(error).__name__}: {error} ({place(error)})"
+        reason = with_place(error)
     way_out = ""
     if isinstance(error, OSError) and (run_dir / "checkpoint").exists():
         way_out = f"; {resume_command(run_dir)}"

@@ -216,7 +216,7 @@ def _build_run(config: "RunConfig", summary: Row) -> Run:
 
 
 def _meet(config: "RunConfig") -> "tuple[Ranks, torch.device]":
-    """Meet the other ranks, if there are any. The device is that of this rank."""
+    """Meet the other ranks, if there are any. Returns them and this rank's device."""
     import torch
 
     from training.device import pick_device

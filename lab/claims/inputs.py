@@ -55,5 +55,5 @@ def largest(difference: Tensor) -> float:
 
 
 def relative(out: Tensor, reference: Tensor) -> float:
-    """Root mean square of the error, divided by that of the float64 `reference`."""
+    """The rms of the error over the rms of the float64 `reference`."""
     return ((out.double() - reference).norm() / reference.norm()).item()

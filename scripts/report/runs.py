@@ -90,9 +90,7 @@ class Run:
         return [name for name in names if len(self.curve(name)) >= MIN_POINTS]
 
     def curve(self, metric: str) -> dict[float, float]:
-        """Values by tokens. What is no number is left out: lists, and null for what was not
-        finite.
-        """
+        """Values by tokens. Leaves out lists, and nulls: values that were not finite."""
         points = ((row.get("tokens"), row.get(metric)) for row in self.metrics)
         return dict(sorted(x for x in points if all(isinstance(y, (int, float)) for y in x)))
 
