@@ -730,10 +730,10 @@ def losses_on_ranks(case: Row) -> tuple[str, str]:
         rms = sqrt(sum(each**2 for each in apart) / len(apart))
         rows.append([way, f"{rms:.1e}", f"{max(map(abs, apart)):.1e}"])
     what = (
-        f"`{case['settings']}`, commit {case['commit'][:7]}. This is how far the losses of every tenth "
-        "step are from those of a run alone. Two runs alone run the same kernels. On ranks the "
-        "shapes are others, and so is the rounding. Ranks that share the sequences equal one GPU "
-        "in two passes to the bit (tests/test_two_gpus.py)."
+        f"`{case['settings']}`, commit {case['commit'][:7]}. This is how far the losses of every "
+        "tenth step are from those of a run alone. Two runs alone run the same kernels. On ranks "
+        "the shapes are others, and so is the rounding. Ranks that share the sequences equal one "
+        "GPU in two passes to the bit (tests/test_two_gpus.py)."
     )
     return what, table(["way", "rms", "largest"], rows)
 
