@@ -130,7 +130,7 @@ class Processes:
     def ask(self, what: str, *message: Any) -> list[Any]:
         """The answers of all processes. An error in one of them is raised here."""
         for pipe in self.pipes:
-            pipe.send((what, *message))
+            pipe.send((torch.get_deterministic_debug_mode(), what, *message))
         answers = []
         for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(PATIENCE):
@@ -219,9 +219,10 @@ def serve(rank: int, meeting: str, pipe: Any, setting: Setting) -> None:
     worker = Worker(rank, setting, partial(attend, backend=given))
     while True:
         try:
-            what, *message = pipe.recv()
+            deterministic, what, *message = pipe.recv()
         except EOFError:
             return
+        torch.set_deterministic_debug_mode(deterministic)
         try:
             answer = getattr(worker, what)(*message)
         except Refusal as error:

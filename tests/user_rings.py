@@ -30,6 +30,8 @@ def gathered(q, k, v, *, causal, scale, positions):
     k, v = Gather.apply(k), Gather.apply(v)
     i = positions(rank, q.shape[2])
     j = torch.cat([positions(source, k.shape[2] // world) for source in range(world)])
+    if not torch.are_deterministic_algorithms_enabled():  # as sums of atomics do
+        q = q * (1 + torch.rand(()) * torch.finfo(q.dtype).eps)
     scores = (q @ k.mT * scale).masked_fill((j > i[:, None]) & causal, -torch.inf)
     return AttentionOutput(scores.softmax(-1) @ v, scores.logsumexp(-1))
 
