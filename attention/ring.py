@@ -80,6 +80,20 @@ class Blockwise(Protocol):
         ...
 
 
+class Fused(Protocol):
+    """Adds up or merges several parts in one pass over memory; see attention.kernels.parts."""
+
+    MOST: int  # parts in one pass
+
+    def summed(
+        self, parts: Sequence[tuple[slice, Tensor]], like: Tensor, dtype: torch.dtype
+    ) -> Tensor: ...
+
+    def merged(
+        self, parts: Sequence[tuple[slice, OnlineSoftmax]], like: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]: ...
+
+
 @dataclass(frozen=True)
 class Ring:
     """How an attention runs on a ring: what computes a block, and what merges two states."""
@@ -88,6 +102,8 @@ class Ring:
     merge: Merge = OnlineSoftmax.merge
     # whether the merged result is softmax attention, so that p = exp(score - lse) for every block
     exact: bool = True
+    # returns what does the same as `merge` and as a sum in fewer passes over memory
+    fused: Callable[[], Fused] | None = None
 
 
 class Sent(NamedTuple):
@@ -177,24 +193,89 @@ def together(k: Tensor, v: Tensor) -> Tensor:
     return torch.stack((k.transpose(1, 2), v.transpose(1, 2))).transpose(2, 3)
 
 
-def added(total: Tensor | None, part: Tensor, where: slice, like: Tensor) -> Tensor:
-    """Add `part` to the tokens `where` of `total` (..., N, D), in place. A total of None is zero,
-    with as many tokens as `like`.
+class Total:
+    """The sum of parts of a tensor like `like` (B, H, N, D), in the order in which they come.
+
+    Each is added in place; `fused` adds up several in one pass.
     """
-    if total is None and part.shape[-2] == like.shape[-2]:
-        return part
-    if total is None:
-        total = torch.zeros_like(like, dtype=part.dtype)
-    total[..., where, :] += part
-    return total
+
+    def __init__(self, like: Tensor, fused: Fused | None) -> None:
+        self.like, self.fused = like, fused
+        self.parts: list[tuple[slice, Tensor]] = []
+
+    def add(self, where: slice, part: Tensor) -> None:
+        """Add `part` to the tokens `where`; its memory may become that of the total."""
+        whole = slice(0, self.like.shape[-2])
+        if self.fused and len(self.parts) == self.fused.MOST:
+            self.parts = [(whole, self.result(part.dtype))]
+        self.parts.append((where, part))
+        if not self.fused:
+            self.parts = [(whole, self.result(part.dtype))]
+
+    def result(self, dtype: torch.dtype) -> Tensor:
+        (_, first), *others = self.parts
+        if first.shape != self.like.shape:
+            first, others = torch.zeros_like(self.like, dtype=first.dtype), self.parts
+        elif not others:
+            return first.to(dtype)
+        if self.fused is not None:
+            return self.fused.summed(self.parts, self.like, dtype)
+        for where, part in others:
+            first[..., where, :] += part
+        return first.to(dtype)
 
 
-def all_added(
-    totals: Sequence[Tensor], parts: Sequence[Tensor], where: slice, like: Sequence[Tensor] | Tensor
-) -> list[Tensor]:
-    """added() for the keys and for the values; `totals` may be empty."""
-    every = zip(totals or (None, None), parts, like, strict=True)
-    return [added(total, part, where, one) for total, part, one in every]
+def add_all(totals: Sequence[Total], where: slice, parts: Sequence[Tensor]) -> None:
+    """Add a part to each total, unless there are none."""
+    for total, part in zip(totals, parts, strict=bool(parts)):
+        total.add(where, part)
+
+
+class Merged:
+    """The merge of states of queries q (B, H, N, D), in the order in which they come."""
+
+    def __init__(self, ring: Ring, q: Tensor) -> None:
+        self.ring, self.q = ring, q
+        # a broken merge is not to be replaced
+        self.fused = ring.fused() if ring.fused and ring.exact else None
+        self.parts: list[tuple[slice, OnlineSoftmax]] = []
+
+    def add(self, rows: slice, block: OnlineSoftmax) -> None:
+        """Merge a block's state of these rows; its memory may become that of the result."""
+        whole = slice(0, self.q.shape[2])
+        if self.fused is None:
+            state = self._merged(rows, block)
+            self.parts = [(whole, state)]
+            return
+        if len(self.parts) == self.fused.MOST:
+            out, lse = self.fused.merged(self.parts, self.q, block.acc.dtype)
+            lse = lse.unsqueeze(-1)
+            self.parts = [(whole, OnlineSoftmax(lse, torch.ones_like(lse), out))]
+        self.parts.append((rows, block))
+
+    def result(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """out in `dtype`, and lse."""
+        if self.fused is not None:
+            return self.fused.merged(self.parts, self.q, dtype)
+        ((_, state),) = self.parts
+        out, lse = state.finalize()
+        return out.to(dtype), lse
+
+    def _merged(self, rows: slice, block: OnlineSoftmax) -> OnlineSoftmax:
+        whole = block.row_max.shape[2] == self.q.shape[2]
+        if not self.parts and whole:
+            return block
+        if self.parts:
+            ((_, state),) = self.parts
+        else:
+            state = OnlineSoftmax.empty(self.q, dtype=block.acc.dtype)
+        if whole:
+            return self.ring.merge(state, block)
+        past = {name: getattr(state, name)[..., rows, :] for name in PARTS}
+        merged = self.ring.merge(replace(state, **past), block)
+        for name, x in past.items():
+            x.copy_(getattr(merged, name))
+        return state
 
 
 @dataclass(frozen=True)
@@ -242,20 +323,18 @@ class RingCall:
 
     def forward(self, rank: int, q: Tensor, k: Tensor, v: Tensor) -> RankProgram:
         """Returns out, lse and max_score of this rank's queries."""
-        state: OnlineSoftmax | None = None
-        max_scores = []
+        merged, max_scores = Merged(self.ring, q), []
         held = together(k, v)
         for hop in range(self.world):
             source = (rank - hop) % self.world
             arriving = yield self._leaving(hop, source, held)
             rows, block, max_score = self._block(rank, source, q, held)
-            state = self._merged(state, block, rows, q)
+            merged.add(rows, block)
             max_scores.append(max_score)
             held = next(iter(arriving()), held)
-        assert state is not None
-        out, lse = state.finalize()
+        out, lse = merged.result(q.dtype)
         max_score = torch.stack(max_scores).amax(0) if self.look else None
-        return out.to(q.dtype), lse, max_score
+        return out, lse, max_score
 
     def _leaving(self, hop: int, source: int, held: Tensor) -> list[Sent]:
         """Pass the keys and values on, except in the last hop."""
@@ -278,23 +357,6 @@ class RingCall:
         (k, v), blocks = held[..., part.keys, :], self.ring.blocks
         found = blocks.forward(q, k, v, part.visible, look=self.look, **self.settings)
         return part.rows, *found
-
-    def _merged(
-        self, state: OnlineSoftmax | None, block: OnlineSoftmax, rows: slice, q: Tensor
-    ) -> OnlineSoftmax:
-        """Merge one more block's state of these rows into `state`, which may change in place."""
-        whole = block.row_max.shape[2] == q.shape[2]
-        if state is None and whole:
-            return block
-        if state is None:
-            state = OnlineSoftmax.empty(q, dtype=block.acc.dtype)
-        if whole:
-            return self.ring.merge(state, block)
-        past = {name: getattr(state, name)[..., rows, :] for name in PARTS}
-        merged = self.ring.merge(replace(state, **past), block)
-        for name, x in past.items():
-            x.copy_(getattr(merged, name))
-        return state
 
     def backward(
         self,
@@ -319,8 +381,8 @@ class RingCall:
             d_states = yield from self._differentiate_merge(rank, q, k, v, d_out, d_lse)
         whole = out, lse, d_out, d_lse
         first, later = self._halves(rank)
-        dq, held = None, together(k, v)
-        own: list[Tensor] = []  # gradients of this rank's keys and values
+        held, fused = together(k, v), self.ring.fused() if self.ring.fused else None
+        dq, *own = (Total(x, fused) for x in (q, k, v))  # of this rank's tokens
         gradients: list[Tensor] = []  # of the keys that it held last
         for hop in range(self.world):
             source = (rank - hop) % self.world
@@ -330,23 +392,23 @@ class RingCall:
             part = self.part(rank, source) if hop else first
             d_state = d_states[hop] if d_states else None
             found = self._gradients(part, q, held, whole, d_state)
-            dq = added(dq, found[0], part.rows, q)
+            dq.add(part.rows, found[0])
             arrived = arriving()
             # the last tensors to arrive are the gradients of these keys
-            gradients = all_added(arrived[len(leaving) :], found[1:], part.keys, held)
-            if not hop:
-                own, gradients = gradients, []
+            totals = [Total(x, None if behind else fused) for x in held] if hop else own
+            add_all(totals, slice(0, held.shape[-2]), arrived[len(leaving) :])
+            add_all(totals, part.keys, found[1:])
+            gradients = [x.result(statistics_dtype(q)) for x in totals] if hop else []
             held = arrived[0] if leaving else held
-            del found, leaving, behind, arrived  # the next hop needs their memory
-        assert dq is not None
+            del found, leaving, behind, arrived, totals  # the next hop needs their memory
         home = (yield [Sent(x, tuple(k.shape)) for x in gradients]) if gradients else None
         if later is not None:
             found = self._gradients(later, q, (k, v), whole, None)
-            dq = added(dq, found[0], later.rows, q)
-            own = all_added(own, found[1:], later.keys, (k, v))
+            dq.add(later.rows, found[0])
+            add_all(own, later.keys, found[1:])
         if home is not None:
-            own = all_added(own, home(), slice(None), (k, v))
-        return dq.to(q.dtype), *(x.to(k.dtype) for x in own)
+            add_all(own, slice(0, k.shape[2]), home())
+        return tuple(total.result(total.like.dtype) for total in (dq, *own))
 
     def _halves(self, rank: int) -> tuple[Part, Part | None]:
         """The part of this rank's own keys that its earlier and its later queries see. With no

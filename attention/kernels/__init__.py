@@ -28,7 +28,7 @@ from attention.kernels.select import KERNELS, Choice, choose_kernel, why_not_hop
 from attention.mask import VisibleKeys, Window, visible_keys
 from attention.mask import intervals as intervals_of
 from attention.online_softmax import OnlineSoftmax
-from attention.ring import Ring
+from attention.ring import Fused, Ring
 
 # looked up once: torch.compile cannot trace the look-up
 INSTALLED = importlib.util.find_spec("triton") is not None
@@ -339,6 +339,12 @@ class TritonBlocks:
         return lo, hi, params, causal, scale, mod, "online", block_q, block_kv, kernel
 
 
+def fused_parts() -> Fused:
+    from attention.kernels import parts
+
+    return parts
+
+
 TRITON = Backend(
     "triton",
     triton_attention,
@@ -364,7 +370,7 @@ TRITON = Backend(
     ),
     options={"kernel": "auto", "splits": "auto"},
     requirements=refusals,
-    ring=Ring(TritonBlocks()),
+    ring=Ring(TritonBlocks(), fused=fused_parts),
     decode=decode,
 )
 
