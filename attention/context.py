@@ -233,8 +233,8 @@ def share(
     return Shards(Group("heads", head, heads), Group("ring", place, context // heads), gather)
 
 
-# clock cycles, about 10 us, that a GPU waits after it has sent a message and before it computes.
-# Attention fills every multiprocessor until it is done: NCCL has to be there before it
+# clock cycles, about 10 us, that a GPU waits between sending a message and computing. Attention
+# takes all multiprocessors until it is done, so the kernel that sends has to start before it
 HEAD_START = 20_000
 
 
