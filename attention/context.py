@@ -83,15 +83,18 @@ class Shards:
         score_mod: ScoreMod | None = None,
         sinks: Tensor | None = None,
         return_max_score: bool | Tensor = False,
+        exchanged: bool = False,
     ) -> Output:
         """Run `attend`, which is attention(), on the whole sequence; return the part of this rank.
 
         q (B, H, n, D), k, v (B, H_kv, n, D), out (B, H, n, D) and lse (B, H, n) hold the n tokens
         at positions(). document_ids (B, N) cover the whole sequence, alibi_slopes and sinks (H,)
         all heads. lse is None where heads are exchanged. max_score covers the scores that this rank
-        computed; it is -inf for the heads of other ranks.
+        computed; it is -inf for the heads of other ranks. exchanged: q, k and v come from
+        to_heads(), and out is for to_tokens().
         """
-        q, k, v = self.to_heads(q, k, v)
+        if not exchanged:
+            q, k, v = self.to_heads(q, k, v)
         arguments = {
             "causal": causal,
             "scale": q.shape[-1] ** -0.5 if scale is None else scale,
@@ -118,7 +121,7 @@ class Shards:
             out, lse, *scores = attend(q, k, v, backend=backend, **changes, **arguments)
             max_score = scores[0] if scores else None
         if self.heads.size > 1:
-            out, lse = self.to_tokens(out), None
+            out, lse = out if exchanged else self.to_tokens(out), None
         if return_max_score is False:
             return AttentionOutput(out, lse)
         return ScoredOutput(out, lse, None if max_score is None else self.of_all_heads(max_score))

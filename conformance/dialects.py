@@ -69,8 +69,8 @@ MASKS = {
     "hidden": "~seen",
     "additive": "q.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(q.dtype).min)",
     "float32": "torch.where(seen, 0.0, -torch.inf)",  # additive, whatever the dtype of q is
-    "block": "create_block_mask(lambda b, h, i, j: seen.expand(q.shape[0], -1, -1, -1)[b, 0, i, j]"
-    ", q.shape[0], None, *seen.shape[-2:], q.device)",
+    "block": "create_block_mask(lambda b, h, i, j: seen[b % len(seen), 0, i, j], q.shape[0], None"
+    ", *seen.shape[-2:], q.device)",
 }
 
 

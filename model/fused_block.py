@@ -13,7 +13,7 @@ gradients of `Block.forward`; tests/model/test_fused_block.py compares them.
 Dimensions: B batch, N tokens, C hidden_size, H query heads, H_kv key/value heads, D head dim.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ from model.kv_cache import LayerCache
 from model.norm import add_norm_linear
 
 if TYPE_CHECKING:
+    from attention.context import Shards
     from model.gpt import Block, Rope
 
 
@@ -48,9 +49,9 @@ def fused_block(
     x and branch (B, N, C), in and out; None stands for zero.
     """
 
-    def attend(qkv: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
+    def attend(qkv: Iterable[Tensor], **options: bool) -> tuple[Tensor, Tensor | None]:
         q, k, v = (t.transpose(1, 2) for t in qkv)  # (B, H or H_kv, N, D)
-        return block.attention.attend(q, k, v, document_ids=document_ids, cache=cache)
+        return block.attention.attend(q, k, v, document_ids=document_ids, cache=cache, **options)
 
     if block.config.checkpoint in ("attention", "block"):
         x = x if branch is None else x + branch
@@ -110,11 +111,16 @@ def recomputed_block(
     """
     config, dropout = block.config, block.dropout.p
     checkpoint = config.checkpoint if torch.is_grad_enabled() else "none"
+    shards = block.attention.shards
+    exchanging = None if shards is None or shards.heads.size == 1 else shards
 
     def before(x: Tensor, *rope: Tensor) -> tuple[Tensor, ...]:
-        return before_attention(block, x, None, rope or None)[1]
+        qkv = before_attention(block, x, None, rope or None)[1]
+        return qkv if exchanging is None else to_heads(exchanging, qkv)
 
     def after(x: Tensor, out: Tensor) -> Tensor:
+        if exchanging is not None:
+            out = to_tokens(exchanging, out, config.head_dim)
         x, branch = after_attention(block, x, out)
         return x + branch
 
@@ -126,8 +132,41 @@ def recomputed_block(
     def run(x: Tensor) -> tuple[Tensor, Tensor | None]:
         tables = (table.unsqueeze(0) for table in rope or ())
         qkv = in_chunks(before, x, *tables, size=config.chunk_tokens)
-        out, max_score = attend(qkv)
+        if exchanging is None:
+            out, max_score = attend(qkv)
+        else:
+            world = exchanging.heads.size
+            out, max_score = attend((joined(t, world) for t in qkv), exchanged=True)
+            out = by_rank(out, world)
         return in_chunks(after, x, out, size=config.chunk_tokens), max_score
 
     with kept_on_host(x) if config.offload and checkpoint != "none" else nullcontext():
         return recomputed(run, dropout=dropout)(x) if checkpoint == "block" else run(x)
+
+
+# Where W ranks exchange heads, they do it inside the parts that are recomputed. So messages are as
+# small as a chunk, and attention's result is kept once: its exchange back is repeated. Between the
+# parts, dimension 0 has the sequences and the ranks whose tokens these are, and dimension 1 has as
+# many tokens as x, so that in_chunks can divide both.
+
+
+def to_heads(shards: "Shards", qkv: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """From (B, N, H or H_kv, D), this rank's tokens, to (B W, N, H / W or H_kv / W, D)."""
+    exchanged = shards.to_heads(*(t.transpose(1, 2) for t in qkv))
+    return tuple(by_rank(t.transpose(1, 2), shards.heads.size) for t in exchanged)
+
+
+def to_tokens(shards: "Shards", out: Tensor, head_dim: int) -> Tensor:
+    """From (B W, N, C / W), this rank's heads, to (B, N, C), its tokens."""
+    heads = joined(out, shards.heads.size).unflatten(-1, (-1, head_dim))
+    return shards.to_tokens(heads.transpose(1, 2)).transpose(1, 2).flatten(2)
+
+
+def by_rank(x: Tensor, world: int) -> Tensor:
+    """From (B, W N, ...) to (B W, N, ...)."""
+    return x.unflatten(1, (world, -1)).flatten(0, 1)
+
+
+def joined(x: Tensor, world: int) -> Tensor:
+    """The inverse of by_rank()."""
+    return x.unflatten(0, (-1, world)).flatten(1, 2)

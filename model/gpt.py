@@ -129,13 +129,18 @@ class CausalSelfAttention(nn.Module):
         *,
         document_ids: Tensor | None,
         cache: LayerCache | None,
+        exchanged: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """The concatenated outputs of all heads, (B, N, C), and each head's largest score."""
+        """The concatenated outputs of all heads, (B, N, C), and each head's largest score. For
+        exchanged, see Shards.attention(): then the outputs are those of this rank's heads.
+        """
         if cache is not None:
             k, v = cache.extend(k, v)  # (B, H_kv, M, D)
             if cache.places is not None:
                 return self.decode(q, k, v, cache.places.lengths), None
-        call = attention if self.shards is None else partial(self.shards.attention, attention)
+        call = attention
+        if self.shards is not None:
+            call = partial(self.shards.attention, attention, exchanged=exchanged)
         brought = self.own is not None and self.backend.module is self.brought_by
         own = {"module": self.own} if brought else {}
         # the causal mask is aligned bottom-right: right for N = M and for new tokens after a cache

@@ -117,11 +117,20 @@ NEAR = {"train/loss": 1e-3, "val/loss": 1e-3, "grad_norm": 2e-2, "attention/max_
     "settings",
     [
         ("parallel.how=heads", "attention.sinks=true", "model.checkpoint=block"),
+        ("parallel.how=heads", "model.checkpoint=attention"),
+        ("parallel.how=heads", "model.checkpoint=attention", "model.chunk_tokens=50"),
         ("parallel.how=ring", "model=modern", "model.num_kv_heads=1", "data.documents=true"),
         ("parallel.how=gather", "attention.window=100", "attention.softcap=20"),
         ("parallel.how=ring", "model.checkpoint=block", "seq_len=1024", "compile=false"),
     ],
-    ids=["heads-sinks-recomputed", "ring-gqa-documents", "gather-softcap", "ring-eager"],
+    ids=[
+        "heads-sinks-recomputed",
+        "heads-kept",
+        "heads-chunks",
+        "ring-gqa-documents",
+        "gather-softcap",
+        "ring-eager",
+    ],
 )
 def test_a_shared_sequence_trains_as_on_one_gpu(tmp_path, settings):
     how = [each for each in settings if each.startswith("parallel.")]

@@ -136,6 +136,7 @@ class StepShape:
         # the share of a sequence in one chunk
         self.chunk = min(1, (config.chunk_tokens or self.seq_len) / self.seq_len)
         self.offloads = config.offload and not self.on_cpu
+        self.recomputes_block = config.checkpoint in ("attention", "block")
         # whether q and k become separate tensors beside the packed qkv
         self.rotates = config.positions == "rope" or config.qk_norm
         # bytes of the residual stream, (B, N, C) in float32
@@ -306,7 +307,9 @@ def merged_saved(step: StepShape) -> int:
     if step.kind in (FUSED, LIBRARY):
         # no copy where the kernel writes (B, N, H, D): Triton's does, PyTorch's follows q's layout
         copied = step.rotates and step.backend.name != "triton" and step.chunk == 1
-        merged &= copied or step.shares_heads
+        if step.shares_heads:  # the exchanged output, unless the backward pass exchanges it again
+            copied = not step.recomputes_block
+        merged &= copied
     elif step.kind != TILE_LOOP:
         merged = True  # the other two kinds keep no output themselves
     return step.q if merged else 0
@@ -391,7 +394,7 @@ def kept_by_block(step: StepShape) -> tuple[int, int]:
         return 2 * step.residual + step.up + 2 * step.mask, attention
     if checkpoint == "block":
         attention = 0
-    elif step.compiled and not step.shares_heads:
+    elif step.compiled:
         attention -= qkv_saved(step)  # a compiled graph computes q, k and v again
     return 0 if step.offloads else step.residual, attention
 
@@ -501,6 +504,8 @@ def phases_of_halves(step: StepShape, state: int) -> dict[str, float]:
     attention, mlp, residual = attention_bytes(step), mlp_bytes(step), step.residual
     restored = step.chunk * residual if step.offloads else 0
     mlp_work = step.chunk * (mlp.saved + mlp.backward + step.mask) + step.d_down
+    if step.shares_heads:
+        mlp_work += step.chunk * step.q  # the output of all heads
     before = step.qkv + residual + step.chunk * (before_saved(step) + residual)
     if step.chunk < 1:
         # the chunks' gradients of x and of out collect beside the incoming one
@@ -518,9 +523,16 @@ def phases_of_halves(step: StepShape, state: int) -> dict[str, float]:
 
 
 def predict_peak_bytes(
-    config: Any, vocab_size: int, backend: Backend, dtype: torch.dtype, device: torch.device | str
+    config: Any,
+    vocab_size: int,
+    backend: Backend,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    shares_heads: bool = False,
 ) -> StepBytes:
     """predict_step() of a run: config is its RunConfig; dtype and device are those it uses.
+    shares_heads: see StepShape.
 
     The peak predicts memory/peak_gib, which counts only tensors, on a CPU as on a GPU. Python and
     its libraries, 0.3 to 0.7 GiB, are not included.
@@ -536,6 +548,7 @@ def predict_peak_bytes(
         device=device,
         compiled=run_compiles(config, backend, device),
         accumulates=config.accumulation_steps > 1,
+        shares_heads=shares_heads,
         **layer_sizes(config),
     )
 

@@ -89,9 +89,10 @@ class Run:
         from training.plan import predict_peak_bytes
 
         own = replace(config, seq_len=config.seq_len // self.ranks.context)
-        where = self.dtype, self.device
+        where, shards = (self.dtype, self.device), self.ranks.shards
+        shares = shards is not None and shards.heads.size > 1
         return max(
-            predict_peak_bytes(own, self.data.vocab_size, backend, *where).peak
+            predict_peak_bytes(own, self.data.vocab_size, backend, *where, shares_heads=shares).peak
             for backend in self.schedule.values()
         )
 

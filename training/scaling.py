@@ -22,6 +22,9 @@ bytes of an element. W = 1 sends nothing.
     heads           (2q + 2k)(W - 1)/W    the same, of the gradients
     ring, gather    2k (W - 1)            that again, and dk, dv in float32: 2k (4/e)(W - 1)
 
+checkpoint=attention repeats the output's exchange in the backward pass, and under torch.compile
+that of q, k and v.
+
 With H query heads and H_kv key/value heads, k = q H_kv / H. Under parallel.how=auto, h ranks share
 the heads, and W / h ranks form a ring for the same heads. Then both rows count: the first with h in
 place of W, the second with W / h.
@@ -119,13 +122,14 @@ class Exchange(NamedTuple):
     """What a rank sends around and in one attention call."""
 
     heads: list[Message]  # forward, and once more backward: nothing hides them
+    repeated: list[Message]  # those of heads that the backward pass repeats, beside `forwards`
     forward: list[Message]  # of a ring or a gather
     backward: list[Message]
 
     def sent(self, forwards: int = 1) -> float:
         """Bytes sent in `forwards` forward passes and a backward pass."""
         every = [*self.heads, *self.forward] * forwards
-        every += [*self.heads, *self.backward]
+        every += [*self.heads, *self.repeated, *self.backward]
         return sum(each.sent * each.times for each in every)
 
     def exposed_seconds(
@@ -138,25 +142,29 @@ class Exchange(NamedTuple):
         swaps = seconds_of(self.heads, to_heads)
         hops = max(0.0, seconds_of(self.forward, to_keys) - forward)
         back = max(0.0, seconds_of(self.backward, to_keys) - backward)
-        return forwards * (swaps + hops) + swaps + back
+        repeated = seconds_of(self.repeated, to_heads)
+        return forwards * (swaps + hops) + swaps + repeated + back
 
 
 def seconds_of(messages: list[Message], link: Link) -> float:
     return sum(each.times * link.seconds(each.call, each.sent) for each in messages)
 
 
-def exchange(q: float, k: float, element: int, *, heads: int, keys: int) -> Exchange:
+def exchange(
+    q: float, k: float, element: int, *, heads: int, keys: int, repeated: int = 0
+) -> Exchange:
     """The messages of one attention call: `heads` ranks exchange heads, and `keys` ranks share the
-    keys. q, k: bytes of a rank's queries and of its keys; element: bytes of an element. See the
+    keys. q, k: bytes of a rank's queries and of its keys; element: bytes of an element. repeated: 1
+    if the backward pass repeats the output's exchange, 2 if also that of q, k and v. See the
     module's docstring.
     """
     swaps = []
-    if heads > 1:  # q, k and v together, and the output
-        swaps = [Message("all_to_all", size * (heads - 1) / heads) for size in (q + 2 * k, q)]
+    if heads > 1:  # the output, and q, k and v together
+        swaps = [Message("all_to_all", size * (heads - 1) / heads) for size in (q, q + 2 * k)]
     pair, gradients = (
         Message("send_receive", size, keys - 1) for size in (2 * k, 2 * k * 4 / element)
     )
-    return Exchange(swaps, [pair], [pair, gradients])
+    return Exchange(swaps, swaps[:repeated], [pair], [pair, gradients])
 
 
 @dataclass(frozen=True)
@@ -287,7 +295,12 @@ def plan_ranks(
 
     own = sequences * length // context  # tokens of a rank in one pass
     q, k = (element * own * n * model.head_dim for n in (model.num_heads, model.kv_heads))
-    messages = exchange(q, k, element, heads=heads, keys=keys)
+    compiled = will_compile(model, backend, "cuda", compile_mode=config.compile)
+    in_halves = model.checkpoint == "attention" or (
+        model.checkpoint == "block" and model.chunk_tokens is not None
+    )
+    repeated = in_halves + (compiled and model.checkpoint == "attention")
+    messages = exchange(q, k, element, heads=heads, keys=keys, repeated=repeated)
     tokens = config.sequences_per_step * length
     windows = config.attention.layer_windows(model.num_layers)
     # the length at which causal attention without windows sees as many keys
@@ -319,7 +332,7 @@ def plan_ranks(
         seq_len=length // context,
         backend=backend,
         dtype=dtype,
-        compiled=will_compile(model, backend, "cuda", compile_mode=config.compile),
+        compiled=compiled,
         accumulates=passes > 1,
         shares_heads=heads > 1,
     )

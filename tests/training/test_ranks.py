@@ -37,6 +37,7 @@ from training.ranks import Ranks, join
 from training.sharing import check_shares, way_to_share
 
 # the ranks of a step share four sequences; dropout would differ
+CHUNKS = ("model.checkpoint=attention", "model.chunk_tokens=5")
 SHARED = ("batch_size=4", "seq_len=32", "log_every=2", "eval_sequences=6", "eval_every=2")
 FADE = "tests.attention.test_score_mod:FADE"
 SHARED += ("optim.schedule=constant",)  # which a resume does not change
@@ -111,7 +112,7 @@ def test_two_ranks_are_two_passes_to_the_bit(tmp_path, settings):
         pytest.param(("attention=kv_outer", "compile=true"), marks=pytest.mark.slow),
         ("attention=tiled", "model.checkpoint=block", "attention.block_kv=8"),
         ("attention=tiled", "attention.window=9", "attention.pattern=SL", "attention.softcap=1"),
-        ("attention=tiled", "model.positions=alibi", "attention.block_kv=8"),
+        ("attention=tiled", "model.positions=alibi", "attention.block_kv=8", *CHUNKS),
     ],
     ids=[
         "tiled",
@@ -121,7 +122,7 @@ def test_two_ranks_are_two_passes_to_the_bit(tmp_path, settings):
         "compiled",
         "recomputed",
         "window-softcap",
-        "alibi",
+        "alibi-chunks",
     ],
 )
 def test_a_shared_sequence_is_the_same_attention(tmp_path, settings):

@@ -106,6 +106,7 @@ def test_a_rank_sends_the_planned_bytes(fake_ranks, world, context, shape, check
         seq_len=64,
         batch_size=2,
         tokens_per_step=2 * 2 * 64 * (world // context),  # two passes of each rank
+        compile="false",
     )
     planned, fake = plan(config, world), fake_ranks(world, context)
     assert (planned.data, planned.passes) == (world // context, 2)
@@ -115,13 +116,17 @@ def test_a_rank_sends_the_planned_bytes(fake_ranks, world, context, shape, check
     assert planned.gradient_bytes == ring_sum(fake.bytes["all_reduce"], world)
 
 
-@pytest.mark.parametrize("checkpoint", ["none", "attention"])
+@pytest.mark.parametrize(
+    ("checkpoint", "chunk"), [("none", None), ("attention", None), ("attention", 128)]
+)
 @pytest.mark.parametrize("positions", ["learned", "rope"])
-def test_shared_heads_change_what_blocks_keep(fake_ranks, monkeypatch, positions, checkpoint):
+def test_shared_heads_change_what_blocks_keep(
+    fake_ranks, monkeypatch, positions, checkpoint, chunk
+):
     """One rank with all heads of its tokens, and one of eight ranks with their tokens exchanged."""
     monkeypatch.setattr("training.step.GradientSum", lambda _, parameters: GradientSum(ALONE, []))
     shape = MHA | {"positions": positions, "max_seq_len": 8192}
-    model = ModelConfig(**shape, checkpoint=checkpoint)
+    model = ModelConfig(**shape, checkpoint=checkpoint, chunk_tokens=chunk)
     fake, measured = fake_ranks(8, 8), []
     for ranks in (replace(fake.ranks, context=1, shards=None), fake.ranks):
         fake.ranks = ranks
