@@ -239,8 +239,8 @@ EXPLAINED = {
         for name in ("strides and views", "call history")
     },
     ("FlashAttention-4", "gradients"): Reason(
-        "dv is wrong at head_dim 40, which is no multiple of 32",
-        "https://github.com/Dao-AILab/flash-attention/pull/2896 (dq, 72 and 104)",
+        "dv of grouped heads is wrong at head_dim 40; the open pull request is about dq at 72 and 104",
+        "https://github.com/Dao-AILab/flash-attention/pull/2896",
     ),
     ("FlashAttention-4", "optional arguments"): Reason(
         "its softcap takes the GPU's approximate tanh, which shows in a float32 lse", "by design"

@@ -349,7 +349,28 @@ def million() -> str:
         "start to its checkpoint."
     )
     rows = [run | {"settings": chosen(run, "")} for run in data["runs"]]
-    return section(data, what, formatted(columns, rows))
+    return section(data, what, formatted(columns, rows), *on_two_gpus(load("million_gpus_h100")))
+
+
+def on_two_gpus(data: Row) -> list[str]:
+    """Two GPUs hold a sequence twice as long as one."""
+    columns = """
+        settings                {settings}
+        GPUs                    {ranks}
+        commit                  {commit:.7}
+        tokens in one sequence  {seq_len:,}
+        peak GiB                {memory/peak_gib:.2f}
+        predicted GiB           {memory/predicted_gib:.2f}
+        tokens/s, second step   {step_tokens_per_sec:,.0f}
+    """
+    what = (
+        f"The same on {data['environment']['hardware']['gpu']}, two steps, on one GPU, or by "
+        "torchrun on two that share the sequence. "
+        f"From commit {data['environment']['commit'][:7]} on, "
+        "ranks exchange heads inside the chunks, and keep attention's output once."
+    )
+    rows = [run | {"settings": f"`{chosen(run, '')}`"} for run in data["runs"]]
+    return [what, formatted(columns, rows)]
 
 
 def tricks() -> str:
@@ -693,7 +714,8 @@ def several_gpus() -> str:
     """
     profiled = "`python -m scripts.profile` by torchrun, of rank 0, in ms. Recording slows a host."
     parts = dict.fromkeys(name for each in data["profiles"] for name in each["parts_ms"])
-    head = ["part", *(f"{each['who']} at {each['seq_len']:,}" for each in data["profiles"])]
+    heads = "{who} at {seq_len:,}, commit {commit:.7}"
+    head = ["part", *(heads.format_map(each) for each in data["profiles"])]
     lines = [
         [name, *(f"{each['parts_ms'].get(name, 0):,.1f}" for each in data["profiles"])]
         for name in parts

@@ -252,11 +252,9 @@ def test_the_speed_of_one_gpu_is_what_was_measured():
     assert measured_speed().error < 0.01
 
 
-@pytest.mark.parametrize(("how", "within"), [("heads", 0.03), ("ring", 0.065)])
+@pytest.mark.parametrize(("how", "within"), [("heads", 0.03), ("ring", 0.04)])
 def test_two_gpus_against_their_measurement(how, within):
-    """The plan is of H200s, the measurement of H100s. The plan hides all messages of a ring; by a
-    profile, 31 ms of its 1,234 were not hidden.
-    """
+    """The plan is of H200s, the measurement of H100s."""
     config = compose(
         "model=gpt2",
         "tokenizer.vocab_size=50304",
