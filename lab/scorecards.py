@@ -239,7 +239,8 @@ EXPLAINED = {
         for name in ("strides and views", "call history")
     },
     ("FlashAttention-4", "gradients"): Reason(
-        "dv of grouped heads is wrong at head_dim 40; the open pull request is about dq at 72 and 104",
+        "dv of grouped heads is wrong at head_dim 40; the open pull request is about dq at 72 and "
+        "104",
         "https://github.com/Dao-AILab/flash-attention/pull/2896",
     ),
     ("FlashAttention-4", "optional arguments"): Reason(
