@@ -225,6 +225,7 @@ def test_what_is_optional_or_slow_is_imported_where_it_is_used():
         "portable.py",
         "intervals.py",
         "offline.py",
+        "parts.py",
     )
     names += tuple(
         f"hopper/{name}.py"

@@ -644,7 +644,7 @@ SEARCH = "torch.searchsorted(keys, ends[:, rows].contiguous())"
 CHUNKS = "torch.cat((chunks[rank], chunks[-1 - rank]))"
 NEXT_KEYS = "held = arrived[0] if leaving else held"
 BLOCK = "rows, block, max_score = self._block(rank, source, q, held)"
-MERGED = "state = self._merged(state, block, rows, q)"
+MERGED = "merged.add(rows, block)"
 
 # what went wrong in rings that people trained with, and its neighbours
 RING_MUTANTS = (
@@ -668,12 +668,12 @@ RING_MUTANTS = (
     _of_ring(
         "gradient_one_hop_short",
         "dk and dv stop at the rank before their own.",
-        *ring(("own = all_added(own, home(), slice(None), (k, v))", "home()")),
+        *ring(("add_all(own, slice(0, k.shape[2]), home())", "home()")),
     ),
     _of_ring(
         "gradient_stays",
         "dk and dv of the hops before are not added.",
-        *ring(("all_added(arrived[len(leaving) :], ", "all_added([], ")),
+        *ring(("arrived[len(leaving) :])", "[])")),
     ),
     _of_ring(
         "middle_row_left_out",
@@ -684,7 +684,7 @@ RING_MUTANTS = (
     _of_ring(
         "only_the_last_dq",
         "dq is that of the last hop.",
-        *ring(("added(dq, found[0], part.rows, q)", "added(None, found[0], part.rows, q)")),
+        *ring(("dq.add(part.rows", "dq = Total(q, fused); dq.add(part.rows")),
     ),
     _of_ring(
         "positions_of_the_rank",
