@@ -120,7 +120,14 @@ def test_the_default_run():
     )
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # as attentions, which stays
+        pytest.param(name, marks=pytest.mark.slow if name.startswith("attentions_") else ())
+        for name in EXPERIMENTS
+    ],
+)
 def test_every_run_of_an_experiment_composes(name):
     """Compose the run, or every job of its sweep, as Hydra would."""
     lines = (ROOT / f"conf/experiment/{name}.yaml").read_text().splitlines()

@@ -623,6 +623,7 @@ def test_wandb_names_and_shows_what_a_sweep_compares(tmp_path):
 
 
 @needs_wandb
+@pytest.mark.slow
 def test_a_switch_that_is_to_come_is_in_the_name(tmp_path):
     swept = ("attention=naive", "attention.switch_to=tiled", "attention.switch_at=null,2")
     asked = tiny_sweep(tmp_path, *swept, "logger=wandb")

@@ -133,6 +133,7 @@ def test_a_setting_that_would_be_lost_is_refused():
         )(q)
 
 
+@pytest.mark.slow
 def test_only_the_very_loop_of_that_name_is_the_operator(monkeypatch):
     """Whatever is put around it, or takes its name, runs itself and not the loop it stands for."""
     backend = get_backend("tiled", block_q=8, block_kv=8)

@@ -362,6 +362,7 @@ def test_of_other_tensors_every_gradient_is_its_own(make):
     assert all(x.transpose(1, 2).is_contiguous() for x in grads)
 
 
+@pytest.mark.slow
 def test_a_compiled_projection_reads_its_gradient_where_it_is(monkeypatch):
     """Inductor drops what would put dq, dk and dv together: the projection's two products take the
     operator's result.

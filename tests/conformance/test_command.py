@@ -333,6 +333,7 @@ def environment(tmp_path_factory) -> Path:
     return environment
 
 
+@pytest.mark.slow
 def test_the_wheel_beside_a_users_own_modules(environment, tmp_path):
     """The command and the pytest plugin run on a user's attention, in a folder with the user's own
     config.py and data/, and import neither of them.

@@ -21,7 +21,7 @@ naive = get_backend("naive").fn
 MEMORY = frozenset({"saved bytes", "largest tensor"})
 # interpreted, Triton takes a minute for what the conformance tests show as well, and FlexAttention
 # without a compiler half of one
-DEAR = ("ring_no_max", "ring_no_rescale", "ring_local_softmax")
+DEAR = ("ring", "ring_no_max", "ring_no_rescale", "ring_local_softmax")
 IN_REACH = [name for name in BACKENDS if name not in ("triton", "flex")]
 
 

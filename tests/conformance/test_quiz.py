@@ -17,7 +17,7 @@ NUMBERS = range(1, len(EXERCISES) + 1)
 
 @pytest.mark.parametrize(
     "number",
-    [pytest.param(n, marks=[] if n % 15 == 1 else [pytest.mark.slow]) for n in NUMBERS],
+    [pytest.param(n, marks=[] if n % 30 == 1 else [pytest.mark.slow]) for n in NUMBERS],
 )
 def test_is_red_as_it_is_and_green_when_mended(number, tmp_path, capsys):
     exercise = EXERCISES[number - 1]

@@ -11,6 +11,7 @@ from lab import decoding
 from lab.decoding import SHAPES, Shape, in_turns, paged, why_wrong
 
 
+@pytest.mark.slow
 def test_rows_of_a_tiny_machine(tmp_path: Path, monkeypatch):
     out = tmp_path / "decoding.json"
     gpt2 = {"num_layers": 2, "num_heads": 2, "hidden_size": 32, "max_seq_len": 128}

@@ -32,6 +32,7 @@ def test_rows_are_timed_from_the_second_after_the_start():
     assert wall.by_arrival(run(40, 50.0) | {"arrivals": arrivals}) == pytest.approx(500.0)
 
 
+@pytest.mark.slow
 def test_two_lengths_of_a_real_run(tmp_path, monkeypatch):
     out = tmp_path / "wall.json"
     settings = [each for each in TINY if not each.startswith(("seq_len", "steps", "batch_size"))]

@@ -65,6 +65,7 @@ compile(heads_kernel, **heads, QK_NORM=False, **dict.fromkeys(("cos_ptr", "sin_p
 @pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs Triton's compiler, not a GPU"
 )
+@pytest.mark.slow
 def test_the_kernels_of_the_model_compile_for_sm_90(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(

@@ -555,6 +555,7 @@ def test_refused_in_one_line(run_benchmark, arguments, words):
     )
 
 
+@pytest.mark.slow
 def test_the_line_of_the_help_runs_as_typed(run_benchmark, no_verification):
     line = re.search(r"python -m scripts\.benchmark (.*) out=", benchmark.__doc__)[1]
     rows, _ = run_benchmark(*line.split(), "repeats=3")

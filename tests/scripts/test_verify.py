@@ -177,6 +177,7 @@ def here(function, jobs, limit):
     return ((job, function(*job)) for job in jobs)
 
 
+@pytest.mark.slow
 def test_parts_of_a_column_come_together(run_verify, monkeypatch, tmp_path):
     """As from one process. Several dtypes: test_a_run_that_is_cut_short_goes_on()."""
     both = "attention=naive,no_scale", "dtype=fp32"
@@ -202,7 +203,7 @@ def test_a_process_that_dies_is_named(run_verify, monkeypatch):
     assert re.search(said + "attention=tests.user_backends:DIES processes=1$", code)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_that_is_cut_short_goes_on(run_verify, monkeypatch, tmp_path, processes):
     """The file has the cells so far and says what it lacks; then only that is examined, and all is
     as without a stop. A column once was lost unless all of its parts had come.
@@ -355,6 +356,7 @@ def test_what_processes_cannot_share_is_refused(run_verify, arguments, said):
     assert said in complaint
 
 
+@pytest.mark.slow
 def test_the_line_in_help_runs_as_typed(monkeypatch, capsys):
     help_text = forked.run("-m", "scripts.verify", "--help").stdout
     (line,) = re.findall(r"^    python -m scripts\.verify (.*)$", help_text, re.MULTILINE)

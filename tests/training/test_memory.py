@@ -208,6 +208,7 @@ def test_an_error_without_words_is_described():
 
 
 @linux
+@pytest.mark.slow
 def test_release_gives_small_blocks_back():
     """Blocks below malloc's mmap threshold stay with the process after `del`, and would start the
     next run's peak.

@@ -532,6 +532,7 @@ def test_a_rank_that_is_killed_ends_the_run(tmp_path):
     assert first.complaint().startswith(f"error: {ended['error']}; go on with: ")
 
 
+@pytest.mark.slow
 def test_what_outlives_the_first_rank_says_one_line(tmp_path):
     """A regression test: PyTorch's C++ printed that the connection was reset, with its stacks."""
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
@@ -774,7 +775,7 @@ ATTENTION = replace(get_backend("naive"), name="killed", fn=attend)
     ("saved", "real"),
     [
         pytest.param(True, False, id="after-a-checkpoint"),
-        pytest.param(False, False, id="before-the-first"),
+        pytest.param(False, False, id="before-the-first", marks=pytest.mark.slow),
         pytest.param(True, True, id="by-torchrun", marks=pytest.mark.slow),
     ],
 )
