@@ -112,15 +112,15 @@ def recomputed_block(
     config, dropout = block.config, block.dropout.p
     checkpoint = config.checkpoint if torch.is_grad_enabled() else "none"
     shards = block.attention.shards
-    exchanging = None if shards is None or shards.heads.size == 1 else shards
+    world = 1 if shards is None else shards.heads.size  # ranks that exchange heads
 
     def before(x: Tensor, *rope: Tensor) -> tuple[Tensor, ...]:
         qkv = before_attention(block, x, None, rope or None)[1]
-        return qkv if exchanging is None else to_heads(exchanging, qkv)
+        return to_heads(shards, qkv) if world > 1 else qkv
 
     def after(x: Tensor, out: Tensor) -> Tensor:
-        if exchanging is not None:
-            out = to_tokens(exchanging, out, config.head_dim)
+        if world > 1:
+            out = to_tokens(shards, out, config.head_dim)
         x, branch = after_attention(block, x, out)
         return x + branch
 
@@ -132,22 +132,18 @@ def recomputed_block(
     def run(x: Tensor) -> tuple[Tensor, Tensor | None]:
         tables = (table.unsqueeze(0) for table in rope or ())
         qkv = in_chunks(before, x, *tables, size=config.chunk_tokens)
-        if exchanging is None:
-            out, max_score = attend(qkv)
-        else:
-            world = exchanging.heads.size
-            out, max_score = attend((joined(t, world) for t in qkv), exchanged=True)
-            out = by_rank(out, world)
-        return in_chunks(after, x, out, size=config.chunk_tokens), max_score
+        out, max_score = attend((joined(t, world) for t in qkv), exchanged=world > 1)
+        out = in_chunks(after, x, by_rank(out, world), size=config.chunk_tokens)
+        return out, max_score
 
     with kept_on_host(x) if config.offload and checkpoint != "none" else nullcontext():
         return recomputed(run, dropout=dropout)(x) if checkpoint == "block" else run(x)
 
 
-# Where W ranks exchange heads, they do it inside the parts that are recomputed. So messages are as
-# small as a chunk, and attention's result is kept once: its exchange back is repeated. Between the
-# parts, dimension 0 has the sequences and the ranks whose tokens these are, and dimension 1 has as
-# many tokens as x, so that in_chunks can divide both.
+# W ranks exchange heads inside the parts that are recomputed. So a message is as small as a chunk,
+# and attention's output is kept once, because the backward pass exchanges it again. Between the
+# parts, dimension 0 has the sequences and the ranks whose tokens these are. Dimension 1 has as many
+# tokens as x, so that in_chunks can divide both.
 
 
 def to_heads(shards: "Shards", qkv: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
