@@ -85,6 +85,7 @@ def lines(done: Done, start: str) -> list[str]:
     return [line for line in done.output.splitlines() if line.startswith(start)]
 
 
+@pytest.mark.slow
 def test_no_end_of_a_job_is_the_end_of_another(tmp_path, monkeypatch, two_gpus):
     """Four jobs on two GPUs: one killed, one without memory, the others as they are alone."""
     (tmp_path / "own.py").write_text(OWN)

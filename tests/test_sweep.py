@@ -564,6 +564,7 @@ def test_wandb_has_the_whole_sweep_in_one_folder_and_every_row_of_it(tmp_path):
 
 
 @needs_wandb
+@pytest.mark.slow
 def test_wandb_names_and_shows_what_a_sweep_compares(tmp_path):
     """Two variants, each with a corpus and with one that is missing, which is refused.
 

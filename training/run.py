@@ -99,7 +99,7 @@ class Run:
         if shards is None or not self.ranks.on_a_ring:
             return peak
         model, element = config.model, self.dtype.itemsize
-        keys = element * config.batch_size * own.seq_len * model.kv_heads * model.head_dim
+        keys = element * int(config.batch_size) * own.seq_len * model.kv_heads * model.head_dim
         how = "gather" if shards.gather else "ring"
         return peak + key_buffers(keys, element, shards.ring.size, how)
 

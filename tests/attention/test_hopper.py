@@ -280,7 +280,7 @@ def test_interpreted_as_long_sequences(case, monkeypatch):
 @pytest.mark.parametrize(
     ("head_dim", "shares", "groups", "num_queries", "num_keys", "causal"),
     [
-        (128, 2, 4, 200, 200, True),
+        pytest.param(128, 2, 4, 200, 200, True, marks=pytest.mark.slow),
         pytest.param(128, 4, 4, 130, 200, False, marks=pytest.mark.slow),
         (64, 3, 6, 200, 130, True),
         pytest.param(64, 2, 4, 290, 290, True, marks=pytest.mark.slow),

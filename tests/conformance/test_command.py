@@ -228,6 +228,7 @@ def test_a_probe_finds_the_conventions(attn_conform, name, says):
     assert (out.splitlines()[-1].split(" ", 3)[-1] == says) == says.startswith("dialect")
 
 
+@pytest.mark.slow
 def test_what_a_probe_says_of_a_kernel_is_enough_to_run_it(attn_conform):
     """The kernel takes no fp32, only one head dim and whole tiles, and has no backward pass."""
     _, out = attn_conform("probe", f"{ATTENTIONS}:tensor_cores", "device=cpu", "dtype=fp32,bf16")

@@ -77,6 +77,7 @@ def test_the_command(monkeypatch, tmp_path, capsys):
     assert quiz(monkeypatch, "1", f"fix={file}") == 0
 
 
+@pytest.mark.slow
 def test_the_package_page_shows_what_the_judge_prints(monkeypatch, tmp_path, capsys):
     """Budgets, and so the worst case, depend on the rounding of the CPU."""
     monkeypatch.chdir(tmp_path)

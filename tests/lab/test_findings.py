@@ -136,6 +136,7 @@ def test_when_a_sink_shows():
     assert unshifted_sink.shows_at(curve | {"val/loss_exact": [1.0, 1.1, 1.1, 1.0]}) is None
 
 
+@pytest.mark.slow
 def test_sinks_of_a_sweep(tmp_path):
     trained(tmp_path / "runs", "experiment=unshifted_sink", "seq_len=32")
     unshifted_sink.main([str(tmp_path / "runs"), f"out={tmp_path / 'found.json'}"])

@@ -59,6 +59,7 @@ WHO = ("cudnn:alltoall", "flash:allgather", "efficient:alltoall", "cudnn:allgath
 WHO += ("ours:alone", "ours:data", "ddp:data")
 
 
+@pytest.mark.slow
 def test_two_ranks_beside_one_process(tmp_path):
     own = (
         "seq_len=64",

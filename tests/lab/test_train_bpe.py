@@ -107,6 +107,7 @@ def test_help_shows_a_line_that_runs():
     assert "\n    python -m lab.train_bpe vocab_size=4096 out=/tmp/bpe_4096.tiktoken\n" in shown
 
 
+@pytest.mark.slow
 def test_command_writes_a_vocabulary(tmp_path):
     out = tmp_path / "ranks"
     forked.run("-m", "lab.train_bpe", "vocab_size=300", f"out={out}", check=True)

@@ -194,6 +194,7 @@ def test_no_product_is_done_twice_for_what_is_elementwise(build_gpt, random_toke
     assert counts["none"] == counts["elementwise"] < counts["attention"]
 
 
+@pytest.mark.slow
 def test_nor_in_a_compiled_graph(build_gpt, random_tokens):
     """Where nothing stops before the product at the end of what is recomputed."""
     counts = {}

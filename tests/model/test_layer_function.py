@@ -208,7 +208,7 @@ def test_alibi_adds_no_weight_and_no_entry_of_a_checkpoint():
 
 
 @pytest.mark.parametrize("name", ["naive", "tiled", INTERPRETED])
-@pytest.mark.parametrize("key", ["all", "windows"])
+@pytest.mark.parametrize("key", ["all", pytest.param("windows", marks=pytest.mark.slow)])
 def test_compiled(name, key, batch):
     torch.compiler.reset()
     model = build(name, **FUNCTIONS[key])
