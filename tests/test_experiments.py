@@ -14,7 +14,7 @@ RECIPES = {
 }
 SWEEPS = {name: text for name, text in RECIPES.items() if "MULTIRUN" in text}
 # test_sweep.py runs memory_wall and variants; two others are of the kind of unshifted_sink
-SLOW = ("memory_wall", "bf16_accumulators", "fp8_forward")
+SLOW = ("rescue", "memory_wall", "bf16_accumulators", "fp8_forward")
 SLOW += ("attentions", "attentions_cpu", "attentions_needle")
 # what a run of one recipe needs to stay as small as the others, and offline
 SMALL = {

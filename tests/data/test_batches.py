@@ -80,6 +80,7 @@ def test_a_step_is_a_pure_function_of_seed_and_step(config):
     )
 
 
+@pytest.mark.slow
 def test_another_process_draws_the_same(config):
     here = open_data(config, seed=5).train_batch(9, 4).inputs.flatten().tolist()
     code = (

@@ -147,6 +147,7 @@ def test_statistics_in_the_inputs_dtype():
     check_graphs(build(get_backend("lazy_rescale", softmax_dtype="input")), dtype=torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_a_recorder_watches_the_loop_itself():
     """A function wrapped around the loop is not the registered operator."""
     model = build(get_backend("tiled"))

@@ -45,6 +45,7 @@ def cells(output: str, words: str) -> list[float]:
     return [float(number) for number in line.removeprefix(words).replace(",", "").split()]
 
 
+@pytest.mark.slow
 def test_the_line_of_the_help_runs_as_typed(run_plan):
     line = re.search(r"python -m (scripts\.plan .*)", run_plan("--help"))[1]
     done = forked.run("-m", *line.split())

@@ -188,7 +188,7 @@ def test_attention_kept_by_a_compiled_model(shape, attention):
     ("shape", "compiled", "checkpoint"),
     [
         ("gpt2", False, "none"),
-        ("modern", True, "none"),
+        pytest.param("modern", True, "none", marks=pytest.mark.slow),
         ("gpt2", False, "elementwise"),
     ],
 )
