@@ -235,7 +235,14 @@ def query_ranges_kernel(
 
 
 class QueryRanges:
-    """query_ranges() for one kind of call."""
+    """For each tile of keys, the queries that see some of it, and all of it; for one kind of call.
+
+    The call returns (B or 1, tiles, 4) int32: first, full_first, full_last, last. Queries first :
+    last see some of a tile's keys, and full_first : full_last see all. lo, hi (B or 1, N) are
+    non-decreasing, so each bound is a binary search. first is the first query with hi > the tile's
+    start; full_first is the first with hi >= its stop. full_last is the number of queries with lo
+    <= start, last the number with lo < stop.
+    """
 
     def __init__(self, lo: Tensor, num_keys: int, block_kv: int):
         (batch, num_queries), tiles = lo.shape, tiles_of(num_keys, block_kv)
@@ -258,13 +265,3 @@ class QueryRanges:
         ranges = lo.new_empty(self.shape)
         self.launch(lo, hi, ranges)
         return ranges
-
-
-def query_ranges(lo: Tensor, hi: Tensor, num_keys: int, block_kv: int) -> Tensor:
-    """(B or 1, tiles, 4) int32: first, full_first, full_last, last. For each tile of keys, queries
-    first : last see some of its keys, and full_first : full_last see all. lo, hi (B or 1, N) are
-    non-decreasing, so each bound is a binary search. first is the first query with hi > the tile's
-    start; full_first is the first with hi >= its stop. full_last is the number of queries with lo
-    <= start, last the number with lo < stop.
-    """
-    return QueryRanges(lo, num_keys, block_kv)(lo, hi)

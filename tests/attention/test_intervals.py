@@ -19,7 +19,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from attention import attention, get_backend
 from attention.kernels import intervals as kernels
-from attention.kernels.intervals import Blocks, intervals, query_ranges
+from attention.kernels.intervals import Blocks, QueryRanges, intervals
 from attention.mask import visible_keys
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -65,7 +65,7 @@ def check(
     arguments = (ids, num_queries, num_keys, causal, window)
     found, expected = intervals(*arguments, DEVICE), expected_intervals(*arguments)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)  # shapes and dtypes too
-    ranges = query_ranges(*found, num_keys, block_kv)
+    ranges = QueryRanges(found[0], num_keys, block_kv)(*found)
     torch.testing.assert_close(
         ranges, counted_ranges(*expected, num_keys, block_kv), rtol=0, atol=0
     )
