@@ -193,24 +193,38 @@ def together(k: Tensor, v: Tensor) -> Tensor:
     return torch.stack((k.transpose(1, 2), v.transpose(1, 2))).transpose(2, 3)
 
 
-class Total:
-    """The sum of parts of a tensor like `like` (B, H, N, D), in the order in which they come.
+class Joined:
+    """Joins parts of a result, each for some tokens of `like` (B, H, N, D), in the order in which
+    they come: one at a time, or up to fused.MOST in one pass.
 
-    Each is added in place; `fused` adds up several in one pass.
+    Joining may change a part in place.
     """
 
     def __init__(self, like: Tensor, fused: Fused | None) -> None:
         self.like, self.fused = like, fused
-        self.parts: list[tuple[slice, Tensor]] = []
+        self.parts: list[tuple[slice, Any]] = []
 
-    def add(self, where: slice, part: Tensor) -> None:
-        """Add `part` to the tokens `where`; its memory may become that of the total."""
-        whole = slice(0, self.like.shape[-2])
+    def add(self, where: slice, part: Any) -> None:
+        """Join a part for the tokens `where`."""
         if self.fused and len(self.parts) == self.fused.MOST:
-            self.parts = [(whole, self.result(part.dtype))]
+            self._join()
         self.parts.append((where, part))
         if not self.fused:
-            self.parts = [(whole, self.result(part.dtype))]
+            self._join()
+
+    def _join(self) -> None:
+        self.parts = [(slice(0, self.like.shape[-2]), self.joined())]
+
+    def joined(self) -> Any:
+        """All parts as one for all tokens."""
+        raise NotImplementedError
+
+
+class Total(Joined):
+    """The sum of tensors."""
+
+    def joined(self) -> Tensor:
+        return self.result(self.parts[0][1].dtype)
 
     def result(self, dtype: torch.dtype) -> Tensor:
         (_, first), *others = self.parts
@@ -231,51 +245,39 @@ def add_all(totals: Sequence[Total], where: slice, parts: Sequence[Tensor]) -> N
         total.add(where, part)
 
 
-class Merged:
-    """The merge of states of queries q (B, H, N, D), in the order in which they come."""
+class Merged(Joined):
+    """The merge of states of the queries q (B, H, N, D)."""
 
     def __init__(self, ring: Ring, q: Tensor) -> None:
-        self.ring, self.q = ring, q
         # a broken merge is not to be replaced
-        self.fused = ring.fused() if ring.fused and ring.exact else None
-        self.parts: list[tuple[slice, OnlineSoftmax]] = []
+        super().__init__(q, ring.fused() if ring.fused and ring.exact else None)
+        self.merge = ring.merge
 
-    def add(self, rows: slice, block: OnlineSoftmax) -> None:
-        """Merge a block's state of these rows; its memory may become that of the result."""
-        whole = slice(0, self.q.shape[2])
-        if self.fused is None:
-            state = self._merged(rows, block)
-            self.parts = [(whole, state)]
-            return
-        if len(self.parts) == self.fused.MOST:
-            out, lse = self.fused.merged(self.parts, self.q, block.acc.dtype)
+    def joined(self) -> OnlineSoftmax:
+        (_, state), *others = self.parts
+        if self.fused is not None:
+            out, lse = self.fused.merged(self.parts, self.like, state.acc.dtype)
             lse = lse.unsqueeze(-1)
-            self.parts = [(whole, OnlineSoftmax(lse, torch.ones_like(lse), out))]
-        self.parts.append((rows, block))
+            return OnlineSoftmax(lse, torch.ones_like(lse), out)
+        if state.row_max.shape[2] != self.like.shape[2]:
+            state = OnlineSoftmax.empty(self.like, dtype=state.acc.dtype)
+            others = self.parts
+        for rows, block in others:
+            if block.row_max.shape[2] == self.like.shape[2]:
+                state = self.merge(state, block)
+                continue
+            past = {name: getattr(state, name)[..., rows, :] for name in PARTS}
+            merged = self.merge(replace(state, **past), block)
+            for name, x in past.items():
+                x.copy_(getattr(merged, name))
+        return state
 
     def result(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """out in `dtype`, and lse."""
         if self.fused is not None:
-            return self.fused.merged(self.parts, self.q, dtype)
-        ((_, state),) = self.parts
-        out, lse = state.finalize()
+            return self.fused.merged(self.parts, self.like, dtype)
+        out, lse = self.joined().finalize()
         return out.to(dtype), lse
-
-    def _merged(self, rows: slice, block: OnlineSoftmax) -> OnlineSoftmax:
-        whole = block.row_max.shape[2] == self.q.shape[2]
-        if not self.parts and whole:
-            return block
-        if self.parts:
-            ((_, state),) = self.parts
-        else:
-            state = OnlineSoftmax.empty(self.q, dtype=block.acc.dtype)
-        if whole:
-            return self.ring.merge(state, block)
-        past = {name: getattr(state, name)[..., rows, :] for name in PARTS}
-        merged = self.ring.merge(replace(state, **past), block)
-        for name, x in past.items():
-            x.copy_(getattr(merged, name))
-        return state
 
 
 @dataclass(frozen=True)

@@ -781,7 +781,7 @@ RING_MUTANTS = (
         "later_keys_first",
         "The states are merged the other way round.",
         *ring(
-            ("self.ring.merge(state, block)", "self.ring.merge(block, state)"),
+            ("self.merge(state, block)", "self.merge(block, state)"),
             ("merge(replace(state, **past), block)", "merge(block, replace(state, **past))"),
         ),
         survives="the merge is commutative",
