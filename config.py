@@ -285,6 +285,14 @@ class ModelConfig:
         return self.hidden_size // self.num_heads
 
     @property
+    def recomputes_halves(self) -> bool:
+        """Whether the backward pass recomputes what is before and after a block's attention
+        separately. Recomputing a whole block at once would hold all its chunks together.
+        """
+        in_chunks = self.chunk_tokens is not None
+        return self.checkpoint == "attention" or (self.checkpoint == "block" and in_chunks)
+
+    @property
     def attention_sizes(self) -> dict[str, int]:
         """The sizes of this model's attention, as Backend.check_model() takes them."""
         return {

@@ -49,9 +49,11 @@ def fused_block(
     x and branch (B, N, C), in and out; None stands for zero.
     """
 
-    def attend(qkv: Iterable[Tensor], **options: bool) -> tuple[Tensor, Tensor | None]:
+    def attend(qkv: Iterable[Tensor], exchanged: bool = False) -> tuple[Tensor, Tensor | None]:
         q, k, v = (t.transpose(1, 2) for t in qkv)  # (B, H or H_kv, N, D)
-        return block.attention.attend(q, k, v, document_ids=document_ids, cache=cache, **options)
+        return block.attention.attend(
+            q, k, v, document_ids=document_ids, cache=cache, exchanged=exchanged
+        )
 
     if block.config.checkpoint in ("attention", "block"):
         x = x if branch is None else x + branch
@@ -124,9 +126,7 @@ def recomputed_block(
         x, branch = after_attention(block, x, out)
         return x + branch
 
-    # recompute the parts before and after attention separately: recomputing the whole block at once
-    # would hold all its chunks together
-    if checkpoint == "attention" or (checkpoint == "block" and config.chunk_tokens is not None):
+    if checkpoint != "none" and config.recomputes_halves:
         before, after = recomputed(before, dropout=dropout), recomputed(after, dropout=dropout)
 
     def run(x: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -122,6 +122,8 @@ class StepShape:
     accumulates: bool = False  # gradients of earlier passes exist already
     # ranks share the heads of a sequence (attention/context.py), and seq_len is a rank's part
     shares_heads: bool = False
+    keys: int = 1  # ranks that share the keys of a sequence, on a ring or by a gather
+    gather: bool = False
     window: int | None = None  # the widest of the layers; None if one sees all keys
     softcap: float | None = None
 
@@ -136,7 +138,6 @@ class StepShape:
         # the share of a sequence in one chunk
         self.chunk = min(1, (config.chunk_tokens or self.seq_len) / self.seq_len)
         self.offloads = config.offload and not self.on_cpu
-        self.recomputes_block = config.checkpoint in ("attention", "block")
         # whether q and k become separate tensors beside the packed qkv
         self.rotates = config.positions == "rope" or config.qk_norm
         # bytes of the residual stream, (B, N, C) in float32
@@ -308,7 +309,7 @@ def merged_saved(step: StepShape) -> int:
         # no copy where the kernel writes (B, N, H, D): Triton's does, PyTorch's follows q's layout
         copied = step.rotates and step.backend.name != "triton" and step.chunk == 1
         if step.shares_heads:  # the exchanged output, unless the backward pass exchanges it again
-            copied = not step.recomputes_block
+            copied = step.config.checkpoint in ("none", "elementwise")
         merged &= copied
     elif step.kind != TILE_LOOP:
         merged = True  # the other two kinds keep no output themselves
@@ -447,13 +448,13 @@ def predict_step(config: ModelConfig, **sizes: Any) -> StepBytes:
         phases["loss forward"] += layers * step.copies
     # the last norm is done, and the output layer has its gradient
     state += step.d_output - norm_saved(step)
-    in_halves = config.checkpoint == "block" and config.chunk_tokens is not None
-    if config.checkpoint == "attention" or in_halves:
+    if config.recomputes_halves:
         phases |= phases_of_halves(step, state - attention)
     else:
         phases |= phases_of_block(step, state)
 
-    peak = round(max(phases.values())) + (CUDA_WORKSPACES if step.device == "cuda" else 0)
+    workspaces = CUDA_WORKSPACES if step.device == "cuda" else 0
+    peak = round(max(phases.values())) + key_buffers(step) + workspaces
     return StepBytes(
         parameters=4 * count,
         gradients=4 * count,
@@ -522,17 +523,27 @@ def phases_of_halves(step: StepShape, state: int) -> dict[str, float]:
     }
 
 
+def key_buffers(step: StepShape) -> int:
+    """Bytes beside a rank's own k and v, as if they came on top of a step's peak. A ring holds two
+    blocks of k and v, the current one and the next. It holds float32 dk and dv of three and a half
+    blocks: current, outgoing, incoming, and half of its own. gather holds all blocks.
+    """
+    if step.keys == 1:
+        return 0
+    pair, gradients = 2 * step.k, 2 * step.k * 4 // step.element
+    return (pair + gradients) * step.keys if step.gather else 2 * pair + 7 * gradients // 2
+
+
 def predict_peak_bytes(
     config: Any,
     vocab_size: int,
     backend: Backend,
     dtype: torch.dtype,
     device: torch.device | str,
-    *,
-    shares_heads: bool = False,
+    **sharing: Any,
 ) -> StepBytes:
     """predict_step() of a run: config is its RunConfig; dtype and device are those it uses.
-    shares_heads: see StepShape.
+    sharing: shares_heads, keys and gather of StepShape.
 
     The peak predicts memory/peak_gib, which counts only tensors, on a CPU as on a GPU. Python and
     its libraries, 0.3 to 0.7 GiB, are not included.
@@ -548,7 +559,7 @@ def predict_peak_bytes(
         device=device,
         compiled=run_compiles(config, backend, device),
         accumulates=config.accumulation_steps > 1,
-        shares_heads=shares_heads,
+        **sharing,
         **layer_sizes(config),
     )
 

@@ -87,21 +87,16 @@ class Run:
         batch_size is that of one rank.
         """
         from training.plan import predict_peak_bytes
-        from training.scaling import key_buffers
 
         own = replace(config, seq_len=config.seq_len // self.ranks.context)
-        where, shards = (self.dtype, self.device), self.ranks.shards
-        shares = shards is not None and shards.heads.size > 1
-        peak = max(
-            predict_peak_bytes(own, self.data.vocab_size, backend, *where, shares_heads=shares).peak
+        where, sharing, shards = (self.dtype, self.device), {}, self.ranks.shards
+        if shards is not None:
+            sharing = {"shares_heads": shards.heads.size > 1, "keys": shards.ring.size}
+            sharing["gather"] = shards.gather
+        return max(
+            predict_peak_bytes(own, self.data.vocab_size, backend, *where, **sharing).peak
             for backend in self.schedule.values()
         )
-        if shards is None or not self.ranks.on_a_ring:
-            return peak
-        model, element = config.model, self.dtype.itemsize
-        keys = element * int(config.batch_size) * own.seq_len * model.kv_heads * model.head_dim
-        how = "gather" if shards.gather else "ring"
-        return peak + key_buffers(keys, element, shards.ring.size, how)
 
     @cached_property
     def predicted_gib(self) -> float:

@@ -296,10 +296,7 @@ def plan_ranks(
     own = sequences * length // context  # tokens of a rank in one pass
     q, k = (element * own * n * model.head_dim for n in (model.num_heads, model.kv_heads))
     compiled = will_compile(model, backend, "cuda", compile_mode=config.compile)
-    in_halves = model.checkpoint == "attention" or (
-        model.checkpoint == "block" and model.chunk_tokens is not None
-    )
-    repeated = in_halves + (compiled and model.checkpoint == "attention")
+    repeated = model.recomputes_halves + (compiled and model.checkpoint == "attention")
     messages = exchange(q, k, element, heads=heads, keys=keys, repeated=repeated)
     tokens = config.sequences_per_step * length
     windows = config.attention.layer_windows(model.num_layers)
@@ -335,6 +332,8 @@ def plan_ranks(
         compiled=compiled,
         accumulates=passes > 1,
         shares_heads=heads > 1,
+        keys=keys,
+        gather=how == "gather",
     )
     return RanksPlan(
         world,
@@ -350,7 +349,7 @@ def plan_ranks(
         gradient_seconds=summing,
         exchange_bytes=calls * messages.sent(forwards),
         gradient_bytes=ring_sum(gradients, world),
-        peak_bytes=memory.peak + (key_buffers(k, element, keys, how) if keys > 1 else 0),
+        peak_bytes=memory.peak,
     )
 
 
@@ -369,12 +368,3 @@ def share_step(config: RunConfig, world: int, context: int, keys: int) -> tuple[
     # without tokens_per_step the ranks share one pass
     sequences = int(config.batch_size) // (1 if config.tokens_per_step else data)
     return data, sequences, config.sequences_per_step // data // sequences
-
-
-def key_buffers(k: int, element: int, keys: int, how: str) -> int:
-    """Bytes beside a rank's own k and v, as if they came on top of a step's peak. A ring holds two
-    blocks of k and v, the current one and the next. It holds float32 dk and dv of three and a half
-    blocks: current, outgoing, incoming, and half of its own. gather holds all blocks.
-    """
-    pair, gradients = 2 * k, 2 * k * 4 // element
-    return (pair + gradients) * keys if how == "gather" else 2 * pair + 7 * gradients // 2
