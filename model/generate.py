@@ -124,9 +124,9 @@ def sample_token(
         return logits.argmax(-1, keepdim=True)
     # on a GPU, drawing from NaN or inf fails an assertion in the kernel, which ends the process
     check_finite(logits.isfinite().all())
-    # the likeliest becomes 0, which stays finite even when divided by the smallest temperature
     limits = torch.finfo(logits.dtype)
     temperature = min(max(temperature, limits.tiny), limits.max)
+    # the likeliest becomes 0, which stays finite even when divided by the smallest temperature
     logits = logits - logits.amax(-1, keepdim=True)
     if top_k is not None:
         least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]

@@ -355,7 +355,7 @@ def million() -> str:
 def on_two_gpus(data: Row) -> list[str]:
     """Two GPUs hold a sequence twice as long as one."""
     columns = """
-        settings                {settings}
+        settings                `{settings}`
         GPUs                    {ranks}
         commit                  {commit:.7}
         tokens in one sequence  {seq_len:,}
@@ -365,11 +365,11 @@ def on_two_gpus(data: Row) -> list[str]:
     """
     what = (
         f"The same on {data['environment']['hardware']['gpu']}, two steps, on one GPU, or by "
-        "torchrun on two that share the sequence. "
-        f"From commit {data['environment']['commit'][:7]} on, "
-        "ranks exchange heads inside the chunks, and keep attention's output once."
+        "torchrun on two that share the sequence. Since commit "
+        f"{data['environment']['commit'][:7]}, ranks exchange heads inside the chunks, and keep "
+        "attention's output once."
     )
-    rows = [run | {"settings": f"`{chosen(run, '')}`"} for run in data["runs"]]
+    rows = [run | {"settings": chosen(run, "")} for run in data["runs"]]
     return [what, formatted(columns, rows)]
 
 
