@@ -4,8 +4,9 @@ each.
     python -m lab.scorecards out=results/scorecards_cpu.json jax=.jax/bin/python
     python -m lab.scorecards device=cuda processes=3 tutorial=06-fused-attention.py
 
-Each card and dtype runs in a separate process, which writes into the folder OUT.parts after each
-cell. So a process that hangs or dies loses neither other cards nor its own cells. A card whose
+Each card and dtype runs in a separate process, or in several if there are more processes than
+these. A process writes into the folder OUT.parts after each cell, so one that hangs or dies loses
+neither other cards nor its own cells. A card whose
 package is missing is left out, and the file says so. EXPLAINED has the reason for every red cell.
 If one has none, the command writes its file and ends with an error. The arguments:
 
@@ -326,9 +327,9 @@ def examined(subjects: dict[str, Subject], properties: dict[str, Property]) -> I
             yield Examined(dtype, cell, subject, list(subject.tried))
 
 
-def measure(card: Card, options: Options, number: int, part: Path) -> None:
-    """Write the card's results to `part` again after each cell, with the smallest failing call of
-    each red cell.
+def measure(card: Card, options: Options, names: list[str], number: int, part: Path) -> None:
+    """Write the card's results for these properties to `part` again after each cell, with the
+    smallest failing call of each red cell.
     """
     set_up(torch.device(options.device))
     take_gpu(options.device, number)
@@ -354,7 +355,8 @@ def measure(card: Card, options: Options, number: int, part: Path) -> None:
         }
         write_json(part, row)
 
-    for properties in stages(properties_of(next(iter(subjects.values())))):
+    every = properties_of(next(iter(subjects.values())))
+    for properties in stages({name: every[name] for name in names}):
         first = len(done)
         with one_at_a_time(part.with_name("memory"), properties):
             for each in examined(subjects, properties):
@@ -397,20 +399,20 @@ def red_cell(name: str, dtype: str, cell: Cell, script: str | None) -> Row:
     }
 
 
-def row_of(card: Card, options: Options, number: int, end: float) -> Row:
+def row_of(card: Card, options: Options, names: list[str], number: int, end: float) -> Row:
     """The row that measure() wrote before it finished, was stopped or died."""
     seconds = min(options.seconds, end - time.monotonic())
-    name = f"{card.name} {' '.join(options.dtype)}"
+    name = f"{card.name} {' '.join(options.dtype)} {number}"
     named = {"name": name, "out": options.out, "empty": nothing(card)}
-    row = measured(measure, card, options, number, **named, seconds=seconds)
+    row = measured(measure, card, options, names, number, **named, seconds=seconds)
     count = sum(row[status] for status in ("green", "red", "n/a"))
-    row |= {"unexamined": len(PROPERTIES) * len(options.dtype) - count}
+    row |= {"unexamined": len(names) * len(options.dtype) - count}
     print(f"{name}: {row['red']} red, {row['seconds']} s, {row['ended']}", flush=True)
     return row
 
 
 def joined(rows: Sequence[Row]) -> Row:
-    """The row of a card, joined from the rows of its dtypes."""
+    """The row of a card, joined from the rows of its processes."""
     counts = ("seconds", "green", "red", "n/a", "unexamined")
     ends = dict.fromkeys(row["ended"] for row in rows if row["ended"] != "whole")
     return rows[0] | {
@@ -456,12 +458,15 @@ def main(options: Options) -> None:
         print(f"{name} is left out: {why}", flush=True)
     end = time.monotonic() + options.total
     cards = [card for card in options.cards if not reasons[card.name]]
+    # neighbours in this list share kernels, and those of one process are spread over it
+    count = max(1, options.processes // max(1, len(cards) * len(options.dtype)))
+    shares = [list(PROPERTIES)[part::count] for part in range(count)]
     with ThreadPoolExecutor(options.processes) as pool:
         jobs = [
-            pool.submit(row_of, card, replace(options, dtype=[dtype]), number, end)
-            for number, (card, dtype) in enumerate(product(cards, options.dtype))
+            pool.submit(row_of, card, replace(options, dtype=[dtype]), names, number, end)
+            for number, (card, dtype, names) in enumerate(product(cards, options.dtype, shares))
         ]
-    parts, each = [job.result() for job in jobs], len(options.dtype)
+    parts, each = [job.result() for job in jobs], len(options.dtype) * count
     rows = [joined(parts[i : i + each]) for i in range(0, len(parts), each)]
     if options.jax is not None:
         rows.append(measure_jax(options.jax))

@@ -45,16 +45,9 @@ def test_without_a_gpu_it_says_so(tmp_path):
         scorecards.main(["device=cuda", f"out={tmp_path / 'cards.json'}"])
 
 
-@pytest.fixture
-def few(monkeypatch):
-    """Two properties, and each card in this process."""
-    wanted = {name: PROPERTIES[name] for name in ("forward", "saved bytes")}
-    monkeypatch.setattr(scorecards, "properties_of", lambda subject: wanted)
-
-
-def test_a_red_cell_has_a_script_that_shows_it(tmp_path, few):
+def test_a_red_cell_has_a_script_that_shows_it(tmp_path):
     part = tmp_path / "part.json"
-    scorecards.measure(WRONG, Options(dtype=["fp32"], cases=1), 0, part)
+    scorecards.measure(WRONG, Options(dtype=["fp32"], cases=1), ["forward", "saved bytes"], 0, part)
     row = json.loads(part.read_text())
     cell = row["red_cells"][0]
     assert cell["property"] == "forward" and cell["why"] is None
@@ -66,7 +59,7 @@ def hangs(*_):
     time.sleep(60)
 
 
-def dies(card, options, number, part):
+def dies(card, options, names, number, part):
     part.write_text(json.dumps(scorecards.nothing(card) | {"green": 3}))
     os._exit(3)
 
@@ -76,14 +69,15 @@ def test_a_card_that_does_not_end_keeps_what_it_wrote(tmp_path, monkeypatch, how
     monkeypatch.setattr(scorecards, "measure", how)
     seconds = 1 if how is hangs else 60
     options = Options(dtype=["fp32"], seconds=seconds, out=tmp_path / "cards.json")
-    row = scorecards.row_of(WRONG, options, 0, end=time.monotonic() + 60)
+    names = ["forward", "gradients", "lse", "saved bytes"]
+    row = scorecards.row_of(WRONG, options, names, 0, end=time.monotonic() + 60)
     assert ended in row["ended"]
-    assert row["unexamined"] == len(PROPERTIES) - (0 if how is hangs else 3)
+    assert row["unexamined"] == len(names) - (0 if how is hangs else 3)
 
 
 def test_no_card_begins_past_the_end(tmp_path):
     options = Options(out=tmp_path / "cards.json")
-    row = scorecards.row_of(WRONG, options, 0, end=time.monotonic())
+    row = scorecards.row_of(WRONG, options, ["forward"], 0, end=time.monotonic())
     assert row["ended"] == "not begun" and row["green"] == 0
 
 
@@ -93,8 +87,11 @@ def test_what_is_missing_is_said_and_what_is_not_explained_ends_the_command(
     absent = Card("absent", "no-such-package", "nowhere:attend", "fa")
     monkeypatch.setitem(CARDS, "cpu", (WRONG, absent, Card("file", "torch", f"{TUTORIAL}:f")))
 
-    def row_of(card, options, number, end):
+    seen = []
+
+    def row_of(card, options, names, number, end):
         (dtype,) = options.dtype
+        seen.append((dtype, *names))
         cell = {"dtype": dtype, "property": "forward", "note": "0.5", "why": None}
         ended = "whole" if dtype == "fp32" else "stopped after 9 s"
         row = scorecards.nothing(card) | {"red_cells": [cell], "unexamined": 2, "ended": ended}
@@ -103,13 +100,16 @@ def test_what_is_missing_is_said_and_what_is_not_explained_ends_the_command(
     monkeypatch.setattr(scorecards, "row_of", row_of)
     out = tmp_path / "cards.json"
     with pytest.raises(SystemExit) as stopped:
-        scorecards.main([f"out={out}"])
+        scorecards.main([f"out={out}", "processes=6"])
+    # two processes for each dtype, which share the properties
+    assert sorted(name for _, *names in seen for name in names) == sorted([*PROPERTIES] * 3)
+    assert len(seen) == len(set(seen)) == 6
     assert "wrong, forward, fp32: 0.5" in str(stopped.value.code)
     assert "absent is left out: no-such-package is not installed" in capsys.readouterr().out
     data = json.loads(out.read_text())
     assert data["left_out"].keys() == {"absent", "file"}
     (row,) = data["cards"]
-    assert (row["name"], row["red"], row["unexamined"]) == ("wrong", 3, 6)
+    assert (row["name"], row["red"], row["unexamined"]) == ("wrong", 6, 12)
     assert row["ended"] == "stopped after 9 s"
 
 
