@@ -31,9 +31,7 @@ Count = Annotated[int, 1]
 Natural = Annotated[int, 0]
 
 
-def command(
-    main: Callable[[Any], None], of: Callable | None = None
-) -> Callable[[Sequence[str] | None], None]:
+def command(main: Callable[[Any], None], of: Callable | None = None) -> Callable[..., None]:
     """Turn `main(options: Options)` into the command of its module, or of the module of function
     `of`. --help prints the module's docstring, and an error ends the command with one line.
     """
