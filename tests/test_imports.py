@@ -192,7 +192,15 @@ def test_backends_do_not_import_one_another():
 
 
 def test_nothing_imports_what_needs_transformers():
-    refuse([x for x in imports(*OURS - {"tests"}) if x.module == "attention.hf" or "hf" in x.names])
+    found = imports(*OURS - {"tests"})
+    refuse(
+        [
+            x
+            for x in found
+            if (x.module == "attention.hf" or "hf" in x.names)
+            and (x.at_import or x.file != Path("lab/hf_models.py"))  # which measures it
+        ]
+    )
 
 
 def test_model_knows_attention_by_its_public_names():
