@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from lab.results import calls, runs
+from lab.results import calls, hf_models, runs
 from lab.results.tables import FOLDER
 from scripts.arguments import command
 from scripts.drawing import for_both_papers
@@ -25,6 +25,7 @@ SECTIONS = {
     "False alarms": calls.false_alarms,
     "Other people's attention": calls.scorecards,
     "Conformance": calls.conformance,
+    "transformers' models through our attention": hf_models.both_parts,
     "Exact attentions train alike": runs.paired,
     "Peak memory of attention": calls.memory,
     "The documents' tables, measured": calls.regenerated,

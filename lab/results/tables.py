@@ -21,7 +21,7 @@ def provenance(data: Row) -> str:
     environment = data["environment"]
     hardware, versions = environment["hardware"], environment["versions"]
     chip = hardware["gpu"] or f"{hardware['cpu']}, {hardware['cpu_cores']} cores"
-    names = ("torch", "triton", "flash-attn-4", "python")
+    names = ("torch", "triton", "transformers", "flash-attn-4", "python")
     packages = ", ".join(f"{name} {versions[name]}" for name in names if versions.get(name))
     # runs of one table may come from several commits; then each run names its own
     runs = data.get("runs") or data.get("speed") or [{}]
