@@ -21,8 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 from attention import AttentionOutput, Backend
 
-BLOCK_Q = 128  # queries whose scores are in memory at once
-
 
 class SigmoidAttention(nn.Module):
     """No parameters: the module exists to receive max_seq_len."""
@@ -32,7 +30,7 @@ class SigmoidAttention(nn.Module):
         self.bias = -math.log(max_seq_len)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, chunk: int
     ) -> AttentionOutput:
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -48,7 +46,8 @@ class SigmoidAttention(nn.Module):
             return scores.sigmoid().to(v.dtype) @ v
 
         blocks, start = [], 0
-        for each in q.split(BLOCK_Q, 2):
+        # `chunk` queries at a time, so that only their scores are in memory
+        for each in q.split(chunk, 2):
             # keys after the last query of a block have no weight
             seen = max(0, start + each.shape[2] + past) if causal else k.shape[2]
             inputs = each, k[:, :, :seen], v[:, :, :seen], start
@@ -59,8 +58,9 @@ class SigmoidAttention(nn.Module):
 
 
 def sigmoid_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, module: SigmoidAttention, causal: bool, scale: float
-) -> AttentionOutput:
+    q: Tensor, k: Tensor, v: Tensor, *, module: SigmoidAttention, causal: bool, scale: float,
+    chunk: int,
+) -> AttentionOutput:  # fmt: skip
     """The same written directly: the float64 reference of `scripts.verify`."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -77,4 +77,5 @@ BACKEND = Backend(
     exact=False,
     traceable=False,  # torch.compile would unroll the loop over blocks
     features=frozenset({"gqa", "non_causal", "cross_length"}),
+    options={"chunk": 128},
 )

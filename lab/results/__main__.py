@@ -54,6 +54,7 @@ SECTIONS = {
     "Multi-query associative recall": runs.mqar,
     "Speed of the kernels": calls.kernels,
     "What a mask saves": calls.masks,
+    "What softcap, ALiBi and sinks cost": calls.features,
     "Decoding": calls.decoding,
 }
 

@@ -427,3 +427,35 @@ def masks() -> str:
         "scores that the mask leaves."
     )
     return section(data, what, formatted(columns, rows))
+
+
+def features() -> str:
+    """What softcap, ALiBi and sinks cost: triton with each, beside triton without, in turns."""
+    data = load("kernel_features_h100")
+    plain_rows = {shape(row): row for row in data["rows"] if "feature" not in row}
+    rows = []
+    for row in data["rows"]:
+        plain_row, cells = plain_rows[shape(row)], {"feature": "none"}
+        for name in ("forward", "backward"):
+            ratio = plain_row[f"{name}_seconds"] / row[f"{name}_seconds"]
+            cells[name] = f"{row[f'{name}_tflops']:.0f} ({ratio:.2f})"
+        rows.append(cells | {k: row[k] for k in ("head_dim", "seq_len", "feature") if k in row})
+    first = data["rows"][0]
+    what = (
+        f"attention=triton, {first['dtype']}, causal, {first['batch'] * first['seq_len']:,} "
+        "tokens: TFLOP/s, in brackets the speed beside that without a feature. Device time with an "
+        f"empty cache, median of {first['forward_repeats']} calls in turns. Softcap and ALiBi run "
+        "in the portable kernels, the others in those for Hopper."
+    )
+    columns = """
+        head_dim   {head_dim}
+        seq_len    {seq_len:,}
+        feature    {feature}
+        forward    {forward}
+        backward   {backward}
+    """
+    return section(data, what, formatted(columns, rows))
+
+
+def shape(row: Row) -> tuple[int, int]:
+    return row["head_dim"], row["seq_len"]

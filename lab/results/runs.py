@@ -21,6 +21,7 @@ from lab.results.tables import (
     joined,
     load,
     plain,
+    rounded,
     section,
     spread,
     table,
@@ -174,27 +175,56 @@ def recalled(name: str, what: str) -> str:
 
 
 def attentions() -> str:
-    """What people do to attention, beside exact attention: bits per byte, own and exact."""
-    data = load("attentions_cpu")
-    runs = data["runs"]
-    named = zip(name_runs(runs), runs, strict=True)
-    rows = []
-    for variant, each in grouped(named, lambda pair: pair[0].variant).items():
-        own = [run for _, run in each]
-        judged = (
-            "val/loss" if own[0]["exact"] is False and not own[0]["defect"] else "val/loss_exact"
-        )
-        columns = ("val/loss", "val/loss_exact", "val/bpb", "val/bpb_exact")
-        rows.append([variant, judged, *(spread(finite(own, column)) for column in columns)])
-    rows.sort(key=lambda row: (row[1], row[2]))
-    what = (
-        "`experiment=attentions_cpu`: two layers of two heads of 32, 128 tokens, 819,200 tokens. A "
-        "function that is not softmax, as differential, linear and sigmoid attention, is judged by "
-        "its own loss, all others by that of their weights under exact attention with the same "
+    """What people do to attention, beside exact attention: own and exact loss, memory, speed."""
+    judged = (
+        "A function that is not softmax, as differential, linear and sigmoid attention, is judged "
+        "by its own loss, all others by that of their weights under exact attention with the same "
         "window, softcap, ALiBi or sinks."
     )
-    head = ["variant", "judged by", "val/loss", "val/loss_exact", "val/bpb", "val/bpb_exact"]
-    return section(data, what, table(head, rows))
+    small = load("attentions_h100")
+    alone = {name: runs[0] for name, runs in by_variant(load("attentions_speed_h100")).items()}
+    head = ["variant", "judged by", "val/loss", "val/loss_exact", "val/bpb", "peak GiB"]
+    what = (
+        f"`experiment=attentions`: model=small, 2,048 tokens, 52 million tokens a run. {judged} "
+        "Two runs shared a GPU. So the last column is of shorter runs, of 100 steps, each alone on "
+        "a GPU: tokens/s of the steps; a dash was not measured."
+    )
+    rows = losses(small, "memory/peak_gib")
+    for row in rows:
+        row.append(f"{with_speed(alone[row[0]])['speed']:,.0f}" if row[0] in alone else "-")
+    parts = [section(small, what, table([*head, "tokens/s"], rows))]
+    large = load("attentions_gpt2_h100")
+    what = (
+        "At GPT-2's size (model=gpt2, 52 million tokens, one seed). The last column is tokens/s of "
+        "the steps, one run on a GPU."
+    )
+    rows = losses(large, "memory/peak_gib", "step_tokens_per_sec")
+    parts.append(section(large, what, table([*head, "tokens/s"], rows)))
+    tiny = load("attentions_cpu")
+    what = "`experiment=attentions_cpu`: two layers of two heads of 32, 128 tokens, 819,200 tokens."
+    parts.append(section(tiny, what, table(head[:-1], losses(tiny))))
+    return "\n\n".join(parts)
+
+
+def by_variant(data: Row) -> dict[str, list[Row]]:
+    """The runs of a sweep by the names that a report gives them."""
+    named = zip(name_runs(data["runs"]), data["runs"], strict=True)
+    groups = grouped(named, lambda pair: pair[0].variant)
+    return {name: [run for _, run in pairs] for name, pairs in groups.items()}
+
+
+def losses(data: Row, *figures: str) -> list[list[str]]:
+    """A row for each variant, best first: what judges it, its losses, and these figures."""
+    rows = []
+    for variant, runs in by_variant(data).items():
+        own = runs[0]["exact"] is False and not runs[0]["defect"]
+        judged = "val/loss" if own else "val/loss_exact"
+        columns = [spread(finite(runs, x)) for x in ("val/loss", "val/loss_exact", "val/bpb")]
+        numbers = [fmean(finite(runs, figure)) for figure in figures]
+        rows.append(
+            [variant, judged, *columns, *(f"{x:,.0f}" if x > 99 else rounded(x) for x in numbers)]
+        )
+    return sorted(rows, key=lambda row: (row[1], row[2] if row[1] == "val/loss" else row[3]))
 
 
 def paired() -> str:
