@@ -28,7 +28,7 @@ from attention import BACKENDS, AttentionOutput, Backend
 from attention.backends import import_object
 from attention.interface import ALL_DTYPES
 from attention.mask import MASKS as MASK_ARGUMENTS
-from attention.mask import sides, visible_keys
+from attention.mask import Window, sides, visible_keys
 from conformance.cases import SHORT
 
 # how to convert an input x (B, H, N, D) to the layout, and an output y back
@@ -178,18 +178,21 @@ class Dialect:
 
     def needs_mask(
         self, num_queries: int, num_keys: int, *, causal: bool, given: Mapping[str, Any]
-    ) -> bool:
-        """Whether the call needs a mask as a tensor. given: the arguments of attention.mask.MASKS
-        that are not None.
+    ) -> str:
+        """The mask that the call needs: a "tensor", a "formula" of positions, or "" if none. given:
+        the arguments of attention.mask.MASKS that are not None.
         """
         corner = "cu_seqlens" in given or self.says_causal(num_queries, num_keys)
-        return (causal and not corner) or not all(self.says(*item) for item in given.items())
+        if (not causal or corner) and all(self.says(*item) for item in given.items()):
+            return ""
+        by_position = self.mask_form == "block" and given.keys() <= {"window"}
+        return "formula" if by_position else "tensor"
 
-    def call(self, tensors: str, values: Mapping[str, str | None], *, masked: bool) -> str:
+    def call(self, tensors: str, values: Mapping[str, str | None], *, masked: str) -> str:
         """The call of `function` as an expression. tensors: the text of its first arguments.
-        values: text of causal, scale, left and right of a window, softcap, slopes, sinks,
-        documents, and of max_q and max_k of a packed batch; None if not given. masked: the mask
-        `seen` alone decides which keys are hidden.
+        values: text of causal, scale, past (M - N), left and right of a window, low and high (see
+        limits), softcap, slopes, sinks, documents, and of max_q and max_k of a packed batch; None
+        if not given. masked: the mask of needs_mask(), which alone decides which keys are hidden.
         """
         given = {}
         if self.causal not in ("always", "never"):
@@ -199,7 +202,8 @@ class Dialect:
         if values["left"] and not masked:
             given[self.window] = WINDOWS[self.window_form].format(**values)
         if self.mask:
-            given[self.mask] = MASKS[self.mask_form] if masked else "None"
+            masks = {"": "None", "tensor": MASKS[self.mask_form], "formula": _formula(**values)}
+            given[self.mask] = masks[masked]
         if self.documents and values["documents"] and not masked:
             given[self.documents] = values["documents"]
         texts = {"softcap": values["softcap"], "alibi": values["slopes"], "sinks": values["sinks"]}
@@ -208,7 +212,7 @@ class Dialect:
             if argument not in ("", "module") and value:
                 given[argument] = value
         if self.score_mod and (values["softcap"] or values["slopes"]):
-            given[self.score_mod] = _score_mod(values["softcap"], values["slopes"])
+            given[self.score_mod] = _score_mod(**values)
         if self.layout == "THD":
             texts = ("cu_q", "cu_k", values["max_q"], values["max_k"])
             given |= zip(self.names_of_bounds, texts, strict=True)
@@ -237,11 +241,35 @@ class Dialect:
         return f"result[{self.parts.index(name)}]" if len(self.parts) > 1 else "result"
 
 
-def _score_mod(softcap: str | None, slopes: str | None) -> str:
+# the lambdas take numbers from the variables around them. If they read q.shape, torch.compile adds
+# None to the gradient of q. If the numbers are defaults of parameters, torch 2.11 keeps the first
+# ones and the result is wrong: pytorch#178365
+def _score_mod(
+    *, softcap: str | None, slopes: str | None, past: str | None, **_: str | None
+) -> str:
     score = f"{softcap} * torch.tanh(s / {softcap})" if softcap else "s"
     if slopes:  # i - j, with the last query aligned to the last key
-        score += f" - {slopes}[h] * (i - j + k.shape[2] - q.shape[2])"
+        score += f" - {slopes}[h] * (i - j + {past})".replace("+ -", "- ")
     return f"lambda s, b, h, i, j: {score}"
+
+
+def _formula(*, low: str | None, high: str | None, **_: str | None) -> str:
+    """The block mask of limits(), without a tensor (N, M)."""
+    bounds = [f"(j >= i + {low})"] * bool(low) + [f"(j <= i + {high})"] * bool(high)
+    if not bounds:
+        return "None"
+    seen = " & ".join(bounds).replace("+ -", "- ")
+    sizes = "None, None, q.shape[2], k.shape[2], q.device"
+    return f"create_block_mask(lambda b, h, i, j: {seen}, {sizes})"
+
+
+def limits(
+    num_queries: int, num_keys: int, window: Window, *, causal: bool
+) -> tuple[int | None, int | None]:
+    """low and high: query i sees the keys i + low <= j <= i + high; None is no limit."""
+    past = num_keys - num_queries
+    left, right = sides(window, causal=causal)
+    return None if left is None else past - left, None if right is None else past + right
 
 
 _FA = Dialect(
@@ -437,10 +465,13 @@ class Adapter:
             self.paged = eval(f"lambda x, slots: {PAGES}", {"torch": torch})
         # compiled calls by given arguments. Those of a plain call are compiled now, because
         # torch.compile cannot trace eval
-        self.calls: dict[tuple[tuple[str, ...], bool], Callable[..., Any]] = {}
-        plain = ("causal", "scale", *(("max_q", "max_k") if dialect.layout == "THD" else ()))
-        for masked in (False, True)[: 1 + bool(dialect.mask)]:
-            self.calls[plain, masked] = compiled_call(dialect, plain, masked)
+        self.calls: dict[tuple[tuple[str, ...], str], Callable[..., Any]] = {}
+        plain = ("causal", "scale", "past")
+        plain += ("max_q", "max_k") if dialect.layout == "THD" else ()
+        masks = ("", "tensor", "formula")[: 1 + bool(dialect.mask) + (dialect.mask_form == "block")]
+        for masked in masks:
+            given = (*plain, "high") if masked == "formula" else plain
+            self.calls[given, masked] = compiled_call(dialect, given, masked)
 
     def __call__(
         self,
@@ -461,6 +492,7 @@ class Adapter:
         values = {
             "causal": causal,
             "scale": scale,
+            "past": num_keys - num_queries,
             "softcap": softcap,
             "slopes": alibi_slopes,
             "sinks": sinks,
@@ -471,12 +503,15 @@ class Adapter:
             values["left"] = -1 if left is None else left
             values["right"] = -1 if right is None else right
         variables: dict[str, Any] = {"q": q, "k": k, "v": v, "function": self.function}
-        if masked:
+        if masked == "tensor":
             variables["seen"] = visible_keys(q, k, causal=causal, **mask).mask()
         if dialect.layout == "THD" or dialect.pages:
             bounds, longest = self.sequences(q, k, mask)
             values |= longest
             variables |= bounds
+        if masked == "formula":
+            window = mask.get("window")
+            values["low"], values["high"] = limits(num_queries, num_keys, window, causal=causal)
         if dialect.module:
             variables["module"] = caller(q.shape[1] // k.shape[1])
             if dialect.sinks == "module":
@@ -599,10 +634,10 @@ def as_given(changed: Tensor, x: Tensor) -> Tensor:
     return changed.contiguous() if x.is_contiguous() else changed
 
 
-def compiled_call(dialect: Dialect, given: tuple[str, ...], masked: bool) -> Callable[..., Any]:
+def compiled_call(dialect: Dialect, given: tuple[str, ...], masked: str) -> Callable[..., Any]:
     """The call as a function; its variables are keyword arguments."""
-    names = ("causal", "scale", "left", "right", "softcap", "slopes", "sinks", "documents")
-    names += ("max_q", "max_k")
+    names = ("causal", "scale", "past", "left", "right", "softcap", "slopes", "sinks", "documents")
+    names += ("max_q", "max_k", "low", "high")
     values = {name: name if name in given else None for name in names}
     text = dialect.call("*tensors", values, masked=masked)
     variables = (*names, "function", "tensors", "q", "k", "v", "seen", "module")

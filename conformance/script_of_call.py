@@ -9,7 +9,15 @@ import torch
 
 from attention.mask import MASKS, sides
 from conformance.cases import SHORT, Case
-from conformance.dialects import LAYOUTS, PAGES, Dialect, Target, pages_of, sequence_bounds
+from conformance.dialects import (
+    LAYOUTS,
+    PAGES,
+    Dialect,
+    Target,
+    limits,
+    pages_of,
+    sequence_bounds,
+)
 
 # what conformance.cases.ADVERSARIAL does, as a line of code each
 INPUTS = {
@@ -129,6 +137,7 @@ def counted_documents(case: Case) -> torch.Tensor:
 def values_of(call: Call, documents: torch.Tensor | None) -> Mapping[str, str | None]:
     """The text of each argument; see Dialect.call."""
     case, optional, window = call.case, call.case.optional, window_of(call.case)
+    low, high = limits_of(case)
     longest = None
     if documents is not None:
         bounds = sequence_bounds(case.batch, case.num_keys, documents, documents.device)
@@ -136,8 +145,11 @@ def values_of(call: Call, documents: torch.Tensor | None) -> Mapping[str, str | 
     return {
         "causal": str(case.causal),
         "scale": f"{case.head_dim}**-0.5",
+        "past": str(case.num_keys - case.num_queries),
         "left": None if window is None else str(window[0]),
         "right": None if window is None else str(window[1]),
+        "low": None if low is None else str(low),
+        "high": None if high is None else str(high),
         "softcap": str(optional["softcap"]) if "softcap" in optional else None,
         "slopes": "slopes" if "alibi_slopes" in optional else None,
         "sinks": None,
@@ -155,6 +167,11 @@ def window_of(case: Case) -> tuple[int, int] | None:
     return -1 if left is None else left, -1 if right is None else right
 
 
+def limits_of(case: Case) -> tuple[int | None, int | None]:
+    window = case.optional.get("window")
+    return limits(case.num_queries, case.num_keys, window, causal=case.causal)
+
+
 def hides(case: Case) -> bool:
     """Whether there is a mask."""
     return case.causal or bool(case.optional.keys() & {"window", "document_ids", "key_lengths"})
@@ -165,14 +182,13 @@ def mask_lines(
 ) -> Iterator[str]:
     """Lines that define what the call and the reference need besides q, k and v."""
     case, optional = call.case, call.case.optional
-    shift = case.num_keys - case.num_queries
-    left, right = window_of(case) or (-1, 0 if case.causal else -1)
+    low, high = limits_of(case)
     if hides(case):
         seen = f"torch.ones(1, 1, {case.num_queries}, {case.num_keys}, dtype=torch.bool)"
-        if right >= 0:
-            seen += f".tril({shift + right})"
-        if left >= 0:
-            seen += f".triu({shift - left})"
+        if high is not None:
+            seen += f".tril({high})"
+        if low is not None:
+            seen += f".triu({low})"
         yield f"seen = {seen}"
     if documents is not None:
         yield f"documents = torch.tensor({documents.tolist()})"

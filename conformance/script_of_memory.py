@@ -56,7 +56,7 @@ def write_memory(target: Target, subject: Subject, figure: str) -> str:
     values = values_of(Call(case, "out", subject.dtype), None)
     call_text = dialect.call(tensors_of(dialect, views=False), values, masked=masked)
     lines = [*mask_lines(Call(case, "out", subject.dtype), dialect, None, call_text)]
-    if not masked:
+    if "seen" not in call_text:
         lines.remove(next(line for line in lines if line.startswith("seen = ")))
     lines.append(f"result = {call_text.replace('function', target.function, 1)}")
     template = SAVED if figure == "saved" else LARGEST

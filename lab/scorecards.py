@@ -250,6 +250,10 @@ EXPLAINED = {
     ("FlexAttention (compiled)", "streams and graphs"): Reason(
         "the mask is built inside the captured call, from numbers of the CPU", "by design"
     ),
+    ("FlexAttention (compiled)", "largest tensor"): Reason(
+        "create_block_mask evaluates the mask of all N x M pairs, unless it is compiled too",
+        "by design",
+    ),
     ("JAX", "wider calls"): Reason("a row without a key gives the mean of the values", "new"),
 }  # fmt: skip
 

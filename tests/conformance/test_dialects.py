@@ -2,8 +2,10 @@
 through files.
 """
 
+import inspect
 import json
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from conformance.command import cells_of, parse_dialect
 from conformance.dialects import DIALECTS, Adapter, Target, pages_of, target
 from conformance.minimise import Minimiser, plain, with_options
 from conformance.properties import examine
-from conformance.script_of_call import INPUTS, VIEWS, Call, input_lines, write
+from conformance.script_of_call import INPUTS, VIEWS, Call, input_lines, values_of, write
 from conformance.script_of_memory import write_memory
 from conformance.views import LAYOUTS
 
@@ -173,6 +175,94 @@ def test_a_script_of_a_right_call_passes(text, dialect):
                 exec(write(found, Call(case, tensor, FP32), "cpu", 2e-4), {})
                 ran += 1
     assert ran >= (8 if found.backend.backward else 4)
+
+
+BY_POSITION = [
+    Case(),
+    Case(num_queries=30),
+    Case(num_keys=50),  # 20 rows without a key
+    Case(num_queries=1, optional={"window": 9}),
+    Case(num_queries=30, optional={"window": 1000, "softcap": 2.0, "alibi_slopes": True}),
+    Case(num_keys=50, causal=False, optional={"window": (9, 4), "alibi_slopes": True}),
+    Case(num_queries=40, causal=False, optional={"window": (-1, 4), "alibi_slopes": True}),
+    Case(causal=False, optional={"window": (9, -1)}),
+    Case(causal=False, optional={"window": (-1, -1), "alibi_slopes": True}),
+]
+BY_VALUE = [
+    Case(batch=2, optional={"document_ids": True, "window": 9, "alibi_slopes": True}),
+    Case(batch=3, causal=False, optional={"key_lengths": True}),
+    Case(num_queries=30, optional={"cu_seqlens": True}),
+]
+
+
+def test_a_mask_of_positions_is_a_formula():
+    case, sizes = BY_POSITION[5], "None, None, q.shape[2], k.shape[2], q.device"
+    masked = DIALECTS["flex"].needs_mask(70, 50, causal=False, given={"window": (9, 4)})
+    values = values_of(Call(case, "out", FP32), None)
+    assert DIALECTS["flex"].call("q, k, v", values, masked=masked) == (
+        "function(q, k, v, scale=16**-0.5, block_mask=create_block_mask("
+        f"lambda b, h, i, j: (j >= i - 29) & (j <= i - 16), {sizes}), "
+        "score_mod=lambda s, b, h, i, j: s - slopes[h] * (i - j - 20), enable_gqa=True, "
+        "return_lse=True)"
+    )
+
+
+@cache
+def compiled_flex():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, backend="aot_eager")
+
+
+def flex_with_gradients(
+    q, k, v, score_mod=None, block_mask=None, scale=None, enable_gqa=False, return_lse=False
+):
+    """FlexAttention without kernels. On a CPU it has gradients if PyTorch does not refuse them."""
+    return compiled_flex()(q, k, v, score_mod, block_mask, scale, enable_gqa, return_lse=return_lse)
+
+
+@pytest.fixture
+def gradients_on_cpu(monkeypatch):
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    with torch._dynamo.config.patch(recompile_limit=64):  # past it nothing is compiled
+        yield
+    torch.compiler.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("gradients_on_cpu")
+def test_flex_is_right_whatever_hides_the_keys():
+    """From the second case on its lengths are symbols. Then PyTorch adds None to the gradient of q
+    if a score_mod reads q.shape. PyTorch 2.11 keeps the first default of a parameter.
+    """
+    read = {}
+
+    def attend(q, k, v, score_mod=None, block_mask=None, **others):
+        for mod in (score_mod, getattr(block_mask, "mask_mod", None)):
+            if mod is not None:
+                assert mod.__defaults__ is None
+                read.update(inspect.getclosurevars(mod).nonlocals)
+        return flex_with_gradients(q, k, v, score_mod, block_mask, **others)
+
+    subject = Subject(Adapter(attend, DIALECTS["flex"]).backend("flex"), "cpu", FP32)
+    for cases, names in (
+        (BY_POSITION, {"low", "high", "past", "slopes", "softcap"}),
+        (BY_VALUE, {"seen", "past", "slopes"}),
+    ):
+        read.clear()
+        for case in cases:
+            row = subject.compare(case)
+            assert row is not None and {"out", "lse", "dq", "dk", "dv"} <= row.keys()
+            assert all(check.share <= 1 for check in row.values()), case
+        assert read.keys() == names
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("gradients_on_cpu")
+def test_flex_saves_no_mask(capsys):
+    found = named(f"{__name__}:flex_with_gradients", "flex")
+    exec(write_memory(found, Subject(found.backend, "cpu", FP32), "saved"), {})
+    assert "allowed N ** 1.15" in capsys.readouterr().out
 
 
 def test_a_script_draws_what_the_case_draws():
