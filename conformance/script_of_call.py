@@ -53,7 +53,7 @@ class Call(NamedTuple):
     case: Case
     tensor: str
     dtype: torch.dtype
-    raises: str = ""  # the type of an exception that is the failure
+    raises: str = ""  # the exception that is the failure, in one line
     layout: str = ""  # a key of VIEWS; else contiguous
 
 

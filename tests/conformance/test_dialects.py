@@ -309,6 +309,24 @@ def test_the_script_of_what_no_plain_call_shows(name, dialect, property, first):
         exec(script, {})
 
 
+def fails_twice(q, k, v, causal=False, scale=None):
+    if q.shape[3] < 4:
+        raise RuntimeError(f"{q.shape[3]} numbers are too few")
+    if q.shape[2] != k.shape[2]:
+        raise RuntimeError(f"{q.shape[2]} queries and {k.shape[2]} keys")
+    return q
+
+
+def test_a_script_raises_what_the_property_raised():
+    """Not another exception of the same type, which smaller calls may raise."""
+    found = named(f"{__name__}:fails_twice", "layout=BHND causal=causal scale=scale")
+    subject = Subject(found.backend, "cpu", FP32)
+    script = Minimiser(found, subject).script(examine(subject, "N != M"))
+    assert script is not None
+    with pytest.raises(RuntimeError, match="1 queries and 2 keys"):
+        exec(script, {})
+
+
 @pytest.mark.parametrize("figure", ["saved", "largest"])
 def test_a_script_of_linear_memory_passes(figure, capsys):
     found = target("tiled")
