@@ -5,6 +5,9 @@
 
 Each job is started by the command that runs it alone, in its folder of the sweep. So it begins with
 fresh memory, and a job that crashes ends no other. What a job prints goes to its output.log.
+
+resume=SWEEP starts the jobs that are left in the same way, one at a time unless the sweep had this
+launcher.
 """
 
 import os
@@ -12,16 +15,16 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from subprocess import DEVNULL, Popen
-from typing import Any
+from typing import Any, NoReturn
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 OWN_FILES = {".lock", ".hydra", "train.log", "output.log"}  # of a job before its run begins
 
@@ -47,10 +50,11 @@ class Job:
 
     number: int
     overrides: list[str]
-    config: DictConfig
+    config: DictConfig | None  # None of a job that goes on
     folder: Path
     ranks: int
     label: str  # the overrides that not all jobs have
+    arguments: list[str]  # of train.py
     places: list[str] = field(default_factory=list)  # its GPUs, or slots
     began: float = 0.0
 
@@ -128,10 +132,14 @@ class GpusLauncher(Launcher):
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
+        ended = self.run(self.composed(job_overrides, initial_job_idx))
+        return [ended[number] for number in sorted(ended)]
+
+    def run(self, waiting: list[Job]) -> dict[int, JobReturn]:
+        """How each job ended. A signal ends the program, after the jobs that run have saved."""
         from training.interrupt import Noted
         from training.sweep import finish_sweep
 
-        waiting = self.composed(job_overrides, initial_job_idx)
         running: dict[Popen, Job] = {}
         ended: dict[int, JobReturn] = {}
         free = list(self.places)
@@ -160,12 +168,20 @@ class GpusLauncher(Launcher):
                     process.wait()
         if signals.came:
             finish_sweep(self.sweep_dir, 130)
-        return [ended[number] for number in sorted(ended)]
+        return ended
 
     def composed(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[Job]:
         """The jobs with their settings. `first` is the number of the first one."""
-        from training.command_line import key_of, unescaped
+        from training.command_line import (
+            as_written,
+            key_of,
+            options_first,
+            quoted,
+            unescaped,
+        )
 
+        options, _ = options_first(sys.argv[1:])
+        options = [option for option in options if option not in ("-m", "--multirun")]
         jobs, shared = [], set.intersection(*map(set, job_overrides))
         for number, overrides in enumerate(map(list, job_overrides), first):
             config = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
@@ -179,24 +195,22 @@ class GpusLauncher(Launcher):
             own = [each for each in own if key_of(each) != "left_out"]
             folder = self.sweep_dir / str(config.hydra.sweep.subdir)
             label = unescaped(" ".join(own))
-            jobs.append(Job(number, overrides, config, folder, ranks, label))
+            arguments = [
+                *options,
+                *as_written(self.config.hydra.overrides.hydra),
+                *overrides,
+                "hydra.mode=RUN",
+                f"hydra.run.dir={quoted(str(folder))}",
+                f"hydra.job.num={number}",
+            ]
+            jobs.append(Job(number, overrides, config, folder, ranks, label, arguments))
         return jobs
 
     def start(self, job: Job) -> Popen:
         """Start the command that runs this job alone, in its folder of the sweep."""
-        from training.command_line import as_written, options_first, quoted
-
-        options, _ = options_first(sys.argv[1:])
-        own = [
-            *(option for option in options if option not in ("-m", "--multirun")),
-            *as_written(self.config.hydra.overrides.hydra),
-            *job.overrides,
-            "hydra.mode=RUN",
-            f"hydra.run.dir={quoted(str(job.folder))}",
-            f"hydra.job.num={job.number}",
-        ]
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.ranks}"]
-        command = [sys.executable, *(torchrun if job.ranks > 1 else []), sys.argv[0], *own]
+        torchrun = torchrun if job.ranks > 1 else []
+        command = [sys.executable, *torchrun, sys.argv[0], *job.arguments]
         gpus = {} if self.slots else {"CUDA_VISIBLE_DEVICES": ",".join(job.places)}
         place = f"{'slot' if self.slots else 'GPU'} {', '.join(job.places)}"
         print(f"job {job.number} on {place}: {job.label}", flush=True)
@@ -232,6 +246,57 @@ class GpusLauncher(Launcher):
         print(f"job {job.number}: {row['status']}{words}, {seconds:.0f} s{why}", flush=True)
         value = Objective({"stopped": False} | row)
         return JobReturn(job.overrides, job.config, status=JobStatus.COMPLETED, _return_value=value)
+
+
+def resume_sweep(folder: Path) -> NoReturn:
+    """Go on with the jobs of a sweep that did not begin or did not end; exit as the sweep would."""
+    from training.command_line import quoted, unescaped
+    from training.sweep import (
+        claim,
+        exit_code,
+        finish_sweep,
+        index_rows,
+        jobs_left,
+        lock,
+        read_sweep,
+    )
+
+    try:
+        asked = OmegaConf.load(folder / "multirun.yaml").hydra.launcher
+    except (OSError, ValueError, AttributeError) as error:
+        raise SystemExit(
+            f"error: resume={folder}: its multirun.yaml cannot be read: {error}; resume its runs "
+            f"one by one, as resume={folder}/0"
+        ) from None
+    gpus = asked.get("_target_") == GpusLauncherConf._target_
+    names = [each.name for each in fields(GpusLauncherConf) if each.name != "_target_"]
+    settings = {name: asked.get(name) for name in names} if gpus else {"gpus": None, "slots": 1}
+    launcher = GpusLauncher(**{"ranks": 1} | settings)
+    launcher.sweep_dir = folder.absolute()
+    with claim(folder, None, "hydra.sweep.dir"):
+        try:
+            launcher.places = launcher.find_places()
+        except ValueError as error:
+            raise SystemExit(f"error: resume={folder}: {error}") from None
+        left, jobs = jobs_left(folder), []
+        every = [set(row["overrides"]) for row in index_rows(folder)]
+        for row, saved in left:
+            number, overrides = row["job"], row["overrides"]
+            run_dir = launcher.sweep_dir / row.get("dir", str(number))
+            place = quoted(str(run_dir))
+            own = [f"resume={place}"]
+            if not saved:  # it begins again
+                if run_dir.is_dir():
+                    lock(run_dir, "stop it").close()  # unless it runs right now
+                    shutil.rmtree(run_dir)
+                own = [*overrides, "hydra.mode=RUN", f"hydra.run.dir={place}"]
+            differing = [each for each in overrides if each not in set.intersection(*every)]
+            label = unescaped(" ".join(differing or overrides))
+            ranks = row.get("ranks", 1)
+            jobs.append(Job(number, overrides, None, run_dir, ranks, label, own))
+        print(f"{len(jobs)} of {len(every)} jobs are left", flush=True)
+        launcher.run(jobs)
+        finish_sweep(launcher.sweep_dir, exit_code(read_sweep(launcher.sweep_dir)))
 
 
 def reason(code: int, log: Path) -> str:

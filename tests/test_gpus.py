@@ -15,6 +15,7 @@ from tests import forked
 from tests.command import (
     Done,
     computed,
+    contents,
     finish,
     index,
     metrics,
@@ -25,6 +26,7 @@ from tests.command import (
     tiny_sweep,
     wait_for_rows,
 )
+from tests.test_resume import send_at_step
 from training.sweep import read_sweep
 
 LAUNCHER = "hydra/launcher=gpus"
@@ -173,7 +175,7 @@ def test_ctrl_c_reaches_each_job_once(tmp_path):
     statuses = [row["status"] for row in index(tmp_path)]
     assert statuses == ["interrupted", "interrupted", "not started"]
     assert not (tmp_path / "2").exists() and "1 of 3 jobs not started" in done.output
-    (command,) = lines(done, "  python train.py ")
+    command = index(tmp_path)[2]["command"]
     assert run(*shlex.split(command)[2:], "steps=2").code == 0
     assert [row["status"] for row in read_sweep(tmp_path)] == [*statuses[:2], "completed"]
     for job in "01":
@@ -182,6 +184,29 @@ def test_ctrl_c_reaches_each_job_once(tmp_path):
     steps_done = summary(tmp_path / "0")["steps_done"]
     assert run(f"resume={tmp_path / '0'}", f"steps={steps_done + 2}").code == 0
     assert [row["step"] for row in metrics(tmp_path / "0")] == list(range(steps_done + 3))
+
+
+def test_a_sweep_goes_on_with_the_jobs_that_are_left(tmp_path, monkeypatch):
+    fork_jobs(monkeypatch)
+    with monkeypatch.context() as patch:
+        send_at_step(patch, 2, signal.SIGINT)
+        stopped = run(*tiny_sweep(tmp_path, "seed=0,1,2", "eval_every=2"))
+    assert stopped.code == 130 and f"go on: python train.py resume={tmp_path}\n" in stopped.output
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1/train.log").touch()  # of a job that died before it saved
+    refused = run(f"resume={tmp_path}", "steps=8")
+    assert "goes on with a sweep as it began: leave out steps=8" in refused.complaint()
+    done = run(f"resume={tmp_path}")
+    assert done.code == 0, done.output
+    assert "3 of 3 jobs are left" in done.output and "go on:" not in done.output
+    assert [row["status"] for row in index(tmp_path)] == ["completed"] * 3
+    assert run(*tiny(tmp_path / "alone", "seed=0", "eval_every=2")).code == 0
+    assert metrics(tmp_path / "0")[-1]["val/loss"] == metrics(tmp_path / "alone")[-1]["val/loss"]
+    assert [len(summary(tmp_path / job)["starts"]) for job in "012"] == [2, 1, 1]
+    before = contents(tmp_path / "0")
+    again = run(f"resume={tmp_path}")
+    assert again.code == 0 and "0 of 3 jobs are left" in again.output
+    assert contents(tmp_path / "0") == before
 
 
 def test_a_job_that_a_signal_reached_before_its_run_is_not_started(tmp_path):

@@ -277,6 +277,17 @@ def replay_overrides(arguments: list[str]) -> list[str]:
     if not resume[-1]:  # such as that of an unset shell variable
         raise SystemExit("error: resume= is empty: name a run directory")
     run_dir = Path(resume[-1])
+    if os.path.isfile(run_dir / "index.jsonl"):
+        others = [each for each in arguments if each != f"resume={resume[-1]}"]
+        if others or of_environment().several:
+            raise SystemExit(
+                f"error: resume={run_dir} goes on with a sweep as it began: leave out "
+                f"{' '.join(others) or 'torchrun'}, or resume one of its runs, as "
+                f"resume={run_dir}/0"
+            )
+        from hydra_plugins.gpus import resume_sweep
+
+        resume_sweep(run_dir)
     recorded = _recorded_overrides(run_dir)
     if {"-m", "--multirun"} & set(arguments):
         raise SystemExit(

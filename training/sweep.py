@@ -32,7 +32,7 @@ from training.names import differing_settings, name_run, name_runs
 from training.own_modules import ROOT
 from training.ranks import of_environment
 from training.resume import changes_in_words, load_yaml
-from training.retention import LATEST, load_json
+from training.retention import LATEST, load_json, newest_first
 from training.text_table import text_table
 
 log = logging.getLogger("tilegpt")
@@ -179,13 +179,13 @@ def write_index_row(folder: Path, row: Row) -> None:
     with (folder / ".index.lock").open("a") as turn:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.lockf(turn, fcntl.LOCK_EX)
-        rows = [row if each.get("job") == row["job"] else each for each in _index_rows(folder)]
+        rows = [row if each.get("job") == row["job"] else each for each in index_rows(folder)]
         _write_index(folder, rows if row in rows else [*rows, row])
 
 
 def record_job(folder: Path, number: int, overrides: list[str], run_dir: Path, **more: Any) -> Row:
     """Write what a job's folder holds, and `more`, to its line in index.jsonl; returns the line."""
-    rows = _index_rows(folder)
+    rows = index_rows(folder)
     row = next((as_planned(row) for row in rows if row.get("job") == number), {})
     row |= {"job": number, "overrides": overrides} | read_run(run_dir) | more
     row["dir"] = str(run_dir.relative_to(folder))
@@ -196,7 +196,7 @@ def record_job(folder: Path, number: int, overrides: list[str], run_dir: Path, *
 def finish_sweep(folder: Path, code: int) -> NoReturn:
     """Print the table and the jobs that were not started; exit with this code."""
     folder = folder.absolute()
-    rows = _index_rows(folder)
+    rows = index_rows(folder)
     for row in rows:
         run_dir = folder / str(row.get("job"))
         # a launcher that was stopped gives its jobs no time to report how they ended
@@ -205,14 +205,10 @@ def finish_sweep(folder: Path, code: int) -> NoReturn:
     table = summary_table(read_sweep(folder))
     write_file(folder / "table.txt", f"{table}\n")  # first: printing may fail
     print(f"\n{table}")
-    missing = not_started(folder)
-    if missing:
-        print(
-            f"{len(missing)} of {len(rows)} jobs not started; each runs in its place in the sweep "
-            "with:"
-        )
-    for row in missing:
-        print(f"  {row['command']}")
+    if missing := not_started(folder):
+        print(f"{len(missing)} of {len(rows)} jobs not started")
+    if jobs_left(folder):
+        print(f"go on: python train.py {shlex.quote(f'resume={folder}')}")
     print(f"{folder}\nreport: python -m scripts.report {shlex.quote(str(folder))}")
     if any((folder / "wandb").glob("offline-run-*")):
         print(f"wandb: wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*")
@@ -221,7 +217,7 @@ def finish_sweep(folder: Path, code: int) -> NoReturn:
 
 def as_planned(row: Row) -> Row:
     """The part of an index line that was known before the job began."""
-    keys = ("job", "overrides", "attention", "variant", "seq_len", "seed", "starts")
+    keys = ("job", "overrides", "attention", "variant", "seq_len", "seed", "starts", "ranks")
     return {key: row[key] for key in keys if key in row}
 
 
@@ -320,9 +316,22 @@ def not_started(folder: Path) -> list[Row]:
     """The lines of a sweep's index for the jobs that an interrupted sweep has not begun."""
     return [
         row
-        for row in _index_rows(folder)
+        for row in index_rows(folder)
         if row.get("status") == "not started" and not (folder / str(row.get("job"))).is_dir()
     ]
+
+
+def jobs_left(folder: Path) -> list[tuple[Row, bool]]:
+    """The lines of a sweep's index for the jobs that did not begin, were stopped or failed, and
+    whether they saved something to go on from. Divergence and lack of memory are results.
+    """
+    left = []
+    for row in index_rows(folder):
+        run_dir = folder / row.get("dir", str(row.get("job")))
+        now = read_run(run_dir) if run_dir.is_dir() else row
+        if now["status"] not in ("completed", "diverged", "oom"):
+            left.append((row, bool(list(newest_first(run_dir)))))
+    return left
 
 
 def read_run(run_dir: Path) -> Row:
@@ -448,12 +457,12 @@ def _index(folder: Path) -> dict[str, Row]:
 
     A job that has not reported its end has only what was planned: its settings, not its status.
     """
-    rows = _index_rows(folder)
+    rows = index_rows(folder)
     ended = {Path(row["dir"]).name: row for row in rows if isinstance(row.get("dir"), str)}
     return {str(row.get("job")): as_planned(row) for row in rows} | ended
 
 
-def _index_rows(folder: Path) -> list[Row]:
+def index_rows(folder: Path) -> list[Row]:
     if not (folder / INDEX).is_file():
         return []
     return list(parse_rows((folder / INDEX).read_text(errors="replace").splitlines()))
@@ -475,7 +484,7 @@ def job_names(run_dir: Path, summary: Row, config: RunConfig) -> Row:
     job, sweep = HydraConfig.get(), run_dir.parent
     # a job that is resumed alone, or runs later, still belongs to its sweep
     in_sweep = job.mode == RunMode.MULTIRUN or (sweep / INDEX).is_file()
-    rows = {str(row.get("job")): row for row in _index_rows(sweep)}
+    rows = {str(row.get("job")): row for row in index_rows(sweep)}
     names = name_run(summary | {"steps_done": None})  # with the switch that is still to come
     if run_dir.name in rows:
         names = dict(zip(rows, name_runs(list(rows.values())), strict=True))[run_dir.name]
