@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "model": {"attention", "config"},
     "training": {"attention", "config", "data", "model"},
     "hydra_plugins": {"attention", "config", "training"},
-    "train": {"config", "training"},
+    "train": {"config", "hydra_plugins", "training"},
     "scripts": {"attention", "conformance", "config", "data", "model", "training"},
     "docs": set(),
     "examples": {"attention"},

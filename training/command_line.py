@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any
+from typing import Any, NoReturn
 
 from config import FUNCTION_SETTINGS, RunConfig, register, setting_keys
 from training import phases
@@ -52,8 +52,9 @@ SHARED_OPTIONS = {
 }
 
 
-def launch(main: Callable[[], Any], began: float) -> None:
-    """Run `main`, which Hydra decorates, with the command line of this process.
+def launch(main: Callable[[], Any], began: float, resume_sweep: Callable[[Path], NoReturn]) -> None:
+    """Run `main`, which Hydra decorates, with the command line of this process; resume_sweep(DIR)
+    for a command line that is resume=DIR, with the folder of a sweep.
 
     `began` is the time at which the program started; its first run counts from there.
     """
@@ -65,6 +66,8 @@ def launch(main: Callable[[], Any], began: float) -> None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hides that the first rank ended
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
     try:
+        if sweep := sweep_to_resume(sys.argv[1:]):
+            resume_sweep(sweep)
         arguments = replay_overrides([*sys.argv[1:], *after_restart(ranks)])
         refuse_unreadable(arguments)
         refuse_mistakes_in_files(arguments)
@@ -267,27 +270,12 @@ def replay_overrides(arguments: list[str]) -> list[str]:
         raise SystemExit(f"error: {error}") from None
     # argparse finds its own options before the first override or after the last one
     arguments = [*chain(*options_first(arguments))]
-    resume = [
-        argument.removeprefix("resume=").strip("'\"")
-        for argument in arguments
-        if argument.startswith("resume=")
-    ]
+    resume = folders_to_resume(arguments)
     if not resume or resume[-1] == "null":
         return arguments
     if not resume[-1]:  # such as that of an unset shell variable
         raise SystemExit("error: resume= is empty: name a run directory")
     run_dir = Path(resume[-1])
-    if os.path.isfile(run_dir / "index.jsonl"):
-        others = [each for each in arguments if each != f"resume={resume[-1]}"]
-        if others or of_environment().several:
-            raise SystemExit(
-                f"error: resume={run_dir} goes on with a sweep as it began: leave out "
-                f"{' '.join(others) or 'torchrun'}, or resume one of its runs, as "
-                f"resume={run_dir}/0"
-            )
-        from hydra_plugins.gpus import resume_sweep
-
-        resume_sweep(run_dir)
     recorded = _recorded_overrides(run_dir)
     if {"-m", "--multirun"} & set(arguments):
         raise SystemExit(
@@ -310,6 +298,26 @@ def replay_overrides(arguments: list[str]) -> list[str]:
     own = [f"hydra.run.dir={folder}", "hydra.mode=RUN", "hydra.output_subdir=null"]
     # cli_overrides() takes those after resume= as the new ones
     return [*options, *_kept_overrides(recorded, new), f"resume={folder}", *new, *own]
+
+
+def folders_to_resume(arguments: list[str]) -> list[str]:
+    given = (each.partition("=") for each in arguments)
+    return [folder.strip("'\"") for key, _, folder in given if key == "resume"]
+
+
+def sweep_to_resume(arguments: list[str]) -> Path | None:
+    """The sweep that resume= names, if it names one. Exits if there are other arguments."""
+    sweeps = [Path(x) for x in folders_to_resume(arguments) if os.path.isfile(f"{x}/index.jsonl")]
+    if not sweeps:
+        return None
+    others = [each for each in arguments if not each.startswith("resume=")]
+    if others or of_environment().several:
+        raise SystemExit(
+            f"error: resume={sweeps[-1]} goes on with a sweep as it began: leave out "
+            f"{' '.join(others) or 'torchrun'}, or resume one of its runs, as "
+            f"resume={sweeps[-1]}/0"
+        )
+    return sweeps[-1]
 
 
 def _kept_overrides(recorded: list[str], new: list[str]) -> list[str]:
