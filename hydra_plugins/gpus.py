@@ -25,6 +25,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
+from yaml import YAMLError
 
 OWN_FILES = {".lock", ".hydra", "train.log", "output.log"}  # of a job before its run begins
 
@@ -261,12 +262,13 @@ def resume_sweep(folder: Path) -> NoReturn:
         read_sweep,
     )
 
+    one_by_one = f"resume its runs one by one, as resume={folder}/0"
     try:
         asked = OmegaConf.load(folder / "multirun.yaml").hydra.launcher
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, YAMLError) as error:
+        reason = " ".join(str(error).split())
         raise SystemExit(
-            f"error: resume={folder}: its multirun.yaml cannot be read: {error}; resume its runs "
-            f"one by one, as resume={folder}/0"
+            f"error: resume={folder}: its multirun.yaml cannot be read: {reason}; {one_by_one}"
         ) from None
     gpus = asked.get("_target_") == GpusLauncherConf._target_
     names = [each.name for each in fields(GpusLauncherConf) if each.name != "_target_"]
@@ -277,7 +279,7 @@ def resume_sweep(folder: Path) -> NoReturn:
         try:
             launcher.places = launcher.find_places()
         except ValueError as error:
-            raise SystemExit(f"error: resume={folder}: {error}") from None
+            raise SystemExit(f"error: resume={folder}: {error}; or {one_by_one}") from None
         left, jobs = jobs_left(folder), []
         every = [set(row["overrides"]) for row in index_rows(folder)]
         for row, saved in left:
