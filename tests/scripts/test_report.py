@@ -404,7 +404,7 @@ def test_what_is_missing_or_older_than_the_run_is_said(tmp_path):
     (run,) = load_runs([tmp_path])
     assert run.figure("val/loss") is None and run.figure("tokens_per_sec")
     assert (
-        "2 jobs of the sweep never started: index.jsonl has the commands."
+        "2 jobs of the sweep never started: python train.py resume=DIR goes on with them."
         in report_on(tmp_path).text
     )
     write_run(tmp_path / "1", "naive")  # run later, in its place
