@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attention.blame import is_foreign, with_place
 from attention.diagnose import with_gradients
-from attention.interface import Backend, Output, dtype_name
+from attention.interface import Backend, Output, ScoreMod, dtype_name
 from attention.own import build_module
 
 LENGTH = 150  # several tiles, the last one ragged
@@ -98,6 +98,59 @@ def probe(
                 raise
             hint = "the score_mod's fn, its derivative and its kernel must agree"
             raise ValueError(f"{hint}: {error}") from None
+
+
+def check_score_mod(mod: ScoreMod, name: str, num_heads: int, device: torch.device) -> None:
+    """Raise ValueError, in one sentence that has `name`, for a score_mod that is no elementwise
+    function of the score with its derivative. An attention that differentiates fn itself, such as
+    naive, would never notice.
+    """
+
+    def wrong(what: str) -> ValueError:
+        return ValueError(f"attention.score_mod={name}: {what}")
+
+    draw = partial(torch.randn, 2, num_heads, 12, 20, generator=torch.Generator().manual_seed(0))
+    score, step = (draw(dtype=torch.float64).to(device) for _ in range(2))
+    sizes = enumerate(score.shape)
+    places = [torch.arange(n, device=device).view(n, *[1] * (3 - dim)) for dim, n in sizes]
+
+    def call(score: Tensor) -> list[Tensor]:
+        """The changed score and its derivative."""
+        try:
+            found = mod(score, *places)
+        except (Exception, SystemExit) as error:  # the user's function may raise anything
+            raise wrong(f"fn fails on ordinary scores: {with_place(error)}") from error
+        is_pair = isinstance(found, (tuple, list)) and len(found) == 2
+        if not (is_pair and all(isinstance(x, Tensor) for x in found)):
+            what = f"{len(found)} items" if isinstance(found, (tuple, list)) else type(found)
+            what = what.__name__ if isinstance(what, type) else what
+            raise wrong(f"fn must return two tensors, (changed, derivative); it returned {what}")
+        try:
+            return [x.expand_as(score) for x in found]
+        except RuntimeError:
+            shapes = " and ".join(str(tuple(x.shape)) for x in found)
+            raise wrong(
+                f"fn must return tensors of the score's shape {tuple(score.shape)}; it returned "
+                f"{shapes}"
+            ) from None
+
+    inputs = score.clone().requires_grad_()
+    changed, derivative = call(inputs)
+    if changed.isnan().any() or not derivative[changed.isfinite()].isfinite().all():
+        raise wrong("fn returns NaN or inf for ordinary scores")
+    if not torch.equal(call(score)[0], changed):
+        raise wrong("fn gives another result for the same scores")
+    moved = step > 0
+    if not torch.equal(call(torch.where(moved, score + step, score))[0][~moved], changed[~moved]):
+        raise wrong("fn is not elementwise: a score changes the results of others")
+    slope = torch.zeros_like(score)
+    if changed.requires_grad:
+        (slope,) = torch.autograd.grad(changed[changed.isfinite()].sum(), inputs)
+    off = (derivative - slope).abs().masked_fill(~changed.isfinite(), 0.0)
+    if (off > 1e-3 * (1 + slope.abs())).any():
+        worst = off.argmax()
+        says, is_, at = (x.flatten()[worst].item() for x in (derivative, slope, score))
+        raise wrong(f"its derivative is {says:.4g} at a score of {at:.4g}, where fn's is {is_:.4g}")
 
 
 def _call(

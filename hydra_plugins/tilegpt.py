@@ -4,6 +4,7 @@ Hydra finds both here, in the package hydra_plugins, like the plugins that pip i
 """
 
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
@@ -111,13 +112,38 @@ class CheckedSweeper(Sweeper):
     def combinations(self, arguments: list[str]) -> list[list[str]]:
         """The overrides of each job. If a key is given twice, the later one counts."""
         jobs = self.grid([*as_overrides(self.params), *arguments])
-        given = [as_overrides(each) for each in self.variants.values() if each is not None]
+        given = [as_overrides(each) for each in self.settings_of_variants() if each is not None]
         if not given:
             return [list(job.values()) for job in jobs]
         variants = [own for each in given for own in self.grid(each)]
         # the variants take turns, so that a stopped sweep has the same seeds of every variant
         both = [(job | own).values() for job in jobs for own in variants]
         return [list(job) for job in dict.fromkeys(map(tuple, both))]
+
+    def settings_of_variants(self) -> list[Any]:
+        """A mapping for each variant, or null. Ends the program for anything else."""
+        key = "hydra.sweeper.variants"
+        if not isinstance(self.variants, Mapping):
+            raise SystemExit(
+                f"error: {key}={self.variants} must name variants, each with its settings, as in "
+                "{small: {attention.window: 64}, exact: {}}"
+            )
+        for name, own in self.variants.items():
+            if own is None:
+                continue
+            if not isinstance(own, Mapping):
+                raise SystemExit(
+                    f"error: {key}.{name}={own} must be the settings of the variant, as in "
+                    "{attention.window: 64}, or null to leave it out"
+                )
+            for setting, value in own.items():
+                if isinstance(value, Mapping):
+                    inner = next(iter(value), "NAME")
+                    raise SystemExit(
+                        f"error: {key}.{name}: {setting} has settings of its own; write them as "
+                        f"{setting}.{inner}: {value.get(inner)}"
+                    )
+        return list(self.variants.values())
 
     def grid(self, overrides: list[str]) -> list[dict[str, str]]:
         """Every combination of the values, as {key: override}."""

@@ -244,7 +244,8 @@ def load_hugging_face(
     model, it takes the first ones.
 
     Raises one ValueError that names every field of the model's config that differs, or every
-    missing, unexpected or wrong-shape tensor. The model is unchanged then.
+    tensor that is missing, unexpected, of another shape, or not of finite numbers in floating
+    point. The model is unchanged then.
     """
     theirs = {
         name.removeprefix("transformer.").removeprefix("model."): tensor
@@ -268,6 +269,10 @@ def load_hugging_face(
             shape = shape[::-1] if transposed else shape
             if found.shape != shape:
                 problems.append(f"{their} has shape {tuple(found.shape)} instead of {shape}")
+            if not found.is_floating_point():
+                problems.append(f"{their} is {str(found.dtype).removeprefix('torch.')}")
+            elif not found.isfinite().all():
+                problems.append(f"{their} has NaN or inf")
             parts[name].append(found.T if transposed else found)
     output_layer = theirs.pop(OUTPUT_LAYER, None)  # theirs may be separate where ours is tied
     gains = [name for name in theirs if name.endswith(architecture.ones)]

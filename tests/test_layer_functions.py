@@ -54,7 +54,19 @@ def wrong(score, b, h, i, j, params):
     return score / 2, torch.ones_like(score)
 
 
-HALVED, WRONG = ScoreMod(halved), ScoreMod(wrong)
+def mixes(score, b, h, i, j, params):
+    return score.cumsum(-1), torch.ones_like(score)
+
+
+HALVED, WRONG, MIXES = ScoreMod(halved), ScoreMod(wrong), ScoreMod(mixes)
+ALONE = ScoreMod(lambda score, *_: score / 2)
+SHORT = ScoreMod(lambda score: halved(score, *range(5)))
+NARROW = ScoreMod(lambda score, *_: (score[..., :2], torch.ones(1)))
+RANDOM = ScoreMod(lambda score, *_: (score + torch.rand_like(score), torch.ones(1)))
+NO_NUMBER = ScoreMod(lambda score, *_: (score.log(), 1 / score))
+HIDING = ScoreMod(
+    lambda score, b, h, i, j, _: (torch.where(i - j == 3, -torch.inf, score), torch.ones(1))
+)
 
 
 @pytest.fixture(scope="module")
@@ -119,17 +131,25 @@ def test_an_attention_that_cannot_is_refused_with_those_that_can(overrides, said
         ("nope:X", "attention.score_mod=nope:X cannot be loaded: ModuleNotFoundError"),
         (f"{__name__}:halved", "must be an attention.ScoreMod, it is a function"),
         (f"{__name__}", "must read pkg.module:NAME"),
-        (
-            f"{__name__}:WRONG",
-            "the score_mod's fn, its derivative and its kernel must agree: .* dq",
-        ),
+        (f"{__name__}:WRONG", "WRONG: its derivative is 1 at a score of .*, where fn's is 0.5"),
+        (f"{__name__}:MIXES", "MIXES: fn is not elementwise"),
+        (f"{__name__}:ALONE", r"return two tensors, \(changed, derivative\); it returned Tensor"),
+        (f"{__name__}:SHORT", "fn fails on ordinary scores: TypeError"),
+        (f"{__name__}:NARROW", r"of the score's shape .* it returned .*, 2\) and \(1,\)"),
+        (f"{__name__}:RANDOM", "fn gives another result for the same scores"),
+        (f"{__name__}:NO_NUMBER", "fn returns NaN or inf for ordinary scores"),
     ],
 )
-def test_a_score_mod_is_tried_out(name, said):
-    config = compose(f"attention.score_mod='{name}'")
+@pytest.mark.parametrize("attention", ["tiled", "naive"])
+def test_a_score_mod_is_tried_out(name, said, attention):
+    config = compose(f"attention={attention}", f"attention.score_mod='{name}'")
     with pytest.raises(ValueError, match=said):
         check_model(config, check_schedule(config), **CPU)
-    config = compose(f"attention.score_mod='{__name__}:HALVED'")
+
+
+@pytest.mark.parametrize("name", ["HALVED", "HIDING"])
+def test_a_right_score_mod_is_taken(name):
+    config = compose(f"attention.score_mod='{__name__}:{name}'")
     check_model(config, check_schedule(config), **CPU)
 
 

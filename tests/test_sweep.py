@@ -321,6 +321,41 @@ def test_variants_differ_in_settings_of_their_own(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    "variants, said",
+    [
+        ("=5", "hydra.sweeper.variants=5 must name variants, each with its settings"),
+        (".window=5", "variants.window=5 must be the settings of the variant, as in {attention."),
+        (".window={attention:{window:5}}", "variants.window: attention has settings of its own"),
+        (".window={attention.windo:5}", "no key 'attention.windo'; did you mean attention.window"),
+        (".widow=null", "no key 'hydra.sweeper.variants.widow'; python train.py --cfg hydra shows"),
+    ],
+)
+def test_a_variant_that_is_none_is_refused(tmp_path, variants, said):
+    recipe = ("experiment=attentions_cpu", "seed=0", f"hydra.sweep.dir={tmp_path}")
+    assert said in run(*recipe, f"hydra.sweeper.variants{variants}").complaint()
+
+
+def test_a_variant_of_a_recipe_gets_further_settings(tmp_path):
+    others = [
+        "wide_window",
+        "pattern",
+        "softcap",
+        "sinks",
+        "alibi",
+        "no_rescale",
+        "differential",
+        "linear",
+        "sigmoid",
+    ]
+    kept = [f"hydra.sweeper.variants.{name}=null" for name in others]
+    window = "hydra.sweeper.variants.window={attention.window:8,attention.softcap:3}"
+    short = ("seed=0", "steps=1", "eval_every=0", "logger=none")
+    asked = ("experiment=attentions_cpu", *short, window, *kept, f"hydra.sweep.dir={tmp_path}")
+    assert run(*asked).code == 0
+    assert [row["variant"] for row in index(tmp_path)][1] == "tiled block_kv=16 window=8 softcap=3"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
 def test_jobs_in_processes_of_their_own(tmp_path, launcher):

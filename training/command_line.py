@@ -237,7 +237,8 @@ def no_key(key: str) -> str:
     # steps for step, attention.block_kv for attention.block_k; optim.lr for lr
     close = [other for other in keys if other.rpartition(".")[2] == key]
     close = close or difflib.get_close_matches(key, keys, n=1)
-    hint = "python train.py --cfg job shows all keys"
+    shown = "hydra" if key.startswith("hydra.") else "job"
+    hint = f"python train.py --cfg {shown} shows all keys"
     if close:
         hint = f"did you mean {' or '.join(close)}?"
     return f"there is no key '{key}'; {hint}"
@@ -270,6 +271,8 @@ def replay_overrides(arguments: list[str]) -> list[str]:
         raise SystemExit(f"error: {error}") from None
     # argparse finds its own options before the first override or after the last one
     arguments = [*chain(*options_first(arguments))]
+    # a variant may have settings that the recipe gives it none of
+    arguments = [re.sub(r"^(hydra\.sweeper\.variants\.\w+=\{)", r"++\1", x) for x in arguments]
     resume = folders_to_resume(arguments)
     if not resume or resume[-1] == "null":
         return arguments

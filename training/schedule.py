@@ -6,7 +6,16 @@ from typing import Any
 
 import torch
 
-from attention import BACKENDS, Backend, get_backend, is_operator, kernel_choice, probe_backend
+from attention import (
+    BACKENDS,
+    Backend,
+    get_backend,
+    get_score_mod,
+    is_operator,
+    kernel_choice,
+    probe_backend,
+)
+from attention.probe import check_score_mod
 from attention.tiled import TiledAttention
 from config import AttentionConfig, ModelConfig, RunConfig
 from model.gpt import GPT
@@ -131,6 +140,8 @@ def check_model(
     shape = config.model.attention_sizes
     functions = layer_functions(config.attention, config.model)
     functions = {function.get("window"): function for function in functions}
+    if name := config.attention.score_mod:
+        check_score_mod(get_score_mod(name), name, config.model.num_heads, device)
     for backend in schedule.values():
         backend.check_model(**shape, dtype=dtype, device=device)
         will_graph(config, backend, dtype=dtype, device=device)

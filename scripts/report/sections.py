@@ -96,7 +96,9 @@ def warnings(runs: list[Run], *, left_out: int = 0) -> list[str]:
     texts = []
     if left_out:
         jobs = _count(left_out, "job")
-        texts.append(f"{jobs} of the sweep never started: python train.py resume=DIR goes on with them.")
+        texts.append(
+            f"{jobs} of the sweep never started: python train.py resume=DIR goes on with them."
+        )
     if len({str(run.env.get("data_fingerprint")) for run in runs} - {"None", ""}) > 1:
         # the fingerprint includes the tokenizer
         texts.append(

@@ -61,7 +61,7 @@ def test_takes_names_without_prefix_and_ignores_stored_masks(
     assert torch.equal(with_prefix(tokens).logits, without_prefix(tokens).logits)
 
 
-def test_names_every_missing_unexpected_and_wrong_shape_tensor(hugging_face_gpt2, build_gpt):
+def test_names_every_tensor_that_does_not_fit(hugging_face_gpt2, build_gpt):
     state_dict = dict(hugging_face_gpt2.state_dict())
     del state_dict["transformer.h.1.ln_2.bias"]
     state_dict["transformer.h.2.ln_1.bias"] = torch.zeros(32)
@@ -69,11 +69,15 @@ def test_names_every_missing_unexpected_and_wrong_shape_tensor(hugging_face_gpt2
     state_dict["transformer.h.0.attn.c_attn.weight"] = state_dict[
         "transformer.h.0.attn.c_attn.weight"
     ].T
+    state_dict["transformer.h.0.ln_1.weight"] = torch.ones(32, dtype=torch.int32)
+    state_dict["transformer.h.0.ln_2.weight"] = torch.full((32,), torch.nan)
     model = build_gpt()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(ValueError) as error:
         load_hugging_face(model, state_dict)
     for problem in (
+        "h.0.ln_1.weight is int32",
+        "h.0.ln_2.weight has NaN or inf",
         "missing h.1.ln_2.bias",
         "unexpected h.2.ln_1.bias",
         "h.0.attn.c_attn.weight has shape (96, 32) instead of (32, 96)",
