@@ -13,9 +13,9 @@ Only reads run directories.
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.arguments import command
+from scripts.arguments import Json, command
 from scripts.runs import runs_below
-from training.files import check_writable, read_metrics, write_json
+from training.files import read_metrics, write_json
 from training.sweep import load_json
 
 # columns of metrics.jsonl
@@ -33,7 +33,7 @@ CURVES = (
 @dataclass
 class Options:
     paths: list[Path]
-    out: Path
+    out: Json
 
 
 def condense(run_dir: Path) -> dict:
@@ -51,7 +51,6 @@ def condense(run_dir: Path) -> dict:
 
 @command
 def main(options: Options) -> None:
-    check_writable(options.out)
     found = runs_below(options.paths)
     if not found:
         raise ValueError(f"no runs in {', '.join(map(str, options.paths))}")

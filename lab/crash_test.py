@@ -42,10 +42,10 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._pytree import tree_flatten
 
-from scripts.arguments import Natural, command
+from scripts.arguments import Json, Natural, command
 from scripts.tables import Row
 from training.environment import ROOT, measured_on
-from training.files import check_writable, read_metrics, write_json
+from training.files import read_metrics, write_json
 from training.retention import LATEST, newest_first, step_of
 
 STEPS, EVERY = 200, 10
@@ -70,7 +70,7 @@ class Options:
     kills: Natural = 20
     harms: Natural = 30
     seed: int = 0
-    out: Path = Path("outputs/kills.json")
+    out: Json = Json("outputs/kills.json")
 
 
 def start(*arguments: str) -> subprocess.Popen:
@@ -351,7 +351,6 @@ def measure(folder: Path, options: Options) -> Row:
 
 @command
 def main(options: Options) -> None:
-    check_writable(options.out)
     folder = Path(tempfile.mkdtemp(prefix="tilegpt-kills-"))
     result = measure(folder, options)
     outcomes = {

@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -37,12 +36,12 @@ from attention import attention, attention_with_cache, get_backend
 from config import ModelConfig
 from conformance.cases import distance
 from model import GPT, generate
-from scripts.arguments import Count, Device, Dtype, Natural, command, default, parse_backend
+from scripts.arguments import Count, Device, Dtype, Json, Natural, command, default, parse_backend
 from scripts.attention_call import seconds
 from scripts.tables import Row
 from training.device import pick_device, pick_dtype
 from training.environment import measured_on
-from training.files import check_writable, write_json
+from training.files import write_json
 
 PAGE_SIZES = (16, 64, 256)
 REPEATS = 10  # timed calls of a variant in a turn
@@ -88,14 +87,12 @@ class Options:
     rounds: Count = 7
     dtype: Dtype = "auto"
     device: Device = "auto"
-    out: Path | None = None
+    out: Json | None = None
 
     def __post_init__(self) -> None:
         for name in self.shapes:
             if name not in (*SHAPES, "none"):
                 raise ValueError(f"shapes={name} is not one of: none, {', '.join(SHAPES)}")
-        if self.out:
-            check_writable(self.out)
 
 
 def variants(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, Callable[[], Tensor]]]:

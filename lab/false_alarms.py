@@ -34,11 +34,11 @@ from conformance.backend_under_test import Subject
 from conformance.command import DTYPES, set_up
 from conformance.fuzz import CALLS_OF_A_KIND, Tally, fuzz
 from lab.side_by_side import measured, take_gpu
-from scripts.arguments import Count, Device, command, default, parse_backend
+from scripts.arguments import Count, Device, Json, command, default, parse_backend
 from scripts.tables import Row
 from training.device import pick_device
 from training.environment import measured_on
-from training.files import check_writable, write_json
+from training.files import write_json
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Options:
     dtype: list[Literal["fp32", "bf16", "fp16"]] = default("fp32", "bf16", "fp16")
     processes: Count = 1
     seed: int = 0
-    out: Path = Path("false_alarms.json")
+    out: Json = Json("false_alarms.json")
 
     def __post_init__(self) -> None:
         if self.attention == ["all"]:
@@ -87,7 +87,6 @@ def row_of(attention: str, dtype: str, seed: int, device: str, options: Options)
 
 @command
 def main(options: Options) -> None:
-    check_writable(options.out)
     device = pick_device(options.device)
     where = measured_on(device)
     pairs = list(product(options.attention, options.dtype))

@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -37,11 +36,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from attention import dtype_name
-from scripts.arguments import Count, Device, Dtype, command, default, parse_backend
+from scripts.arguments import Count, Device, Dtype, Json, command, default, parse_backend
 from scripts.tables import Row
 from training.device import pick_device, pick_dtype
 from training.environment import measured_on
-from training.files import check_writable, write_json
+from training.files import write_json
 
 BATCH, HIDDEN, HEADS, KV_HEADS, LAYERS, VOCAB_SIZE = 2, 256, 4, 2, 2, 1000
 
@@ -54,11 +53,7 @@ class Options:
     new_tokens: Count = 64
     seeds: Count = 3
     device: Device = "auto"
-    out: Path | None = None
-
-    def __post_init__(self) -> None:
-        if self.out:
-            check_writable(self.out)
+    out: Json | None = None
 
 
 def models(options: Options) -> dict[str, Row]:

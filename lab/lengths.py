@@ -1,9 +1,8 @@
 """Options for measurements of `python train.py` at several sequence lengths."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from scripts.arguments import Count, default
+from scripts.arguments import Count, Json, default
 from scripts.tables import Row
 from training.device import pick_device
 from training.environment import measured_on
@@ -14,7 +13,7 @@ from training.files import write_json
 class LengthOptions:
     seq_len: list[Count] = default(1024, 8192, 32768)
     tokens: Count = 32768
-    out: Path = Path("lengths.json")
+    out: Json = Json("lengths.json")
     overrides: list[str] = default()  # train.py's own settings
 
     def shape(self, seq_len: int) -> list[str]:

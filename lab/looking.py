@@ -24,9 +24,9 @@ from unittest.mock import patch
 
 from config import Due, RunConfig
 from lab.lengths import LengthOptions
-from scripts.arguments import Count, command
+from scripts.arguments import Count, Json, command
 from scripts.tables import Row
-from training.files import check_writable, read_metrics
+from training.files import read_metrics
 from training.run import run
 
 QUIET = [
@@ -42,7 +42,7 @@ QUIET = [
 class Options(LengthOptions):
     segment: Count = 100
     pairs: Annotated[int, 2] = 6
-    out: Path = Path("looking.json")
+    out: Json = Json("looking.json")
 
 
 def due_in_turns(segment: int) -> Any:
@@ -77,7 +77,6 @@ def ratios(segments: list[Row]) -> list[float]:
 
 @command
 def main(options: Options) -> None:
-    check_writable(options.out)
     rows = []
     for seq_len in options.seq_len:
         steps = 2 * options.segment * (options.pairs + 1)

@@ -29,11 +29,11 @@ from typing import NamedTuple
 
 from lab.looking import QUIET
 from lab.wall import by_arrival, timed_run
-from scripts.arguments import Count, command, default
+from scripts.arguments import Count, Json, command, default
 from scripts.tables import Row
 from training.device import pick_device
 from training.environment import ROOT, measured_on
-from training.files import check_writable, read_metrics, write_json
+from training.files import read_metrics, write_json
 from training.sweep import load_json
 
 
@@ -71,7 +71,7 @@ class Options:
     ranks: Count = 2
     rounds: Count = 3
     limit: Count = 500
-    out: Path = Path("many_gpus.json")
+    out: Json = Json("many_gpus.json")
     overrides: list[str] = default()
 
     def __post_init__(self) -> None:
@@ -140,7 +140,6 @@ def compared(runs: dict[str, list[list[Row]]]) -> Row:
 
 @command
 def main(options: Options) -> None:
-    check_writable(options.out)
     where, began = measured_on(pick_device("auto")), time.perf_counter()
     rows = load_json(options.out).get("cases", {})
     runs: dict[str, dict[str, list[list[Row]]]] = {

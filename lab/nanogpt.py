@@ -45,11 +45,11 @@ import torch
 from config import RunConfig
 from model import GPT
 from model.hugging_face import GPT2
-from scripts.arguments import Count, command, default, parse_backend
+from scripts.arguments import Count, Json, command, default, parse_backend
 from scripts.tables import Row
 from training.device import autocast_to, pick_device, pick_dtype
 from training.environment import ROOT, measured_on
-from training.files import check_writable, read_metrics, write_json
+from training.files import read_metrics, write_json
 from training.memory import GIB
 from training.optimizer import set_learning_rate
 from training.sweep import load_json
@@ -75,7 +75,7 @@ NAMES = {
 @dataclass
 class Options:
     folder: Path
-    out: Path | None = None
+    out: Json | None = None
     seq_len: list[Count] = default(1024, 8192, 32768)
     attention: list[str] = default("triton")
     tokens: int = 32768
@@ -97,8 +97,6 @@ class Options:
                 raise ValueError(f"tokens={self.tokens} is not a multiple of seq_len={length}")
         for name in self.attention:
             parse_backend(name)
-        if self.out:
-            check_writable(self.out)
 
 
 def train_ours(

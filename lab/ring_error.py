@@ -18,7 +18,6 @@ any number of ranks divided by that of `alone`.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -26,11 +25,11 @@ from torch import Tensor
 from attention import Backend, attention, dtype_name, get_backend
 from attention.played_ring import RING, PlayedRing
 from lab.claims.inputs import relative
-from scripts.arguments import Count, Device, Dtype, command, default, parse_backend
+from scripts.arguments import Count, Device, Dtype, Json, command, default, parse_backend
 from scripts.tables import Row
 from training.device import pick_device, pick_dtype
 from training.environment import measured_on
-from training.files import check_writable, write_json
+from training.files import write_json
 
 RANKS, HEAD_DIMS = (1, 2, 4, 8, 16), (64, 128)
 RESULTS = ("out", "lse", "dq", "dk", "dv")
@@ -45,14 +44,12 @@ class Options:
     kv_heads: Count | None = None
     dtype: Dtype = "auto"
     device: Device = "auto"
-    out: Path | None = None
+    out: Json | None = None
 
     def __post_init__(self) -> None:
         for name in self.attention:
             if parse_backend(name).ring is None:
                 raise ValueError(f"attention={name} does not run on a ring")
-        if self.out:
-            check_writable(self.out)
 
 
 def on_a_ring(backend: Backend, ranks: int) -> Backend:

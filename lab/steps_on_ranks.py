@@ -41,7 +41,6 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
 from math import inf, isnan
-from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest.mock import patch
@@ -61,11 +60,11 @@ from lab.nanogpt import now
 from model import GPT
 from model.fused_block import after_attention, before_attention
 from model.gpt import Block, Rope
-from scripts.arguments import Count, command, default
+from scripts.arguments import Count, Json, command, default
 from scripts.tables import Row
 from training import step as own_step
 from training.environment import measured_on
-from training.files import check_writable, write_json
+from training.files import write_json
 from training.memory import GIB
 from training.optimizer import set_learning_rate
 from training.ranks import ALONE, Ranks, leave, of_environment
@@ -89,14 +88,13 @@ class Options:
     steps: Count = 8
     repeats: Count = 3
     seconds: Count = 8
-    out: Path = Path("steps_on_ranks.json")
+    out: Json = Json("steps_on_ranks.json")
     overrides: list[str] = default()  # train.py's own settings
 
     def __post_init__(self) -> None:
         for name in self.who:
             if name not in WAYS:
                 raise ValueError(f"who={name} is not one of: {', '.join(WAYS)}")
-        check_writable(self.out)
 
     def run(self, seq_len: int, batch: int) -> Run:
         """A run on a ring: it splits keys as context_parallel does, so the same checks apply."""

@@ -29,10 +29,10 @@ from pathlib import Path
 from statistics import linear_regression
 
 from lab.lengths import LengthOptions
-from scripts.arguments import Count, command, default
+from scripts.arguments import Count, Json, command, default
 from scripts.tables import Row
 from training.environment import ROOT
-from training.files import check_writable, read_metrics
+from training.files import read_metrics
 from training.sweep import load_json
 
 
@@ -40,7 +40,7 @@ from training.sweep import load_json
 class Options(LengthOptions):
     steps: list[Count] = default(20, 120, 220)
     trees: list[Path] = default(ROOT)
-    out: Path = Path("wall.json")
+    out: Json = Json("wall.json")
 
     def __post_init__(self) -> None:
         if len(set(self.steps)) < 2:
@@ -106,7 +106,6 @@ def by_arrival(run: Row) -> float:
 
 @command
 def main(options: Options) -> None:
-    check_writable(options.out)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for seq_len in options.seq_len:

@@ -20,6 +20,7 @@ import yaml
 from attention import BACKENDS, Backend, get_backend
 from config import RunConfig, check_int64
 from training.command_line import check_keys, compose, key_of
+from training.files import check_writable
 from training.interrupt import one_line
 from training.settings import settle
 
@@ -29,6 +30,10 @@ Dtype = Literal["auto", "fp32", "bf16", "fp16"]
 # a number with its minimum
 Count = Annotated[int, 1]
 Natural = Annotated[int, 0]
+
+
+class Json(type(Path())):
+    """A JSON file to write: read_settings() checks that it can be written."""
 
 
 def command(main: Callable[[Any], None], of: Callable | None = None) -> Callable[..., None]:
@@ -61,7 +66,7 @@ def default(*values: Any) -> Any:
 
 def read_settings(options: type[Options], arguments: Iterable[str]) -> Options:
     """Fill the dataclass `options` from key=value arguments. Raises ValueError for an unknown or
-    missing key and for a value of the wrong type.
+    missing key and for a value of the wrong type, OSError for a file that cannot be written.
     """
     known = {each.name: each for each in fields(options)}
     bare_allowed, passes_on = "paths" in known, "overrides" in known
@@ -88,7 +93,11 @@ def read_settings(options: type[Options], arguments: Iterable[str]) -> Options:
         if key not in values and each.default is each.default_factory is MISSING:
             where = "name a file or a folder" if key == "paths" else f"{key}= is missing"
             raise ValueError(f"{where}; --help says what it is for")
-    return options(**values)
+    read = options(**values)
+    for value in vars(read).values():
+        if isinstance(value, Json):
+            check_writable(value)
+    return read
 
 
 def unknown_key(argument: str, keys: Sequence[str]) -> str:

@@ -67,7 +67,7 @@ import torch._functorch.config
 from attention import Backend, dtype_name, is_shipped
 from config import DataConfig
 from data.token_store import cache_folder
-from scripts.arguments import Count, Device, Dtype, command, default, parse_backend
+from scripts.arguments import Count, Device, Dtype, Json, command, default, parse_backend
 from scripts.attention_call import (
     ROUNDS,
     Call,
@@ -80,7 +80,7 @@ from scripts.attention_call import (
 from scripts.tables import Row
 from training.device import pick_device, pick_dtype
 from training.environment import measured_on
-from training.files import check_writable, write_json
+from training.files import write_json
 from training.memory import (
     cpu_memory_limit,
     describe_out_of_memory,
@@ -110,7 +110,7 @@ class Options:
     max_length: bool = False
     memory_gib: list[Annotated[float, 1e-3]] | None = None
     limit_s: Annotated[float, 1e-3] = 20.0
-    out: Path | None = None
+    out: Json | None = None
     append: bool = False
 
     def __post_init__(self) -> None:
@@ -210,8 +210,6 @@ def main(options: Options) -> None:
     dtypes = list(dict.fromkeys(pick_dtype(name, device) for name in options.dtype))
     backends = {text: parse_backend(text) for text in options.attention}
     where = measured_on(device)
-    if options.out:
-        check_writable(options.out)
     rows = kept_rows(options.out, where) if options.append else []
     for head_dim in options.head_dim:
         shape_of(options, head_dim, options.seq_len[0])

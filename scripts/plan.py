@@ -28,7 +28,6 @@ modelled). A card loses 0.7 GiB to the CUDA context.
 
 from bisect import bisect_left
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
@@ -36,14 +35,14 @@ import torch
 from attention import Backend, dtype_name, get_backend
 from config import SYNTHETIC_SOURCES, RunConfig
 from model import GPT
-from scripts.arguments import Count, command, compose_new
+from scripts.arguments import Count, Json, command, compose_new
 from scripts.plan_ranks import plan_table
 from scripts.tables import Row, text_table
 from training import traffic
 from training.command_line import compose
 from training.device import DTYPES, autocast_to, pick_device, pick_dtype
 from training.environment import measured_on
-from training.files import check_writable, write_json
+from training.files import write_json
 from training.hardware import (
     BLOCK_DEFAULT_KIB,
     CARD_SIZES,
@@ -77,7 +76,7 @@ class Options:
     attention: list[str] = field(default_factory=list)
     gpu: Literal[tuple(GPUS)] | None = None
     measure: bool = False
-    out: Path | None = None
+    out: Json | None = None
     ranks: list[Count] = field(default_factory=list)
     link: str | None = None
     network: str | None = None
@@ -352,8 +351,6 @@ def print_ranks(options: Options, planned: Planned, *, vocab_size: int) -> None:
 
 @command
 def main(options: Options) -> None:
-    if options.out:
-        check_writable(options.out)
     check_ranks_alone(options)
     planned = plan_all(options)
     config, _, _, device, dtype = next(iter(planned.values()))

@@ -51,12 +51,12 @@ from conformance.cases import SHORT
 from conformance.command import LARGEST_SEED, set_up
 from conformance.fuzz import finite
 from conformance.properties import PROPERTIES, Cell, Property, check_breaks, examine
-from scripts.arguments import Count, Device, Dtype, Natural, command, parse_backend
+from scripts.arguments import Count, Device, Dtype, Json, Natural, command, parse_backend
 from scripts.processes import Died, in_processes
 from scripts.tables import Row
 from training.device import DTYPES, pick_device, pick_dtype
 from training.environment import measured_on
-from training.files import check_writable, write_json
+from training.files import write_json
 from training.interrupt import Ending
 from training.sharing import RINGS
 
@@ -77,7 +77,7 @@ class Options:
     target: str | None = None
     layout: Literal["zigzag", "contiguous"] = "zigzag"
     processes: Count = 1
-    out: Path | None = None
+    out: Json | None = None
 
     def __post_init__(self) -> None:
         if self.seed > LARGEST_SEED:
@@ -423,8 +423,6 @@ def verify_distributed(dtypes: list[torch.dtype], options: Options, device: torc
 def main(options: Options) -> None:
     device = pick_device(options.device)
     dtypes = pick_dtypes(options.dtype, device)
-    if options.out is not None:
-        check_writable(options.out)
     set_up(device)
     head = {
         "environment": measured_on(device),  # measured before the file makes the working tree dirty

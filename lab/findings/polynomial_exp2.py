@@ -31,10 +31,10 @@ from attention.online_softmax import OnlineSoftmax, finite, weighted_sum
 from attention.tiled import tile_loop_backend
 from lab.claims.inputs import relative
 from scripts.agree import compare, load, read
-from scripts.arguments import Count, Dtype, command, default
+from scripts.arguments import Count, Dtype, Json, command, default
 from scripts.tables import Row, by, mean, spread, table
 from training.device import pick_device
-from training.files import check_writable, write_json
+from training.files import write_json
 
 SEQUENCES = 16  # held-out sequences, also used as prompts
 
@@ -45,7 +45,7 @@ class Options:
     degrees: list[Count] = default(1, 2, 3, 4, 5)
     eighths: list[Count] = default(1, 2, 4, 8)
     dtype: Dtype = "fp32"
-    out: Path = Path("polynomial_exp2.json")
+    out: Json = Json("polynomial_exp2.json")
 
     def __post_init__(self) -> None:
         if max(self.eighths) > 8:
@@ -103,7 +103,6 @@ def errors(backend: Backend) -> Row:
 
 @command
 def main(options: Options) -> None:
-    check_writable(options.out)
     runs = [ask(folder, options) for folder in options.paths]
     print(in_text(runs))
     write_json(options.out, {"runs": runs})
