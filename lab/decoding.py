@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -81,18 +81,13 @@ SHAPES = {
 
 @dataclass
 class Options:
-    shapes: list[str] = default(*SHAPES)
+    shapes: list[Literal[("none", *SHAPES)]] = default(*SHAPES)
     batches: list[Natural] = default(1, 64)
     attention: str = "triton"
     rounds: Count = 7
     dtype: Dtype = "auto"
     device: Device = "auto"
     out: Json | None = None
-
-    def __post_init__(self) -> None:
-        for name in self.shapes:
-            if name not in (*SHAPES, "none"):
-                raise ValueError(f"shapes={name} is not one of: none, {', '.join(SHAPES)}")
 
 
 def variants(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, Callable[[], Tensor]]]:

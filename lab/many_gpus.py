@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from lab.looking import QUIET
 from lab.wall import by_arrival, timed_run
@@ -67,17 +67,12 @@ CASES = {
 
 @dataclass
 class Options:
-    cases: list[str] = default(*CASES)
+    cases: list[Literal[tuple(CASES)]] = default(*CASES)
     ranks: Count = 2
     rounds: Count = 3
     limit: Count = 500
     out: Json = Json("many_gpus.json")
     overrides: list[str] = default()
-
-    def __post_init__(self) -> None:
-        for name in self.cases:
-            if name not in CASES:
-                raise ValueError(f"cases={name} must be some of {', '.join(CASES)}")
 
 
 class Jobs:

@@ -42,7 +42,7 @@ from datetime import timedelta
 from functools import cache
 from math import inf, isnan
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -63,6 +63,7 @@ from model.gpt import Block, Rope
 from scripts.arguments import Count, Json, command, default
 from scripts.tables import Row
 from training import step as own_step
+from training.device import pick_device
 from training.environment import measured_on
 from training.files import write_json
 from training.memory import GIB
@@ -84,17 +85,12 @@ WHO = ("ours:alone", "ours:heads", "ours:ring", "cudnn:alltoall", "cudnn:allgath
 class Options:
     seq_len: list[Count] = default(32768, 131072)
     batch: list[Count] = default(1)
-    who: list[str] = default(*WHO)
+    who: list[Literal[tuple(WAYS)]] = default(*WHO)
     steps: Count = 8
     repeats: Count = 3
     seconds: Count = 8
     out: Json = Json("steps_on_ranks.json")
     overrides: list[str] = default()  # train.py's own settings
-
-    def __post_init__(self) -> None:
-        for name in self.who:
-            if name not in WAYS:
-                raise ValueError(f"who={name} is not one of: {', '.join(WAYS)}")
 
     def run(self, seq_len: int, batch: int) -> Run:
         """A run on a ring: it splits keys as context_parallel does, so the same checks apply."""
@@ -346,9 +342,12 @@ def main(options: Options) -> None:
             if not first:
                 continue
             if not result:
-                device = "cuda" if torch.cuda.is_available() else "cpu"
                 kept = {name: x for name, x in vars(options).items() if name != "out"}
-                result = {"environment": measured_on(device), "settings": kept, "rows": []}
+                result = {
+                    "environment": measured_on(pick_device("auto")),
+                    "settings": kept,
+                    "rows": [],
+                }
             result["rows"].append(row)
             print(", ".join(f"{key} {x}" for key, x in row.items()), flush=True)
             write_json(options.out, result)

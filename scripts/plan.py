@@ -27,7 +27,7 @@ modelled). A card loses 0.7 GiB to the CUDA context.
 """
 
 from bisect import bisect_left
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ import torch
 from attention import Backend, dtype_name, get_backend
 from config import SYNTHETIC_SOURCES, RunConfig
 from model import GPT
-from scripts.arguments import Count, Json, command, compose_new
+from scripts.arguments import Count, Json, command, compose_new, default
 from scripts.plan_ranks import plan_table
 from scripts.tables import Row, text_table
 from training import traffic
@@ -73,15 +73,15 @@ TILES = ((64, 64), (128, 64), (128, 128), (256, 64), (256, 256))
 
 @dataclass
 class Options:
-    attention: list[str] = field(default_factory=list)
+    attention: list[str] = default()
     gpu: Literal[tuple(GPUS)] | None = None
     measure: bool = False
     out: Json | None = None
-    ranks: list[Count] = field(default_factory=list)
+    ranks: list[Count] = default()
     link: str | None = None
     network: str | None = None
     per_host: Count | None = None
-    overrides: list[str] = field(default_factory=list)  # settings of train.py
+    overrides: list[str] = default()  # settings of train.py
 
 
 def vocab_size_of(config: RunConfig) -> int:

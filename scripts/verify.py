@@ -51,7 +51,7 @@ from conformance.cases import SHORT
 from conformance.command import LARGEST_SEED, set_up
 from conformance.fuzz import finite
 from conformance.properties import PROPERTIES, Cell, Property, check_breaks, examine
-from scripts.arguments import Count, Device, Dtype, Json, Natural, command, parse_backend
+from scripts.arguments import Count, Device, Dtype, Json, Natural, command, default, parse_backend
 from scripts.processes import Died, in_processes
 from scripts.tables import Row
 from training.device import DTYPES, pick_device, pick_dtype
@@ -67,9 +67,9 @@ PARTS = 3
 
 @dataclass
 class Options:
-    attention: list[str] = field(default_factory=lambda: ["all"])
+    attention: list[str] = default("all")
     device: Device = "auto"
-    dtype: list[Dtype] = field(default_factory=lambda: ["auto"])
+    dtype: list[Dtype] = default("auto")
     cases: Natural = 100
     seed: Natural = 0
     context: Count = 1
