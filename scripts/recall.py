@@ -35,7 +35,7 @@ from data.synthetic import SyntheticData
 from scripts.arguments import Count, Device, command, default
 from scripts.cross_eval import Checkpoint, load_checkpoints
 from scripts.drawing import for_both_papers, new_figure, save_figure
-from scripts.tables import Row, grouped, mean_and_deviation, text_table
+from scripts.tables import Row, by, grouped, mean_and_deviation, text_table
 from training.device import pick_device
 from training.environment import measured_on
 from training.files import check_writable, write_json
@@ -156,7 +156,7 @@ def variants(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def accuracies(rows: Sequence[Row]) -> dict[int, list[float]]:
     """The accuracy of each seed, by length."""
-    by_length = grouped(sorted(rows, key=itemgetter("length")), itemgetter("length"))
+    by_length = by(sorted(rows, key=itemgetter("length")), "length")
     return {length: [row["accuracy"] for row in own] for length, own in by_length.items()}
 
 

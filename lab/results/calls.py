@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from itertools import product
-from operator import itemgetter
 from statistics import geometric_mean
 
 from lab.results.tables import (
@@ -17,7 +16,7 @@ from lab.results.tables import (
 )
 from lab.results.verify_figure import EFFORT_HEAD, draw_kills, draw_matrix, effort, kills, verdict
 from scripts.plots import draw_longest, draw_memory, draw_roofline, draw_time
-from scripts.tables import Row, grouped
+from scripts.tables import Row, by
 
 MEMORY = (("forward", "forward_bytes", 2**20), ("forward and backward", "training_bytes", 2**20))
 TIME = (("ms forward", "forward_seconds", 1e-3), ("ms backward", "backward_seconds", 1e-3))
@@ -241,10 +240,10 @@ def call_tables(data: Row, *figures: tuple[str, str, float]) -> Iterable[str]:
         return rounded(row[column] / divisor) if row and row.get(column) is not None else "-"
 
     shape = ("batch", "heads", "head_dim", "dtype", "causal")
-    for rows in grouped(data["rows"], itemgetter(*shape)).values():
+    for rows in by(data["rows"], *shape).values():
         lengths = sorted({row["seq_len"] for row in rows})
         lines = []
-        for name, own in grouped(rows, lambda row: row["attention"]).items():
+        for name, own in by(rows, "attention").items():
             at = {row["seq_len"]: row for row in own}
             for title, column, divisor in figures:
                 cells = [cell(at.get(length), column, divisor) for length in lengths]
@@ -321,7 +320,7 @@ def direction_tables(all_rows: list[Row], direction: str) -> list[str]:
     peers = [name for name in names if name not in ours]
     masks = {True: "causal", False: "full"}
     rows, ratios = [], {}
-    points = grouped(all_rows, itemgetter("causal", "head_dim", "seq_len"))
+    points = by(all_rows, "causal", "head_dim", "seq_len")
     for (causal, head_dim, seq_len), shape in points.items():
         column = f"{direction}_tflops"
         speed = {row["attention"]: row[column] for row in shape if column in row}

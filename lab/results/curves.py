@@ -1,14 +1,13 @@
 """The figures of training runs: exact attention beside the two defects."""
 
-from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from attention import LIMITS
-from lab.results.tables import finite, variants
+from lab.results.tables import finite
 from scripts.drawing import new_figure, save_figure
-from scripts.tables import Row, grouped
+from scripts.tables import Row, by, grouped
 from training.palette import BACKENDS
 
 WORDS = {"triton": "exact"}
@@ -38,7 +37,7 @@ def draw_headline(runs: list[Row], retrieval: list[Row], path: Path) -> None:
     """
     figure, grid = new_figure(2, 2, size=(11, 7.5))
     own, exact, score, accuracy = grid.flat
-    for (name, dtype), group in variants(runs).items():
+    for (name, dtype), group in by(runs, "attention", "dtype").items():
         style = {"linestyle": ":" if dtype == "float16" else "-", "linewidth": 1.2}
         for run in group:
             label = f"{WORDS.get(name, name)}, {dtype}" if run is group[0] else None
@@ -77,7 +76,7 @@ def mark_end(axes: Any) -> None:
 
 def draw_accuracy(axes: Any, runs: list[Row]) -> None:
     """Accuracy on last_write by tile size: no_rescale and exact attention."""
-    by_name = grouped(runs, itemgetter("attention"))
+    by_name = by(runs, "attention")
     tiles = grouped(by_name["no_rescale"], lambda run: run["options"]["block_kv"])
     by_tile = {size: finite(tiles[size], "val/accuracy") for size in sorted(tiles)}
     color = BACKENDS["no_rescale"]
@@ -102,7 +101,7 @@ def draw_retrieval(runs: list[Row], path: Path) -> None:
 def draw_text(runs: list[Row], path: Path) -> None:
     """Loss under the run's own attention beside that under exact attention."""
     figure, panels = new_figure(1, 2, size=(11, 4), sharey=True)
-    for (name, dtype), group in variants(runs).items():
+    for (name, dtype), group in by(runs, "attention", "dtype").items():
         if dtype != "bfloat16" and name != "no_max":
             continue
         for run in group:

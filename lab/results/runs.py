@@ -25,12 +25,11 @@ from lab.results.tables import (
     section,
     spread,
     table,
-    variants,
 )
 from scripts import recall
 from scripts.cross_eval_matrix import draw as draw_cross_eval
 from scripts.plan import predict_run
-from scripts.tables import Row, grouped
+from scripts.tables import Row, by, grouped
 from training.names import name_runs
 
 OWN, EXACT = "held-out loss, own attention", "same weights, exact attention"
@@ -62,7 +61,7 @@ def headline() -> str:
     data, judged = load("headline_h200"), load("headline_cross_eval_h200")
     draw_headline(data["runs"], load("defects_retrieval")["runs"], FOLDER / "headline.png")
     draw_cross_eval(judged["rows"], FOLDER / "headline_cross_eval.png")
-    by_variant = variants(data["runs"])
+    by_variant = by(data["runs"], "attention", "dtype")
     rows = []
     for (name, dtype), runs in by_variant.items():
         bad = finite(runs, "first_bad_step")
@@ -99,7 +98,7 @@ def text() -> str:
             steps.setdefault(run["dtype"], []).append(evaluated(run).keys())
     compared = {dtype: max(set.intersection(*map(set, each))) for dtype, each in steps.items()}
     rows = []
-    for (name, dtype), runs in variants(data["runs"]).items():
+    for (name, dtype), runs in by(data["runs"], "attention", "dtype").items():
         bad = finite(runs, "first_bad_step")
         if bad:
             step, own, exact = joined(bad), "not finite", finite(runs, "val/loss_exact")
@@ -233,7 +232,7 @@ def paired() -> str:
     """
     data = load("paired_curves")
     rows = []
-    for seed, runs in grouped(data["runs"], lambda run: run["seed"]).items():
+    for seed, runs in by(data["runs"], "seed").items():
         for a, b in combinations(runs, 2):
             names = [" ".join([x["attention"], x["options"].get("backend", "")]) for x in (a, b)]
             apart = differences(a, b)
@@ -309,7 +308,7 @@ def nanogpt() -> str:
     """Our training beside nanoGPT's."""
     data = load("nanogpt_h200")
     rows = []
-    for found in grouped(data["speed"], lambda row: row["seq_len"]).values():
+    for found in by(data["speed"], "seq_len").values():
         found = [with_speed(row) | {"name": plain(row["who"])} for row in found]
         theirs = [row for row in found if row["who"] == "nanogpt"]
         speed, peak = fmean(finite(theirs, "speed")), max(finite(theirs, "peak_gib"))

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from scripts.tables import Row, grouped, mean_and_deviation
+from scripts.tables import Row, mean_and_deviation
 
 FOLDER = Path(__file__).resolve().parents[2] / "results"
 
@@ -72,10 +72,6 @@ def rounded(value: float) -> str:
 def plain(name: str) -> str:
     """A backend and its options as a heading: sdpa cudnn, triton portable."""
     return re.sub(r"[:,]\w+=", " ", name)
-
-
-def variants(runs: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
-    return grouped(runs, lambda run: (run["attention"], run["dtype"]))
 
 
 def finite(runs: Iterable[Row], name: str) -> list[float]:
