@@ -44,6 +44,7 @@ from attention.interface import (
     check_output,
     check_packed,
     dtype_name,
+    needs_gradient,
     plain_window,
 )
 from attention.kernels import kernel_choice
@@ -256,8 +257,7 @@ def attention_with_cache(
         raise Refusal(
             f"attention={backend.name}{how} cannot decode over a cache; these can: {able}"
         )
-    changed = (q, k, v) if sinks is None else (q, k, v, sinks)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in changed):
+    if needs_gradient(q, k, v, sinks):
         raise Refusal("attention_with_cache() has no gradient: call it under torch.no_grad()")
     autocast = torch.compiler.is_compiling() or torch.is_autocast_enabled(q.device.type)
     with torch.autocast(q.device.type, enabled=False) if autocast else nullcontext():

@@ -75,7 +75,7 @@ def _largest_products(q: Tensor, k: Tensor, visible: VisibleKeys) -> Tensor:
     all the keys that they see.
     """
     (batch, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = statistics_dtype(q)
     # a GPU can sum products of 16-bit numbers in float32; a CPU would round the sums
     multiply = torch.bmm
     if q.device.type == "cuda" and q.dtype != dtype:
@@ -167,11 +167,7 @@ class TileMaxima:
 
     def __init__(self, q: Tensor, *, states: bool = False) -> None:
         self.states = states
-        self.values = [
-            torch.full(
-                (), -torch.inf, device=q.device, dtype=torch.promote_types(q.dtype, torch.float32)
-            )
-        ]
+        self.values = [torch.full((), -torch.inf, device=q.device, dtype=statistics_dtype(q))]
         self.sums: list[
             Tensor
         ] = []  # largest magnitudes of each tile's row_sum and acc; a NaN counts as the largest

@@ -19,7 +19,14 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
-from attention.interface import FEATURES, AttentionOutput, Backend, ScoreMod, statistics_dtype
+from attention.interface import (
+    FEATURES,
+    AttentionOutput,
+    Backend,
+    ScoreMod,
+    needs_gradient,
+    statistics_dtype,
+)
 from attention.mask import VisibleKeys, Window, visible_keys
 
 
@@ -175,11 +182,7 @@ def flex(
 
 
 def refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> list[str]:
-    if (
-        q.device.type == "cpu"
-        and torch.is_grad_enabled()
-        and any(x.requires_grad for x in (q, k, v))
-    ):
+    if q.device.type == "cpu" and needs_gradient(q, k, v):
         return [
             "PyTorch's FlexAttention has no backward pass on the CPU; train there with "
             "attention=tiled or attention=sdpa"

@@ -41,6 +41,11 @@ def statistics_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def needs_gradient(*inputs: Tensor | None) -> bool:
+    """Whether a call with these inputs needs a backward pass."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+
+
 def flag(asked: bool | Tensor) -> Tensor | None:
     """`asked` in the form that a torch.library operator takes; None means no."""
     if isinstance(asked, Tensor):
@@ -314,11 +319,7 @@ class Backend:
             reasons.append(f"it takes head_dim in {self.head_dims}, the inputs have {head_dim}")
         elif self.head_dims is not None and v.shape[-1] not in self.head_dims:
             reasons.append(f"it takes head_dim in {self.head_dims}, v has {v.shape[-1]}")
-        if (
-            not self.backward
-            and torch.is_grad_enabled()
-            and any(x.requires_grad for x in (q, k, v))
-        ):
+        if not self.backward and needs_gradient(q, k, v):
             reasons.append("it has no backward pass and the inputs require gradients")
         return reasons or self.unmet_requirements(q, k, v, causal=causal, scale=scale)
 
@@ -470,7 +471,7 @@ def _check_score_changes(
             f"a score_mod's params must be a tensor, they are a {type(params).__name__}"
         )
     for name, constant in (("alibi_slopes", alibi_slopes), ("a score_mod's params", params)):
-        if constant is not None and constant.requires_grad and torch.is_grad_enabled():
+        if needs_gradient(constant):
             raise ValueError(
                 f"{name} must not require a gradient, which attention does not compute: hand in "
                 "x.detach() for x"

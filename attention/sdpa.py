@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from attention.interface import AttentionOutput, Backend, Refusal
+from attention.interface import AttentionOutput, Backend, Refusal, needs_gradient
 from attention.mask import VisibleKeys, visible_keys
 
 KERNELS = {
@@ -133,8 +133,7 @@ def cudnn_loses_dq(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> bool:
     keys a score of 0, https://github.com/pytorch/pytorch/issues/196678. Its own causal mask hides
     the padding.
     """
-    backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    return backward and not is_causal and k.shape[2] % 128 == 64
+    return needs_gradient(q, k, v) and not is_causal and k.shape[2] % 128 == 64
 
 
 def called(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **arguments: Any) -> Tensor:
@@ -200,7 +199,7 @@ def refusals(
     if backend != "auto" and not torch.compiler.is_compiling():
         # two sequences of a batch are as good a test as all
         layouts = (((min(len(x), 2), *x.shape[1:]), x.stride()) for x in (q, k, v))
-        backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        backward = needs_gradient(q, k, v)
         reasons += _tried(backend, causal, backward, q.device, q.dtype, *layouts)
     return reasons
 
