@@ -22,8 +22,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attention import Backend, attention, dtype_name, get_backend
+from attention import Backend, dtype_name, get_backend
 from attention.played_ring import RING, PlayedRing
+from conformance.cases import run
 from lab.claims.inputs import relative
 from scripts.arguments import Count, Device, Dtype, Json, command, default, parse_backend
 from scripts.tables import Row
@@ -58,19 +59,15 @@ def on_a_ring(backend: Backend, ranks: int) -> Backend:
     return replace(RING, fn=PlayedRing(backend.ring), options=options | {"ranks": ranks})
 
 
-def results(backend: Backend, inputs: list[Tensor]) -> list[Tensor]:
-    """out, lse, dq, dk and dv in float64, from q, k, v and d_out."""
+def results(backend: Backend, inputs: list[Tensor]) -> dict[str, Tensor]:
+    """RESULTS in float64, from q, k, v and d_out."""
     *tensors, d_out = inputs
-    tensors = [x.detach().requires_grad_() for x in tensors]
-    out, lse = attention(*tensors, backend=backend)
-    assert lse is not None
-    gradients = torch.autograd.grad(out, tensors, d_out)
-    return [x.detach().double() for x in (out, lse, *gradients)]
+    return run(backend, tensors, {}, d_out.double(), None)
 
 
-def errors(backend: Backend, inputs: list[Tensor], truth: list[Tensor]) -> dict[str, float]:
-    found = zip(RESULTS, results(backend, inputs), truth, strict=True)
-    return {name: relative(x, true) for name, x, true in found}
+def errors(backend: Backend, inputs: list[Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
+    found = results(backend, inputs)
+    return {name: relative(found[name], truth[name]) for name in RESULTS}
 
 
 def rows(options: Options, head_dim: int, device: torch.device) -> Iterator[Row]:

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from attention import AttentionOutput, Backend, attention
 from attention.tiled import TiledAttention, TileLoop
+from conformance.cases import run
 from model import GPT
 from scripts.agree import load
 from training.run import build_run
 from training.trained import read_run_config
-
-RESULTS = ("out", "lse", "dq", "dk", "dv")
 
 
 class Weights(NamedTuple):
@@ -82,9 +81,6 @@ def in_bfloat16(loop: Callable[..., TileLoop]) -> Callable[..., AttentionOutput]
 
 
 def called(layer: Captured, backend: str | Backend, dtype: torch.dtype) -> dict[str, Tensor]:
-    """RESULTS in float64, from q, k and v rounded to bfloat16 and passed as dtype."""
-    leaves = [x.bfloat16().to(dtype).requires_grad_() for x in layer[:3]]
-    out, lse = attention(*leaves, backend=backend)
-    gradients = torch.autograd.grad(out, leaves, layer.d_out.to(dtype))
-    found = (out, lse, *gradients)
-    return {name: x.detach().double() for name, x in zip(RESULTS, found, strict=True)}
+    """out, lse, dq, dk, dv in float64, from q, k and v rounded to bfloat16 and passed as dtype."""
+    tensors = [x.bfloat16().to(dtype) for x in layer[:3]]
+    return run(backend, tensors, {}, layer.d_out.to(dtype).double(), None)
