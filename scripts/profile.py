@@ -25,7 +25,6 @@ import itertools
 import json
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -47,6 +46,7 @@ from training.files import check_writable, write_json
 from training.ranks import leave, of_environment
 from training.run import Run, build_run
 from training.step import Stepper
+from training.throughput import seconds_between, stamp
 
 NEVER = 2**62  # an interval longer than any run
 
@@ -118,25 +118,12 @@ def unrecorded_ms(job: Job, steps: int) -> list[float]:
     """Milliseconds of each of `steps` steps without the profiler. On a GPU, between the ends of the
     steps' queued work; on a CPU, by the clock.
     """
-    on_gpu = job.run.device.type == "cuda"
     wait(job.run.device)
-
-    def stamp() -> Any:
-        if not on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    stamps = [stamp()]
+    stamps = [stamp(job.run.device)]
     for _ in range(steps):
         job.step()
-        stamps.append(stamp())
-    wait(job.run.device)
-    return [
-        start.elapsed_time(stop) if on_gpu else 1000 * (stop - start)
-        for start, stop in itertools.pairwise(stamps)
-    ]
+        stamps.append(stamp(job.run.device))
+    return [1000 * seconds_between(*pair) for pair in itertools.pairwise(stamps)]
 
 
 def record(job: Job, steps: int, path: Path) -> None:

@@ -23,9 +23,9 @@ which is wall_seconds unless it was resumed. GPU time counts in the phase that w
 
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from time import time
 from typing import Any
 
 log = logging.getLogger("tilegpt")
@@ -38,9 +38,8 @@ class Phases:
 
     tick_seconds = 0.2
 
-    def __init__(self, began: float | None = None, *, clock: Callable[[], float] = time.time):
-        self.clock = clock
-        self.began = self._charged = clock() if began is None else began
+    def __init__(self, began: float | None = None):
+        self.began = self._charged = time() if began is None else began
         self.spent: dict[str, float] = {}
         self.stack = [Phase("starting", "loading PyTorch", self.began)]
         self.signal: str | None = None  # one that came and is not reported yet
@@ -59,23 +58,23 @@ class Phases:
 
     def push(self, name: str, words: str) -> None:
         self.charge()
-        self.stack.append(Phase(name, words, self.clock()))
+        self.stack.append(Phase(name, words, time()))
 
     def cut(self, depth: int) -> None:
         """End all phases but the first `depth`: an error may have left some of them open."""
         self.charge()
         del self.stack[max(depth, 1) :]
         if depth <= 1:  # another part of it begins
-            self.stack[0] = Phase(self.stack[0].name, self.stack[0].name, self.clock())
+            self.stack[0] = Phase(self.stack[0].name, self.stack[0].name, time())
 
     def started(self) -> None:
         """The training begins: from here on, time outside of phases counts as `other`."""
         self.charge()
-        self.stack[0] = Phase("other", "other", self.clock())
+        self.stack[0] = Phase("other", "other", time())
 
     def charge(self, seconds_compiling: float = 0.0) -> None:
         """Count the time since the last call for the innermost phase, and for compiling."""
-        now, name = self.clock(), self.stack[-1].name
+        now, name = time(), self.stack[-1].name
         past = now - self._charged - seconds_compiling
         self._charged = now
         self.spent[name] = self.spent.get(name, 0.0) + past
@@ -94,7 +93,7 @@ class Phases:
 
     def tick(self) -> None:
         """Report what takes long, and a signal that came. No lock: this only reads the stack."""
-        phase, now = self.stack[-1], self.clock()
+        phase, now = self.stack[-1], time()
         so_far = f"{phase.words}, {now - phase.began:.0f} s so far"
         if self.signal is not None:
             name, self.signal = self.signal, None

@@ -1,8 +1,8 @@
 """Measures how fast a run is, by the wall clock and by its steps alone, and shows its progress."""
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -36,18 +36,17 @@ class WallClock:
     Only tokens of steps whose loss the host has waited for count, not those of a queued step.
     """
 
-    def __init__(self, *, seconds: float = 0.0, clock: Callable[[], float] = time.perf_counter):
-        self.clock = clock
-        self._zero = clock() - seconds  # when the run would have begun without a break
+    def __init__(self, *, seconds: float) -> None:
+        self._zero = perf_counter() - seconds  # when the run would have begun without a break
         self._began: tuple[int, float] | None = None  # tokens and time at the first step
         self._row: tuple[int, float] | None = None  # and at the last row
 
     def begin(self, tokens: int) -> None:
-        self._began = self._row = tokens, self.clock()
+        self._began = self._row = tokens, perf_counter()
 
     def row(self, tokens: int) -> dict[str, float]:
         """seconds and, once the training has begun, tokens_per_sec of a row that is written now."""
-        now = self.clock()
+        now = perf_counter()
         found = {"seconds": now - self._zero}
         if self._row is not None:
             found["tokens_per_sec"] = (tokens - self._row[0]) / (now - self._row[1])
@@ -58,7 +57,7 @@ class WallClock:
         """The speed of all steps so far; None before the first is done."""
         if self._began is None or tokens == self._began[0]:
             return None
-        return (tokens - self._began[0]) / (self.clock() - self._began[1])
+        return (tokens - self._began[0]) / (perf_counter() - self._began[1])
 
 
 class Throughput:
@@ -75,22 +74,16 @@ class Throughput:
     GPU until a number is requested.
     """
 
+    WARM_UP = 3  # steps
+
     def __init__(
-        self,
-        device: torch.device | str = "cpu",
-        *,
-        flops_per_token: dict[str, float] | None = None,
-        peak: float | None = None,
-        warmup_steps: int = 3,
-        clock: Callable[[], float] = time.perf_counter,
-    ):
-        self.device = torch.device(device)
-        self.flops_per_token = flops_per_token or {}
+        self, device: torch.device, *, flops_per_token: dict[str, float], peak: float | None
+    ) -> None:
+        self.device = device
+        self.flops_per_token = flops_per_token
         self.peak = peak
-        self.warmup_steps = warmup_steps
-        self.clock = clock
         self.tokens = 0
-        self._cold = warmup_steps  # steps that will not count
+        self._cold = self.WARM_UP  # steps that will not count
         self._seconds = 0.0
         self._stretches: list[
             tuple[Any, Any]
@@ -105,23 +98,23 @@ class Throughput:
             return
         self._cold -= 1
         if not self._cold:
-            self._since = self._now()
+            self._since = stamp(self.device)
 
     def warm_up(self) -> None:
         """Do not count the next steps. They are slow like the first ones, for example because
         another attention is compiled in them.
         """
         self.pause()
-        self._cold = self.warmup_steps
+        self._cold = self.WARM_UP
 
     def pause(self) -> None:
         if self._since is not None:
-            self._stretches.append((self._since, self._now()))
+            self._stretches.append((self._since, stamp(self.device)))
             self._since = None
 
     def resume(self) -> None:
         if not self._cold and self._since is None:
-            self._since = self._now()
+            self._since = stamp(self.device)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -158,24 +151,27 @@ class Throughput:
         return {"step_tokens_per_sec": speed, **shares}
 
     def _elapsed(self) -> float:
-        running = [] if self._since is None else [(self._since, self._now())]
-        self._seconds += sum(self._between(*stretch) for stretch in self._stretches)
+        running = [] if self._since is None else [(self._since, stamp(self.device))]
+        self._seconds += sum(seconds_between(*stretch) for stretch in self._stretches)
         self._stretches.clear()
-        return self._seconds + sum(self._between(*stretch) for stretch in running)
+        return self._seconds + sum(seconds_between(*stretch) for stretch in running)
 
-    def _now(self) -> Any:
-        if self.device.type != "cuda":
-            return self.clock()
-        # kernels run asynchronously, so the host's clock would only time their launches
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
 
-    def _between(self, start: Any, stop: Any) -> float:
-        if self.device.type != "cuda":
-            return stop - start
-        stop.synchronize()
-        return start.elapsed_time(stop) / 1000  # from milliseconds
+def stamp(device: torch.device) -> Any:
+    """The time, for seconds_between(): on a CPU by the clock, on a GPU an event in its stream."""
+    if device.type != "cuda":
+        return perf_counter()
+    # kernels run asynchronously, so the host's clock would only time their launches
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def seconds_between(start: Any, stop: Any) -> float:
+    if isinstance(stop, float):
+        return stop - start
+    stop.synchronize()
+    return start.elapsed_time(stop) / 1000  # from milliseconds
 
 
 class Progress:
@@ -186,38 +182,30 @@ class Progress:
         if due: print(progress.line(step, row))
     """
 
-    def __init__(
-        self,
-        steps: int,
-        *,
-        tokens_per_step: int,
-        first_step: int = 0,
-        every: float = 15.0,
-        clock: Callable[[], float] = time.perf_counter,
-    ):
+    EVERY = 15.0  # seconds
+
+    def __init__(self, steps: int, *, tokens_per_step: int, first_step: int) -> None:
         self.steps = steps
         self.tokens_per_step = tokens_per_step
-        self.every = every
-        self.clock = clock
         self._since: tuple[int, float] | None = (
             None  # step and time from which the time left is estimated
         )
-        self._said = first_step, clock()  # step and time of the last line
+        self._said = first_step, perf_counter()  # step and time of the last line
 
     def step(self, step: int, *, row: bool = True) -> bool:
         """Count `step` as done; returns whether a line is due. It is due if the last line is
-        `every` seconds old and this step has a row of metrics, or four times as old without one.
+        EVERY seconds old and this step has a row of metrics, or four times as old without one.
         The clock starts after the first step, which compiles.
         """
-        now = self.clock()
+        now = perf_counter()
         self._since = self._since or (step, now)
-        return now - self._said[1] >= (self.every if row else 4 * self.every)
+        return now - self._said[1] >= self.EVERY * (1 if row else 4)
 
     def line(self, step: int, row: dict[str, Any]) -> str:
         """Step and tokens so far, the losses in `row`, the wall-clock speed since the last line,
         and the time left if it is known.
         """
-        (said_step, said), now = self._said, self.clock()
+        (said_step, said), now = self._said, perf_counter()
         self._said = step, now
         parts = [f"step {step:>5}/{self.steps}", f"{step * self.tokens_per_step:,} tokens"]
         parts += [

@@ -31,7 +31,8 @@ def clock() -> Clock:
 @pytest.fixture
 def run_phases(clock, monkeypatch) -> Phases:
     """Those of a run that began five seconds ago, without their thread."""
-    own = Phases(clock.now - 5, clock=clock)
+    monkeypatch.setattr(phases, "time", clock)
+    own = Phases(clock.now - 5)
     monkeypatch.setattr(phases, "_current", own)
     return own
 

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,20 +11,36 @@ from training.throughput import Progress, Throughput, WallClock, peak_flops
 
 
 class Clock:
-    """A clock that a test moves."""
-
     now = 100.0
 
     def __call__(self) -> float:
         return self.now
 
 
-def test_the_wall_clock_has_everything_in_it():
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    """A clock that a test moves."""
+    clock = Clock()
+    monkeypatch.setattr("training.throughput.perf_counter", clock)
+    return clock
+
+
+@pytest.fixture
+def throughput_after(monkeypatch) -> Callable[..., Throughput]:
+    """Throughput after some steps of warm-up."""
+
+    def build(warm_up: int, device: str = "cpu", *, peak: float | None = None, **flops: float):
+        monkeypatch.setattr(Throughput, "WARM_UP", warm_up)
+        return Throughput(torch.device(device), flops_per_token=flops, peak=peak)
+
+    return build
+
+
+def test_the_wall_clock_has_everything_in_it(clock):
     """A run of four steps that goes on after 1,000 s of an earlier start: rows after steps 3 and 4,
     the last with a checkpoint after it.
     """
-    clock = Clock()
-    wall = WallClock(seconds=1000.0, clock=clock)
+    wall = WallClock(seconds=1000.0)
     clock.now += 30  # the validation of step 0
     assert wall.row(200) == {"seconds": 1030.0}
     assert wall.tokens_per_sec(200) is None
@@ -38,9 +55,8 @@ def test_the_wall_clock_has_everything_in_it():
     assert wall.tokens_per_sec(600) == 400 / 100
 
 
-def test_throughput_leaves_out_warm_up_and_pauses():
-    clock = Clock()
-    throughput = Throughput(warmup_steps=2, clock=clock)
+def test_throughput_leaves_out_warm_up_and_pauses(clock, throughput_after):
+    throughput = throughput_after(2)
 
     def steps(count: int, seconds: float) -> None:
         for _ in range(count):
@@ -62,9 +78,8 @@ def test_throughput_leaves_out_warm_up_and_pauses():
     assert throughput.window() is None  # no step since the last row
 
 
-def test_throughput_paused_during_warm_up_does_not_start_the_clock():
-    clock = Clock()
-    throughput = Throughput(warmup_steps=2, clock=clock)
+def test_throughput_paused_during_warm_up_does_not_start_the_clock(clock, throughput_after):
+    throughput = throughput_after(2)
     throughput.step(50)
     with throughput.paused():
         clock.now += 100
@@ -75,14 +90,11 @@ def test_throughput_paused_during_warm_up_does_not_start_the_clock():
     assert throughput.step_tokens_per_sec == 25.0
 
 
-def test_a_row_has_every_share_of_the_peak_by_its_name():
+def test_a_row_has_every_share_of_the_peak_by_its_name(clock, throughput_after):
     """Three rows of a run with log_every=2, an evaluation after each and passes that differ in
     length: none leaks into another.
     """
-    clock = Clock()
-    throughput = Throughput(
-        flops_per_token={"mfu": 40.0, "mfu_causal": 30.0}, peak=8000.0, warmup_steps=1, clock=clock
-    )
+    throughput = throughput_after(1, peak=8000.0, mfu=40.0, mfu_causal=30.0)
     rows = []
     for step, seconds in enumerate((90.0, 1.0, 1.0, 1.0, 2.0, 2.0, 4.0), start=1):
         clock.now += seconds
@@ -97,17 +109,16 @@ def test_a_row_has_every_share_of_the_peak_by_its_name():
         pytest.approx(200 / 3),
         pytest.approx(200 / 6),
     ]
-    unknown = Throughput(flops_per_token={"mfu": 40.0}, warmup_steps=1, clock=clock)
+    unknown = throughput_after(1, mfu=40.0)
     for _ in range(2):
         clock.now += 1
         unknown.step(10)
     assert unknown.row() == {"step_tokens_per_sec": 10.0, "mfu": None}
 
 
-def test_slow_steps_on_the_way_do_not_count_either():
+def test_slow_steps_on_the_way_do_not_count_either(clock, throughput_after):
     """A run that changes its attention compiles a second time."""
-    clock = Clock()
-    throughput = Throughput(warmup_steps=2, clock=clock)
+    throughput = throughput_after(2)
     for step, seconds in enumerate((60.0, 1.0, 1.0, 1.0, 60.0, 1.0, 2.0), start=1):
         clock.now += seconds
         throughput.step(100)
@@ -118,11 +129,11 @@ def test_slow_steps_on_the_way_do_not_count_either():
 
 
 @pytest.mark.gpu
-def test_the_clock_of_a_gpu_runs_with_it_and_waits_for_nothing():
+def test_the_clock_of_a_gpu_runs_with_it_and_waits_for_nothing(throughput_after):
     """Four steps of a known time on the GPU, none waited for, with work of the GPU and of the host
     in between that does not count.
     """
-    throughput = Throughput("cuda", warmup_steps=1)
+    throughput = throughput_after(1, "cuda")
     cycles = 50_000_000
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(cycles)
@@ -171,21 +182,21 @@ def test_peak_of_known_gpus_by_name(monkeypatch, name, peak):
     assert peak_flops("cpu", torch.bfloat16) is None
 
 
-def test_progress_says_the_time_left_and_is_never_silent_for_long():
-    now = 0.0
-    progress = Progress(100, tokens_per_step=200, every=15.0, clock=lambda: now)
+def test_progress_says_the_time_left_and_is_never_silent_for_long(clock):
+    clock.now = 0.0
+    progress = Progress(100, tokens_per_step=200, first_step=0)
     assert (
         progress.line(0, {"step": 0, "val/loss": 5.5})
         == "step     0/100  0 tokens  val/loss 5.5000"
     )
-    now = 60.0
+    clock.now = 60.0
     assert progress.step(1), "the first step took a minute"
     assert progress.line(1, {"train/loss": 5.0}) == (
         "step     1/100  200 tokens  train/loss 5.0000  3 tokens/s"
     )
-    now = 74.0
+    clock.now = 74.0
     assert not progress.step(8)
-    now = 80.0
+    clock.now = 80.0
     # lines stand where rows of metrics do, unless these are far apart
     assert progress.step(11) and not progress.step(11, row=False)
     # two seconds a step: what came before the first does not count
@@ -195,15 +206,15 @@ def test_progress_says_the_time_left_and_is_never_silent_for_long():
         == "step    11/100  2,200 tokens  train/loss nan  val/loss 4.0000  100 tokens/s  02:58 left"
     )
     assert not progress.step(12)
-    now = 140.0
+    clock.now = 140.0
     assert progress.step(41, row=False)
-    now = 258.0
+    clock.now = 258.0
     assert progress.line(100, row).endswith("100 tokens/s")
 
 
-def test_progress_of_a_resumed_run_counts_its_own_steps():
-    now = 0.0
-    progress = Progress(100, tokens_per_step=200, first_step=90, clock=lambda: now)
-    now = 4.0
+def test_progress_of_a_resumed_run_counts_its_own_steps(clock):
+    clock.now = 0.0
+    progress = Progress(100, tokens_per_step=200, first_step=90)
+    clock.now = 4.0
     progress.step(92)
     assert progress.line(92, {}) == "step    92/100  18,400 tokens  100 tokens/s"
