@@ -36,6 +36,7 @@ from attention import attention, attention_with_cache, get_backend
 from config import ModelConfig
 from conformance.cases import distance
 from model import GPT, generate
+from model.decoding import captured
 from scripts.arguments import Count, Device, Dtype, Json, Natural, command, default, parse_backend
 from scripts.attention_call import seconds
 from scripts.tables import Row
@@ -228,23 +229,12 @@ class PlainGPT2:
         logits = F.linear(normed(model.final_norm, x), model.token_embedding.weight)
         return logits[:, -1].float().argmax(-1, keepdim=True)
 
-    def capture(self) -> None:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                self.step()
-        torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.next = self.step()
-
     @torch.no_grad()
     def generate(self, prompt: Tensor, new_tokens: int) -> Tensor:
         """The prompt (B, N), read token by token, with its continuation."""
         tokens = list(prompt.split(1, dim=1))
         if prompt.device.type == "cuda" and self.graph is None:
-            self.capture()
+            self.graph, self.next = captured(self.step)
         for at in range(prompt.shape[1] + new_tokens - 1):
             self.token.copy_(tokens[at])
             self.position.fill_(at)

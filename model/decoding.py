@@ -7,8 +7,8 @@ keys and values in place into the cache.
 Dimensions: B batch.
 """
 
-from collections.abc import Hashable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -76,7 +76,8 @@ class DecodingStep:
         if self.tokens.device.type == "cuda":
             with torch.cuda.device(self.tokens.device):
                 if self.graph is None:
-                    self.capture()
+                    # each run writes the same keys to the same places
+                    self.graph, self.prediction = captured(self.run)
                 self.graph.replay()
         else:
             self.prediction = self.run()
@@ -91,19 +92,19 @@ class DecodingStep:
                 return predict(next_logits(model, self.tokens, self.cache))
             return predict(model(self.tokens, cache=self.cache).logits[:, -1].float())
 
-    def capture(self) -> None:
-        # warm up: compile kernels and allocate workspaces; each run writes the same keys to the
-        # same places
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                self.run()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.prediction = self.run()
-        self.graph = graph
+
+def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A CUDA graph of run(), and its result, which each replay overwrites."""
+    # warm up: compile kernels and allocate workspaces
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        return graph, run()
 
 
 def backends_of(model: "GPT") -> list[Backend]:
