@@ -72,8 +72,6 @@ def train(pretokens: Counter[bytes], vocab_size: int) -> list[bytes]:
     The most frequent pair is merged first; among equals, the one with the smallest ranks. So the
     result depends only on the counts, not on the order of the text.
     """
-    if vocab_size < BYTES:
-        raise ValueError(f"vocab_size={vocab_size} must be at least {BYTES}: every byte has a rank")
     vocab = [bytes([value]) for value in range(BYTES)]
     words = [list(pretoken) for pretoken in pretokens]
     word_counts = list(pretokens.values())

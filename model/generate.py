@@ -119,9 +119,7 @@ def check_prompt(model: GPT, tokens: Tensor) -> None:
 def sample_token(
     logits: Tensor, *, temperature: float, top_k: int | None, generator: torch.Generator | None
 ) -> Tensor:
-    """One token (B, 1) for each row of logits (B, vocab_size)."""
-    if temperature == 0:
-        return logits.argmax(-1, keepdim=True)
+    """One token (B, 1), drawn for each row of logits (B, vocab_size)."""
     # on a GPU, drawing from NaN or inf fails an assertion in the kernel, which ends the process
     check_finite(logits.isfinite().all())
     limits = torch.finfo(logits.dtype)

@@ -84,11 +84,6 @@ def test_shipped_vocabulary_has_the_promised_size():
     assert len(read_ranks(RANKS_FILE)) == 8192
 
 
-def test_too_small_a_vocabulary_is_refused():
-    with pytest.raises(ValueError, match="vocab_size=100 must be at least 256"):
-        train(Counter({b"a": 1}), 100)
-
-
 @pytest.mark.parametrize("argument", ["vocab_size=10", "out=/proc/ranks"])
 def test_refused_in_one_line_before_the_corpus_is_read(argument, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train_bpe", argument])

@@ -284,12 +284,10 @@ def test_top_k_draws_the_k_likeliest_only():
         assert set(drawn.flatten().tolist()) == likeliest
 
 
-def test_zero_temperature_is_the_likeliest_token():
-    logits = torch.randn(50, 9)
-    assert torch.equal(
-        sample_token(logits, temperature=0.0, top_k=3, generator=None),
-        logits.argmax(-1, keepdim=True),
-    )
+def test_zero_temperature_is_the_likeliest_token(build_gpt, random_tokens):
+    model, tokens = build_gpt(), random_tokens(2, 4)
+    found = generate(model, tokens, max_new_tokens=1, temperature=0.0)
+    assert torch.equal(found[:, -1], model(tokens).logits[:, -1].argmax(-1))
 
 
 def test_dropout_is_off_while_sampling_and_the_mode_comes_back(build_gpt, random_tokens):
