@@ -107,7 +107,7 @@ def build_matrix(metric: str, rows: list[Row]) -> Matrix:
 def count_of_runs(group: list[Row]) -> str:
     """For example: 2 runs, 1 ended early: step 300"""
     steps = {row["run"]: row["step"] for row in group}
-    early = {row["run"] for row in group if row.get("trained", "completed") != "completed"}
+    early = {row["run"] for row in group if row["trained"] != "completed"}
     count = f"{len(steps)} runs" if len(steps) > 1 else "1 run"
     if early:
         ends = "/".join(str(step) for run, step in steps.items() if run in early)
@@ -163,7 +163,7 @@ def trained_label(row: Row, names: dict[tuple[Any, ...], str]) -> str:
     label = names[key(trained)]
     if "switch_to" in trained:
         label += f", from step {trained['switch_at']} {names[key(trained['switch_to'])]}"
-    setting = row.get("setting", {}).items()
+    setting = row["setting"].items()
     return ", ".join([label, *(f"{name.rpartition('.')[2]}={value}" for name, value in setting)])
 
 

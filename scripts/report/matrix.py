@@ -62,8 +62,8 @@ def _run_dir(folder: Path, run: str) -> Path | None:
 def trained_on(folder: Path, rows: list[Row]) -> list[str]:
     """The runs of the rows, below `folder`, whose training continued after they were judged."""
     found = []
-    for run, step in dict.fromkeys((row["run"], row.get("step")) for row in rows):
-        if (run_dir := _run_dir(folder, run)) is None or step is None:
+    for run, step in dict.fromkeys((row["run"], row["step"]) for row in rows):
+        if (run_dir := _run_dir(folder, run)) is None:
             continue
         summary = load_json(run_dir / "summary.json")
         # a diverged run has done more steps than its checkpoint; a copied run may lack the

@@ -591,8 +591,10 @@ def cross_row(trained: str, evaluated: str, seed: int, loss: float | None, **row
     return {
         "run": f"{trained}-{seed}",
         "trained_under": {"name": trained, "options": {"block_kv": 16}},
+        "setting": {},
         "seed": seed,
         "step": 600,
+        "trained": "completed",
         "sequences": None,
         "evaluated_under": {"name": name, "options": {"block_kv": int(block_kv or 16)}},
         "loss": loss,
