@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attention.ring_trace import Hop, RingTrace
+from scripts.tables import text_table
 from scripts.trace_page import MAX_NUMBERS, around, causes, fill, numbers
 
 SHOWN = 4  # entries of acc and of the output
@@ -53,32 +54,28 @@ def ring_sentence(found: RingTrace) -> str:
 
 def ring_table(found: RingTrace) -> str:
     """A table of who holds which keys, and of the followed row, hop by hop."""
-    i, hops = found.row, range(len(found.cells))
-    cells = [
-        [f"of {cell.source}: {spans(cell.keys) or '-'} ({cell.pairs} pairs)" for cell in row]
-        for row in found.cells
-    ]
-    width = max(len(text) for row in cells for text in row)
-    lines = [f"{'keys':8} " + "  ".join(f"{f'hop {hop}':{width}}" for hop in hops).rstrip()]
-    lines += [
-        f"{f'rank {rank}':8} " + "  ".join(f"{text:{width}}" for text in row).rstrip()
-        for rank, row in enumerate(cells)
+    i, ranks = found.row, range(len(found.cells))
+    held = [["keys", *(f"hop {hop}" for hop in ranks)]]
+    held += [
+        [
+            f"rank {rank}",
+            *(f"of {each.source}: {spans(each.keys) or '-'} ({each.pairs} pairs)" for each in row),
+        ]
+        for rank, row in enumerate(found.cells)
     ]
     heads = ("block max", "block sum", "alpha", "beta", "row_max", "row_sum", "|acc|", "weight")
-    lines += [
-        "",
-        f"query {i}, on rank {found.ranks[i]}",
-        " hop  keys of " + " ".join(f"{x:>10}" for x in (*heads, "of ring", "error", "of ring")),
-    ]
+    merges = [["hop", "keys of", *heads, "of ring", "error", "of ring", ""]]
     for hop, (step, exact) in enumerate(zip(found.found, found.exact, strict=True)):
         figures = (step.block.row_max, step.block.row_sum, step.alpha, step.beta)
         figures += (step.state.row_max, step.state.row_sum, step.state.acc.abs().amax(-1))
         figures += (step.weight, exact.weight, found.error[hop], found.exact_error[hop])
         texts = ("-" if x is None else f"{x[i].item():.4g}" for x in figures)
-        mark = "  <- breaks" if hop == found.breaks[i] else ""
         source = f"rank {found.cells[found.ranks[i]][hop].source}"
-        lines.append(f"{hop:>4}  {source:7} " + " ".join(f"{x:>10}" for x in texts) + mark)
-    return "\n".join(lines)
+        merges.append([str(hop), source, *texts, "<- breaks" if hop == found.breaks[i] else ""])
+    return (
+        f"{text_table(held, words=len(held[0]))}\n\nquery {i}, on rank {found.ranks[i]}\n"
+        f"{text_table(merges, words=2)}"
+    )
 
 
 def spans(positions: list[int]) -> str:

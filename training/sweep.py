@@ -403,7 +403,7 @@ def summary_table(rows: list[Row]) -> str:
     # variant, settings and status are words
     lines = text_table(table, words=len(sizes) + 2).splitlines()
     lines.insert(1, "-" * len(lines[0]))
-    return "\n".join(line.rstrip() for line in [*lines, *dict.fromkeys(remarks)])
+    return "\n".join([*lines, *dict.fromkeys(remarks)])
 
 
 def _cell(row: Row, key: str, form: str) -> str:

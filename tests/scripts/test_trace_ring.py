@@ -19,7 +19,7 @@ def test_worked_example_by_hand(run_trace):
     """
     out, page = run_trace("attention=ring_no_rescale")
     assert "8 of 8 rows come out wrong: finite but wrong. Nothing leaves the finite range." in out
-    assert "rank 0   of 0: 0-1, 6-7 (16 pairs)  of 1: 2-5 (16 pairs)" in out
+    assert "rank 0  of 0: 0-1, 6-7 (16 pairs)  of 1: 2-5 (16 pairs)" in out
     assert "Every rank computes 32 pairs" in out and "32 numbers, 128 bytes" in out
     assert out.count("<- breaks") == 1
     data = embedded(page)
