@@ -79,7 +79,7 @@ from scripts.attention_call import (
 )
 from scripts.tables import Row
 from training.device import pick_device, pick_dtype
-from training.environment import measured_on
+from training.environment import first_difference, measured_on
 from training.files import write_json
 from training.memory import (
     cpu_memory_limit,
@@ -87,6 +87,9 @@ from training.memory import (
     is_out_of_memory,
     release_memory,
 )
+
+# parts of an environment that change a measurement
+DECISIVE = ("commit", "versions", "hardware")
 
 
 @dataclass
@@ -152,7 +155,7 @@ def verdict_file(backend: Backend, dtype: torch.dtype, where: Row) -> Path | Non
     """The verdict's file; None for a backend of your own, or if no commit identifies the code."""
     if where["commit"] is None or where["dirty"] or not is_shipped(backend):
         return None
-    code = [where[key] for key in ("commit", "versions", "hardware")]
+    code = [where[key] for key in DECISIVE]
     names = (*code, backend.name, dict(backend.options), dtype_name(dtype))
     digest = hashlib.sha256(json.dumps(names, default=str).encode()).hexdigest()
     return cache_folder(DataConfig()) / "verdicts" / f"{digest[:32]}.json"
@@ -177,14 +180,11 @@ def kept_rows(path: Path, where: Row) -> list[Row]:
     try:
         data = json.loads(path.read_text())
         before, rows = data["environment"], data["rows"]
-        other = [key for key in ("commit", "versions", "hardware") if before[key] != where[key]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        difference = first_difference(before, {key: where[key] for key in DECISIVE})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"append=true: {path} is not a file of scripts.benchmark") from error
-    if other:
-        raise ValueError(
-            f"append=true: {path} was measured with another {' and '.join(other)}; write to a new "
-            "file"
-        )
+    if difference:
+        raise ValueError(f"append=true: in {path} {difference}; write to a new file")
     return rows
 
 

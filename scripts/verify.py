@@ -39,7 +39,6 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from textwrap import shorten
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -55,7 +54,7 @@ from scripts.arguments import Count, Device, Dtype, Json, Natural, command, defa
 from scripts.processes import Died, in_processes
 from scripts.tables import Row
 from training.device import DTYPES, pick_device, pick_dtype
-from training.environment import measured_on
+from training.environment import first_difference, measured_on
 from training.files import write_json
 from training.interrupt import Ending
 from training.sharing import RINGS
@@ -305,19 +304,6 @@ def measured_alike(path: Path | None, head: Row) -> Row:
         else:
             found |= {name: before.get(name, {}) for name in found}
     return found
-
-
-def first_difference(before: Row, now: Row, prefix: str = "") -> str | None:
-    """Says which value of `now` was another in `before`; None if all are the same."""
-    for name, value in now.items():
-        old, name = before.get(name), f"{prefix}{name}"
-        if isinstance(old, dict) and isinstance(value, dict):
-            if found := first_difference(old, value, f"{name}."):
-                return found
-        elif old != value:
-            old, value = (shorten(str(x), 60, placeholder="...") for x in (old, value))
-            return f"{name} was {old} and is {value}"
-    return None
 
 
 def write(path: Path, head: Row, before: Row, columns: dict[str, Column]) -> None:

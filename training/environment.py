@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import shorten
 
 import torch
 
@@ -56,6 +57,19 @@ def measured_on(device: torch.device | str) -> Row:
         for key, value in environment("", device).items()
         if key not in ("command", "data_fingerprint")
     }
+
+
+def first_difference(before: Row, now: Row, prefix: str = "") -> str | None:
+    """Says which value of `now` was another in `before`; None if all are the same."""
+    for name, value in now.items():
+        old, name = before.get(name), f"{prefix}{name}"
+        if isinstance(old, dict) and isinstance(value, dict):
+            if found := first_difference(old, value, f"{name}."):
+                return found
+        elif old != value:
+            old, value = (shorten(str(x), 60, placeholder="...") for x in (old, value))
+            return f"{name} was {old} and is {value}"
+    return None
 
 
 def _git() -> Row:

@@ -516,7 +516,7 @@ def test_rows_are_added_to_a_file_of_the_same_code_and_machine(
     assert [row["seq_len"] for row in rows] == [64, 128]
     monkeypatch.setenv("TILEGPT_COMMIT", "another")
     monkeypatch.setattr("training.environment._output", lambda *command: None)
-    with pytest.raises(SystemExit, match="measured with another commit"):
+    with pytest.raises(SystemExit, match="bench.json commit was .* and is "):
         run_benchmark(*short, "seq_len=64")
     (tmp_path / "bench.json").write_text("[]")
     with pytest.raises(SystemExit, match="is not a file of scripts.benchmark"):
