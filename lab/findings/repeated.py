@@ -26,11 +26,11 @@ from lab.findings.agreement import between_kernels, means
 from lab.findings.finding import EXACT, OWN
 from lab.results.tables import FOLDER
 from scripts.arguments import command
+from scripts.report.ranking import student
 from scripts.tables import Row, by, mean_and_deviation, text_table
 from training.files import write_json
 from training.sweep import load_json
 
-STUDENT = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}  # t of 97.5% by n
 SEEDS, RANGE = "by seed", "a range"
 
 Values = list[Any]
@@ -73,7 +73,7 @@ def environment_of(found: Row) -> Row:
 def compared(page: Figure, repeat: Figure) -> Row:
     row = {"figure": page.name, "kind": page.kind, "form": page.form}
     row |= {"page": page.values, "repeat": repeat.values}
-    if page.kind == SEEDS and len(page.values) in STUDENT and None not in page.values:
+    if page.kind == SEEDS and len(page.values) > 2 and None not in page.values:
         low, high = interval(page.values)
         row["interval"] = [low, high]
         row["inside"] = sum(x is not None and low <= x <= high for x in repeat.values)
@@ -83,7 +83,7 @@ def compared(page: Figure, repeat: Figure) -> Row:
 def interval(values: list[float]) -> tuple[float, float]:
     """Where one more value falls in 95 of 100 cases, if they are normally distributed."""
     count = len(values)
-    reach = STUDENT[count] * stdev(values) * sqrt(1 + 1 / count)
+    reach = student(count) * stdev(values) * sqrt(1 + 1 / count)
     return fmean(values) - reach, fmean(values) + reach
 
 

@@ -3,7 +3,6 @@ ended.
 """
 
 from itertools import combinations
-from math import sqrt
 from statistics import fmean
 
 from lab.results.curves import (
@@ -778,8 +777,7 @@ def losses_on_ranks(case: Row) -> tuple[str, str]:
     rows = []
     for way, run in others.items():
         apart = [run["losses"][step] - loss for step, loss in first["losses"].items()]
-        rms = sqrt(sum(each**2 for each in apart) / len(apart))
-        rows.append([way, f"{rms:.1e}", f"{max(map(abs, apart)):.1e}"])
+        rows.append([way, f"{root_mean_square(apart):.1e}", f"{max(map(abs, apart)):.1e}"])
     what = (
         f"`{case['settings']}`, commit {case['commit'][:7]}. This is how far the losses of every "
         "tenth step are from those of a run alone. Two runs alone run the same kernels. On ranks "

@@ -23,6 +23,11 @@ BASELINES = ("naive", "sdpa", "tiled")
 Losses = dict[str, dict[str, float]]  # loss by variant and seed
 
 
+def student(count: int) -> float:
+    """Student's t of a 95% interval from `count` values, two or more."""
+    return T95[min(count - 1, len(T95)) - 1]
+
+
 class Difference(NamedTuple):
     """The mean of differences paired by seed, and half of its 95% interval (None for one seed)."""
 
@@ -71,8 +76,7 @@ class Ranking:
         values = [self.losses[variant][seed] - seeds[seed] for seed in seeds]
         if len(values) == 1:
             return Difference(values[0], None)
-        quantile = T95[min(len(values) - 1, len(T95)) - 1]
-        return Difference(fmean(values), quantile * stdev(values) / sqrt(len(values)))
+        return Difference(fmean(values), student(len(values)) * stdev(values) / sqrt(len(values)))
 
 
 def rank(runs: Iterable[Run], baseline: str | None = None) -> list[Ranking]:
