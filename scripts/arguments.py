@@ -10,7 +10,7 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import MISSING, Field, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -34,6 +34,11 @@ Natural = Annotated[int, 0]
 
 class Json(type(Path())):
     """A JSON file to write: read_settings() checks that it can be written."""
+
+
+@dataclass
+class NoOptions:
+    """A command without keys: a mistyped argument must not rewrite tracked files."""
 
 
 def command(main: Callable[[Any], None], of: Callable | None = None) -> Callable[..., None]:

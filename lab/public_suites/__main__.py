@@ -12,19 +12,13 @@ the suite catches it, or if a case of conformance/ catches it that the suite cou
 case has the suite's arguments, dtype and results, but any lengths and numbers.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
-from scripts.arguments import command
-
-
-@dataclass
-class Options:
-    """There are none: a mistyped argument must not rewrite the tracked files."""
+from scripts.arguments import NoOptions, command
 
 
 @command
-def main(options: Options) -> None:
+def main(options: NoOptions) -> None:
     from lab.public_suites import page
     from lab.public_suites.suites import SUITES
     from training.environment import measured_on

@@ -9,12 +9,11 @@ docs/public-suites.md with its figure.
 """
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from lab.results import calls, hf_models, runs
 from lab.results.tables import FOLDER
-from scripts.arguments import command
+from scripts.arguments import NoOptions, command
 from scripts.drawing import for_both_papers
 
 SECTIONS = {
@@ -65,13 +64,8 @@ PICTURE = (
 )
 
 
-@dataclass
-class Options:
-    """There are none: a mistyped argument must not rewrite the tracked files."""
-
-
 @command
-def main(options: Options) -> None:
+def main(options: NoOptions) -> None:
     parts = []
     for title, section in SECTIONS.items():
         try:

@@ -44,7 +44,7 @@ def main(options: Options) -> None:
         runs, cross_blocks(options.paths), baseline=options.baseline, left_out=left_out
     )
     write_file(out, render_html(parts.title(runs), sections))
-    print(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}: {out}")
+    print(f"{parts.count_of(len(runs), 'run')}: {out}")
 
 
 def build_report(

@@ -40,8 +40,8 @@ HELD_OUT = ("val/loss", "val/loss_exact", "val/accuracy")
 
 def title(runs: list[Run]) -> str:
     variants = sorted({run.variant for run in runs}, key=in_order)
-    words = ", ".join(variants) if len(variants) < 6 else _count(len(variants), "variant")
-    return f"{words}: {_count(len(runs), 'run')}" if len(runs) > 1 else words
+    words = ", ".join(variants) if len(variants) < 6 else count_of(len(variants), "variant")
+    return f"{words}: {count_of(len(runs), 'run')}" if len(runs) > 1 else words
 
 
 def at_a_glance(runs: list[Run], rankings: list[Ranking]) -> list[str]:
@@ -54,9 +54,9 @@ def at_a_glance(runs: list[Run], rankings: list[Ranking]) -> list[str]:
         texts.append(text if ranking.metric != "val/loss" else f"Not softmax: {text}")
     variants = {run.variant for run in runs}
     seeds = {str(run.summary.get("seed")) for run in runs}
-    shape = f"{_count(len(runs), 'run')} of {_count(len(variants), 'variant')}"
+    shape = f"{count_of(len(runs), 'run')} of {count_of(len(variants), 'variant')}"
     if len(seeds) > 1:
-        shape += f" and {_count(len(seeds), 'seed')}"
+        shape += f" and {count_of(len(seeds), 'seed')}"
     return [*texts, f"{shape}: {_outcomes(runs)}."]
 
 
@@ -95,7 +95,7 @@ def suspicions(runs: list[Run]) -> list[str]:
 def warnings(runs: list[Run], *, left_out: int = 0) -> list[str]:
     texts = []
     if left_out:
-        jobs = _count(left_out, "job")
+        jobs = count_of(left_out, "job")
         texts.append(
             f"{jobs} of the sweep never started: python train.py resume=DIR goes on with them."
         )
@@ -307,7 +307,7 @@ def provenance(runs: list[Run]) -> Table:
         most = max(values.values(), key=len)
         words = [
             f"{value}: "
-            + (_count(len(own), "run") if own is most else ", ".join(run.name for run, _ in own))
+            + (count_of(len(own), "run") if own is most else ", ".join(run.name for run, _ in own))
             for value, own in values.items()
         ]
         differing.append([f"{group}: {key}" if key else group, "; ".join(words)])
@@ -360,7 +360,7 @@ def _fact(value: Any) -> str:
     return str(value)
 
 
-def _count(number_of: int, noun: str) -> str:
+def count_of(number_of: int, noun: str) -> str:
     return f"{number_of} {noun}{'s' * (number_of != 1)}"
 
 
