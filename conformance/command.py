@@ -78,6 +78,10 @@ class Options:
     quick: bool = False
     card: str | None = None
     minimise: bool = False
+    # of the quiz
+    out: str | None = None
+    fix: str | None = None
+    hint: bool = False
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
@@ -169,7 +173,7 @@ def parse_dialect(words: list[str]) -> tuple[str | None, dict[str, Any]]:
 
 
 def run(words: list[str]) -> str | None:
-    keys = [each.name for each in fields(Options) if each.name != "calls"]
+    keys = ("device", "dtype", "dialect", "cases", "seed", "quick", "card", "minimise")
     (text,), options, changes = read(words, ("pkg.module:NAME",), *keys, *DIALECT_KEYS)
     set_up(torch.device(options.device))
     found = target(text, options.dialect, changes)
@@ -347,28 +351,21 @@ def judge(words: list[str]) -> str | None:
     return verdict(cells)
 
 
-QUIZ_KEYS = {"out": str, "fix": str, "hint": bool}
-
-
 def run_quiz(words: list[str]) -> str | None:
     set_up(torch.device("cpu"))
-    given = dict(word.split("=", 1) for word in words if "=" in word)
-    for key in given.keys() - QUIZ_KEYS:
-        raise ValueError(f"there is no key {key!r}; the keys are: {', '.join(QUIZ_KEYS)}")
-    values = {key: convert(key, QUIZ_KEYS[key], text) for key, text in given.items()}
-    bare = [word for word in words if "=" not in word]
-    if not bare and not given:
+    if not words:
         print(quiz.listed())
         return None
-    if len(bare) != 1 or not given:
+    (text,), options, _ = read(words, ("NUMBER",), "out", "fix", "hint")
+    if not (options.out or options.fix or options.hint):
         raise ValueError("quiz takes a number, and with it out=FOLDER, fix=FILE or hint=true")
-    number, exercise = quiz.numbered(bare[0])
-    if "out" in values:
-        for file in quiz.write(number, exercise, Path(values["out"])):
+    number, exercise = quiz.numbered(text)
+    if options.out:
+        for file in quiz.write(number, exercise, Path(options.out)):
             print(file)
-    if values.get("hint"):
+    if options.hint:
         print(quiz.hint(exercise))
-    return quiz.judge(exercise, Path(values["fix"])) if "fix" in values else None
+    return quiz.judge(exercise, Path(options.fix)) if options.fix else None
 
 
 def set_up(device: torch.device) -> None:
