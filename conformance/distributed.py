@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, multiprocessing
+from torch.utils._pytree import tree_map_only
 
 from attention import AttentionOutput, Backend, attention, get_backend
 from attention.context import register_ring, share, tokens_of_ranks
@@ -174,7 +175,7 @@ class DistributedCall(torch.autograd.Function):
         ctx.save_for_backward(q, k, v)
         # pickling a view would send its whole storage
         whole = [x.detach().cpu().clone(memory_format=torch.contiguous_format) for x in (q, k, v)]
-        arguments = {x: y.cpu() if isinstance(y, Tensor) else y for x, y in arguments.items()}
+        arguments = tree_map_only(Tensor, Tensor.cpu, arguments)
         mod = arguments.get("score_mod")
         if mod is not None and mod.params is not None:
             arguments["score_mod"] = replace(mod, params=mod.params.cpu())
@@ -186,7 +187,7 @@ class DistributedCall(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, d_out: Tensor, d_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        gradients = [None if x is None else x.cpu() for x in (d_out, d_lse)]
+        gradients = tree_map_only(Tensor, Tensor.cpu, [d_out, d_lse])
         answers = ctx.processes.ask("backward", ctx.number, gradients)
         wholes = zip(*answers, strict=True)
         joined = ctx.processes.joined
@@ -250,10 +251,7 @@ class Worker:
     ) -> tuple[Tensor, Tensor | None]:
         """out and lse of this process's tokens."""
         parts = [self.own(x).requires_grad_() for x in whole]
-        arguments = {
-            x: y.to(self.setting.device) if isinstance(y, Tensor) else y
-            for x, y in arguments.items()
-        }
+        arguments = tree_map_only(Tensor, lambda x: x.to(self.setting.device), arguments)
         with saved_storages() as saved:
             output = self.attend(*parts, **arguments)
         out, lse = output[:2]
