@@ -9,7 +9,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from attention import get_backend
+from attention import dtype_name, get_backend
 from attention.defects import NoMax
 from attention.online_softmax import OnlineSoftmax
 from attention.trace import survey
@@ -91,7 +91,7 @@ def overflow_by_dtype(
     """
     figures: Figures = {}
     for dtype in (torch.float16, torch.float32):
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         first, share, half = {}, {}, {}
         for std in stds:
             tiles = overflowing_tiles(dtype, std, length)
@@ -185,7 +185,7 @@ def unnormalised_accumulator() -> Figures:
         state = OnlineSoftmax.empty(torch.zeros(1, 1), dtype=dtype)
         for tile in zip(scores.split(64, -1), values.split(64), strict=True):
             state = state.update(*tile)
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         acc[name] = state.acc.item() if state.acc.isfinite() else "inf"
     return {"acc": acc, "length": length}
 

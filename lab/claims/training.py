@@ -14,6 +14,11 @@ def runs_of(name: str, **settings: Any) -> list[Figures]:
     return [run for run in load(name)["runs"] if settings.items() <= run.items()]
 
 
+def headline(attention: str) -> list[Figures]:
+    """The runs of GPT-2's size under this attention, in bfloat16."""
+    return runs_of("headline_h200", attention=attention, dtype="bfloat16")
+
+
 def mean_curve(runs: list[Figures], column: str) -> dict[int, float]:
     """Step to the mean of the runs' losses, at the steps that all of them evaluated."""
     curves = [points(run, column) for run in runs]
@@ -68,9 +73,8 @@ def no_rescale_converges_worse() -> Figures:
     The broken attention can be trained like any other. Whether its curve lies above the exact
     one depends on the length of the run, so one look at a curve tells nothing.
     """
-    runs = runs_of("headline_h200", attention="no_rescale", dtype="bfloat16")
-    references = runs_of("headline_h200", attention="triton", dtype="bfloat16")
-    broken, exact = (mean_curve(each, "val/loss") for each in (runs, references))
+    runs = headline("no_rescale")
+    broken, exact = (mean_curve(each, "val/loss") for each in (runs, headline("triton")))
     # every fourth evaluation shows it
     steps = [step for step in broken if step in exact][1::4]
     return {"gap": {str(step): broken[step] - exact[step] for step in steps}, "seeds": len(runs)}
@@ -94,12 +98,11 @@ def no_rescale_under_exact_attention() -> Figures:
     The weights are fitted to the broken kernel and to its tile size. Always evaluate under
     another kernel.
     """
-    broken = runs_of("headline_h200", attention="no_rescale", dtype="bfloat16")
-    reference = runs_of("headline_h200", attention="triton", dtype="bfloat16")
+    broken = headline("no_rescale")
     curves = {
         "own": mean_curve(broken, "val/loss"),
         "exact": mean_curve(broken, "val/loss_exact"),
-        "reference": mean_curve(reference, "val/loss"),
+        "reference": mean_curve(headline("triton"), "val/loss"),
     }
     step = max(curves["own"].keys() & curves["reference"].keys())
     return {"step": step} | {name: curve[step] for name, curve in curves.items()}
@@ -132,7 +135,7 @@ def no_max_in_training() -> Figures:
         dtype: runs_of("defects_text", attention="no_max", dtype=dtype)
         for dtype in ("float16", "float32")
     }
-    runs["large"] = runs_of("headline_h200", attention="no_max", dtype="bfloat16")
+    runs["large"] = headline("no_max")
     runs["last_write"] = runs_of("defects_retrieval", attention="no_max")
     figures: Figures = {}
     for name, each in runs.items():
