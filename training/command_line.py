@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from config import FUNCTION_SETTINGS, RunConfig, register, setting_keys
 from training import phases
-from training.interrupt import Ending
+from training.interrupt import Ending, end_unread
 from training.own_modules import ROOT
 from training.ranks import PATIENCE, Ranks, leave, of_environment, run_before_restart
 from training.retention import newest_first, no_run
@@ -81,8 +81,7 @@ def launch(main: Callable[[], Any], began: float, resume_sweep: Callable[[Path],
                 sys.stdout.flush()
         leave()
     except BrokenPipeError:  # `--help | head` has read enough; a run goes on without stdout
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+        end_unread()
     except Mistake as error:
         raise SystemExit(f"error: {error}") from None
     except Exception as error:  # raised by a launcher or sweeper that pip installed?

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from training.phases import current
 
@@ -139,6 +139,12 @@ def _handled() -> list[signal.Signals]:
     return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
 
 
+def end_unread() -> NoReturn:
+    """End the process because nobody reads its standard output any more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(141)
+
+
 @contextmanager
 def one_line(script: str) -> Iterator[None]:
     """Decorates a script's main(): reports in one line what ended it early.
@@ -155,8 +161,7 @@ def one_line(script: str) -> Iterator[None]:
         print(f"{script}: stopped by Ctrl-C", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:  # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+        end_unread()
     except OSError as error:
         sys.exit(f"{script}: {error}")
     except (RuntimeError, MemoryError) as error:
