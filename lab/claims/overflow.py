@@ -21,7 +21,7 @@ from lab.claims.inputs import exact, inputs, largest, over_seeds, run
     "chapter",
     holds=lambda f: math.isinf(f["row_sum"]),
 )
-def sums_of_tens(keys: int = 131072) -> Figures:
+def sums_of_tens() -> Figures:
     """Without the maximum, scores in the tens overflow float32 because the sum over several
     tiles does.
 
@@ -33,7 +33,7 @@ def sums_of_tens(keys: int = 131072) -> Figures:
     exp(20) is 5e8. A single score above 88.72 breaks float32, not a sum.
     """
     empty = NoMax.empty(torch.zeros(1, 1), dtype=torch.float32)
-    state = empty
+    state, keys = empty, 131072
     for _ in range(0, keys, 4096):
         state = state.update(torch.full((1, 4096), 20.0), torch.ones(4096, 1))
     alone = empty.update(torch.full((1, 1), 88.8), torch.ones(1, 1))
@@ -45,12 +45,12 @@ def sums_of_tens(keys: int = 131072) -> Figures:
     }
 
 
-def overflowing_tiles(dtype: torch.dtype, std: float, length: int) -> list[int | None]:
-    """For each of 8 x length rows of no_max, entirely in `dtype`: the tile of 64 keys at which the
+def overflowing_tiles(dtype: torch.dtype, std: float) -> list[int | None]:
+    """For each of 8 x 1,024 rows of no_max, entirely in `dtype`: the tile of 64 keys at which the
     row overflows, or None.
     """
-    backend = get_backend("no_max", block_q=length, block_kv=64, softmax_dtype="input")
-    qkv = inputs(0, 2, 4, length, 32, std=std, dtype=dtype)
+    backend = get_backend("no_max", block_q=1024, block_kv=64, softmax_dtype="input")
+    qkv = inputs(0, 2, 4, 1024, 32, std=std, dtype=dtype)
     tiles = []
     for head in zip(*(x.flatten(0, 1)[:, None, None] for x in qkv), strict=True):
         breaks = survey(*head, backend=backend, causal=False, scale=32**-0.5).first_break
@@ -75,9 +75,7 @@ def float16_breaks_earlier(f: Figures) -> bool:
         lambda f: float16_breaks_earlier(f) and f["float16"]["1.5"] in (0, 1),
     ),
 )
-def overflow_by_dtype(
-    length: int = 1024, stds: tuple[float, ...] = (1, 1.5, 2, 3, 4, 5, 6)
-) -> Figures:
+def overflow_by_dtype() -> Figures:
     """Without the maximum, float16 overflows in the first tile or two, earlier than float32.
 
     Holds if at every size of the scores float16 breaks at the same tile as float32 or earlier,
@@ -93,8 +91,8 @@ def overflow_by_dtype(
     for dtype in (torch.float16, torch.float32):
         name = dtype_name(dtype)
         first, share, half = {}, {}, {}
-        for std in stds:
-            tiles = overflowing_tiles(dtype, std, length)
+        for std in (1, 1.5, 2, 3, 4, 5, 6):
+            tiles = overflowing_tiles(dtype, std)
             bad = [tile for tile in tiles if tile is not None]
             first[f"{std:g}"] = min(bad, default="none")
             share[f"{std:g}"] = len(bad) / len(tiles)
@@ -107,7 +105,7 @@ def overflow_by_dtype(
     "chapter",
     holds=lambda f: f["only_nan"],
 )
-def overflow_gives_nan(length: int = 1024) -> Figures:
+def overflow_gives_nan() -> Figures:
     """When attention without the maximum overflows, the result is NaN.
 
     Holds if every row that overflows ends as NaN, over float16 inputs with all scores equal
@@ -119,19 +117,19 @@ def overflow_gives_nan(length: int = 1024) -> Figures:
     A sum that overflows alone makes finite / inf = 0, an output that overflows alone makes inf.
     A detector of NaN misses the zeros.
     """
-    backend = get_backend("no_max", block_q=length, block_kv=64, softmax_dtype="input")
+    backend = get_backend("no_max", block_q=1024, block_kv=64, softmax_dtype="input")
 
     def shares(q: Tensor, k: Tensor, v: Tensor) -> Figures:
         out = run(backend, q, k, v)
         kinds = {"NaN": out.isnan(), "inf": out.isinf(), "zero": out == 0}
         return {name: is_kind.double().mean().item() for name, is_kind in kinds.items()}
 
-    _, _, v = inputs(0, 1, 1, length, 16, dtype=torch.float16)
+    _, _, v = inputs(0, 1, 1, 1024, 16, dtype=torch.float16)
     figures = {}
     for score in (5, 8, 11):
         # 16 products of 1 and score / 4, times 1 / sqrt(16)
         figures[f"at_{score}"] = shares(torch.ones_like(v), torch.full_like(v, score / 4), v)
-    figures["random"] = shares(*inputs(0, 1, 4, length, 32, std=3, dtype=torch.float16))
+    figures["random"] = shares(*inputs(0, 1, 4, 1024, 32, std=3, dtype=torch.float16))
     only_nan = not any(share["inf"] or share["zero"] for share in figures.values())
     return figures | {"only_nan": only_nan}
 
@@ -140,7 +138,7 @@ def overflow_gives_nan(length: int = 1024) -> Figures:
     "chapter",
     holds=lambda f: f["normal"]["max"] >= 0.1,
 )
-def maximum_from_zero(seeds: int = 5) -> Figures:
+def maximum_from_zero() -> Figures:
     """A running maximum that starts at 0 instead of -inf gives errors of 1e-1 or more.
 
     Holds if the largest error is at least 0.1 at scores of standard deviation 1.
@@ -155,7 +153,7 @@ def maximum_from_zero(seeds: int = 5) -> Figures:
     def error(q: Tensor, k: Tensor, v: Tensor) -> float:
         return largest(run("zero_init_max", q, k, v, block=32) - exact(q, k, v))
 
-    figures = over_seeds(lambda *qkv: {"normal": error(*qkv)}, seeds)
+    figures = over_seeds(lambda *qkv: {"normal": error(*qkv)}, 5)
     _, _, v = inputs(0, 1, 1, 128, 16)
     for score in (-100, -110):
         far = error(torch.ones_like(v), torch.full_like(v, score / 4), v)
@@ -195,7 +193,7 @@ def unnormalised_accumulator() -> Figures:
     holds=lambda f: f["weight"] > 0.5 and f["gradient"] < f["gradient_scaled"] / 10,
     only_if=("the row is saturated", lambda f: f["weight"] > 0.5 and f["vanished"] > 0.01),
 )
-def gradients_without_the_scale(length: int = 512) -> Figures:
+def gradients_without_the_scale() -> Figures:
     """Without 1 / sqrt(d) the softmax is nearly one-hot and its gradients vanish.
 
     Holds if at d = 128 the mean largest weight exceeds 0.5, and the gradient of the scores
@@ -208,7 +206,7 @@ def gradients_without_the_scale(length: int = 512) -> Figures:
     A flat softmax over many keys has small gradients as well: 1 / N a key. They vanish in
     saturated rows; in the others a few keys take all of the gradient.
     """
-    q, k, _ = inputs(0, 1, 4, length, 128)
+    q, k, _ = inputs(0, 1, 4, 512, 128)
     raw = q @ k.mT
     d_weights = torch.randn(raw.shape, generator=torch.Generator().manual_seed(1))
 

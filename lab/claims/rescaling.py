@@ -29,7 +29,7 @@ class RescaleWithoutMax(OnlineSoftmax):
     "chapter",
     holds=lambda f: f["nan"] > 0,
 )
-def rescaling_without_subtraction(seeds: int = 20) -> Figures:
+def rescaling_without_subtraction() -> Figures:
     """Removing the subtraction and keeping the rescaling gives NaN.
 
     Holds if some output is NaN at scores of standard deviation 1, in float32.
@@ -45,7 +45,7 @@ def rescaling_without_subtraction(seeds: int = 20) -> Figures:
         out = run(backend, q, k, v, block=32)
         return {"nan": out.isnan().double().mean().item(), "error": largest(out - exact(q, k, v))}
 
-    figures = over_seeds(errors, seeds)
+    figures = over_seeds(errors, 20)
     return figures | {"nan": figures["nan"]["max"]}
 
 
@@ -53,7 +53,7 @@ def rescaling_without_subtraction(seeds: int = 20) -> Figures:
     "chapter",
     holds=lambda f: f["difference"]["min"] >= 0.1 and f["difference"]["max"] <= 0.5,
 )
-def no_rescale_difference(seeds: int = 20) -> Figures:
+def no_rescale_difference() -> Figures:
     """Without the rescaling the chapter's own check shows a largest difference of 0.1 to 0.5.
 
     Holds if for every seed of that check (2 x 4 heads, 256 tokens of 32, tiles of 32) it lies
@@ -71,7 +71,7 @@ def no_rescale_difference(seeds: int = 20) -> Figures:
         return largest(out - exact(q, k, v, causal=causal))
 
     figures = over_seeds(
-        lambda *qkv: {"difference": error(*qkv), "causal": error(*qkv, causal=True)}, seeds
+        lambda *qkv: {"difference": error(*qkv), "causal": error(*qkv, causal=True)}, 20
     )
     by_std = {
         f"{std:g}": error(*inputs(0, *CHAPTER_SHAPE, std=std)) for std in (0.1, 0.25, 0.5, 2, 3)

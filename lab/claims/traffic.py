@@ -37,7 +37,7 @@ def kv_outer_traffic(length: int, head_dim: int, block_kv: int) -> int:
     "guide, deep dive",
     holds=lambda f: f["times"] <= 1.5 and f["exponent"] < 1.15,
 )
-def traffic_is_linear(lengths: tuple[int, ...] = (1024, 2048, 4096)) -> Figures:
+def traffic_is_linear() -> Figures:
     """Flash attention reads Q, K and V once and writes the output once: 4 N d elements.
 
     Holds if the counted traffic is within 1.5 times 4 N d, and linear in N.
@@ -48,9 +48,8 @@ def traffic_is_linear(lengths: tuple[int, ...] = (1024, 2048, 4096)) -> Figures:
     Every tile of queries reads k and v again. The traffic is quadratic, divided by the size of
     a tile.
     """
-    elements = {length: tiled_traffic(length, 64, 128, 64) for length in lengths}
-    longest = max(lengths)
-    times = elements[longest] / printed_fused(Call(1, 1, longest, 64, element=1)).bytes
+    elements = {length: tiled_traffic(length, 64, 128, 64) for length in (1024, 2048, 4096)}
+    times = elements[4096] / printed_fused(Call(1, 1, 4096, 64, element=1)).bytes
     return {"times": times, "exponent": growth(elements)}
 
 
@@ -62,7 +61,7 @@ def traffic_is_linear(lengths: tuple[int, ...] = (1024, 2048, 4096)) -> Figures:
         lambda f: min(f["times"].values()) < 9 < max(f["times"].values()),
     ),
 )
-def nine_times_less(length: int = 4096) -> Figures:
+def nine_times_less() -> Figures:
     """Tiling and fusion cut the traffic to memory by 9.
 
     Holds if the counted traffic of the forward pass is 8 to 10 times less than that of three
@@ -75,8 +74,8 @@ def nine_times_less(length: int = 4096) -> Figures:
     """
     times = {}
     for head_dim, block_q in ((64, 64), (64, 128), (64, 256), (64, 512), (128, 128)):
-        standard = printed_naive(Call(1, 1, length, head_dim, element=1)).bytes
-        tiled = tiled_traffic(length, head_dim, block_q, 128)
+        standard = printed_naive(Call(1, 1, 4096, head_dim, element=1)).bytes
+        tiled = tiled_traffic(4096, head_dim, block_q, 128)
         times[f"d {head_dim}, {block_q} queries"] = standard / tiled
     return {"times": times}
 
@@ -85,8 +84,7 @@ def nine_times_less(length: int = 4096) -> Figures:
     "deep dive",
     holds=lambda f: 0.8 <= f["exponent"] <= 1.2,
 )
-def traffic_in_d(length: int = 2048) -> Figures:
-    # tiles of q, k, v and out fill as many elements as tiles of 32 at d = 128
+def traffic_in_d() -> Figures:
     """The accesses to memory of FlashAttention grow like N^2 d / M, M being the size of the
     fast memory.
 
@@ -97,8 +95,9 @@ def traffic_in_d(length: int = 2048) -> Figures:
 
     It is N^2 d^2 / M: a larger d also makes the tiles smaller.
     """
+    # tiles of q, k, v and out fill as many elements as tiles of 32 at d = 128
     block = {head_dim: 32 * 128 // head_dim for head_dim in (32, 64, 128)}
-    reread = {d: reread_keys(length, d, block[d], block[d]) for d in block}
+    reread = {d: reread_keys(2048, d, block[d], block[d]) for d in block}
     return {"exponent": growth(reread)}
 
 
@@ -106,7 +105,7 @@ def traffic_in_d(length: int = 2048) -> Figures:
     "deep dive",
     holds=lambda f: f["keys"] < f["queries"],
 )
-def order_of_the_loops(length: int = 2048) -> Figures:
+def order_of_the_loops() -> Figures:
     """Keys in the outer loop is the right order, because it reads K and V only once; queries
     outer is a pitfall.
 
@@ -120,8 +119,8 @@ def order_of_the_loops(length: int = 2048) -> Figures:
     """
     qkv = inputs(0, *CHAPTER_SHAPE)
     return {
-        "queries": tiled_traffic(length, 64, 64, 64),
-        "keys": kv_outer_traffic(length, 64, 64),
+        "queries": tiled_traffic(2048, 64, 64, 64),
+        "keys": kv_outer_traffic(2048, 64, 64),
         "difference": largest(run("kv_outer", *qkv, block=32) - run("tiled", *qkv, block=32)),
     }
 
@@ -159,7 +158,7 @@ def grid_over_keys() -> Figures:
     "guide, deep dive",
     holds=lambda f: 1.8 <= f["training"] <= 2.2,
 )
-def twice_the_arithmetic(length: int = 512) -> Figures:
+def twice_the_arithmetic() -> Figures:
     """Flash attention does more arithmetic than standard attention; the guide says twice as
     much, for the bookkeeping of the softmax.
 
@@ -172,7 +171,7 @@ def twice_the_arithmetic(length: int = 512) -> Figures:
     The forward products are the same. The backward computes the scores once more: seven
     products instead of six.
     """
-    q, k, v = (x.requires_grad_() for x in inputs(0, 1, 2, length, 64))
+    q, k, v = (x.requires_grad_() for x in inputs(0, 1, 2, 512, 64))
 
     def products(name: str, **tiles: int) -> tuple[int, int]:
         """FLOP of the matrix products: forward, and forward and backward."""
@@ -185,7 +184,7 @@ def twice_the_arithmetic(length: int = 512) -> Figures:
     naive_forward, naive_training = products("naive")
     forward, training = products("tiled", block_q=64, block_kv=64)
     # each tile of keys multiplies the accumulator and the sum of every row, in two heads
-    rescaling = 2 * length // 64 * length * (64 + 1)
+    rescaling = 2 * 512 // 64 * 512 * (64 + 1)
     return {
         "forward": (forward + rescaling) / naive_forward,
         "training": (training + rescaling) / naive_training,

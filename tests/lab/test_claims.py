@@ -30,26 +30,6 @@ ROOT = Path(__file__).resolve().parents[2]
 MEASURED = [claim for claim in CLAIMS.values() if not claim.reads]
 READ = [claim for claim in CLAIMS.values() if claim.reads]
 TIMED = {"small_calls", "tiled_speed_on_a_cpu"}
-# smaller arguments with the same verdict
-SMALLER = {
-    "sums_of_tens": {"keys": 8192},
-    "overflow_by_dtype": {"length": 256, "stds": (1, 1.5, 4)},
-    "overflow_gives_nan": {"length": 512},
-    "maximum_from_zero": {"seeds": 1},
-    "gradients_without_the_scale": {"length": 256},
-    "rescaling_without_subtraction": {"seeds": 1},
-    "no_rescale_difference": {"seeds": 8},
-    "causal_as_printed": {"tiles": (32,)},
-    "bit_for_bit": {"seeds": 1},
-    "float64_tolerances": {"length": 512},
-    "statistics_in_input_dtype": {"lengths": (512,)},
-    "linear_memory": {"lengths": (256, 512)},
-    "traffic_is_linear": {"lengths": (512, 1024)},
-    "nine_times_less": {"length": 1024},
-    "traffic_in_d": {"length": 512},
-    "order_of_the_loops": {"length": 512},
-    "twice_the_arithmetic": {"length": 128},
-}
 
 
 def ids(claims: list[Claim]) -> dict:
@@ -86,7 +66,7 @@ def complaint(run_claims):
 
 @pytest.mark.parametrize("claim", **ids([claim for claim in MEASURED if claim.name not in TIMED]))
 def test_measured_again_the_verdict_stands(claim, committed):
-    figures = claim.measure(**SMALLER.get(claim.name, {}))
+    figures = claim.measure()
     assert figures.keys() == committed[claim.name].keys()
     assert claim.verdict(figures) == claim.verdict(committed[claim.name])
 
