@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention import attention, attention_varlen, get_backend
-from tests.conformance import numpy_reference
-from tests.conformance.numpy_reference import (
+from conformance import numpy_reference
+from conformance.numpy_reference import (
     Mask,
     flash_attention,
     flash_attention_backward,

@@ -18,13 +18,13 @@ from omegaconf import OmegaConf
 from attention import BACKENDS, attention, find_breakdown, get_backend
 from attention.trace import Trace
 from config import AttentionConfig, DataConfig, ModelConfig, RunConfig
+from conformance.numpy_reference import online_softmax, standard_attention
 from data import build_data
 from model import GPT
 from scripts import trace, trace_page
 from scripts.arguments import read_settings
 from tests import forked
 from tests.command import save_checkpoint
-from tests.conformance.numpy_reference import online_softmax, standard_attention
 
 ROOT = Path(__file__).resolve().parents[2]
 OBSERVABLE = [name for name, backend in BACKENDS.items() if backend.observable]
