@@ -105,6 +105,7 @@ def main(cfg: DictConfig) -> float:
 
 
 def resume_sweep(sweep: Path) -> NoReturn:
+    """The jobs of this sweep that are left."""
     from hydra_plugins import gpus
 
     gpus.resume_sweep(sweep)

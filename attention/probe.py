@@ -101,9 +101,9 @@ def probe(
 
 
 def check_score_mod(mod: ScoreMod, name: str, num_heads: int, device: torch.device) -> None:
-    """Raise ValueError, in one sentence that has `name`, for a score_mod that is no elementwise
-    function of the score with its derivative. An attention that differentiates fn itself, such as
-    naive, would never notice.
+    """Raise ValueError, in one sentence, unless fn is an elementwise function of the score and
+    returns its derivative. An attention that differentiates fn itself, such as naive, would never
+    notice. name: what the sentence calls the score_mod.
     """
 
     def wrong(what: str) -> ValueError:
@@ -120,10 +120,9 @@ def check_score_mod(mod: ScoreMod, name: str, num_heads: int, device: torch.devi
             found = mod(score, *places)
         except (Exception, SystemExit) as error:  # the user's function may raise anything
             raise wrong(f"fn fails on ordinary scores: {with_place(error)}") from error
-        is_pair = isinstance(found, (tuple, list)) and len(found) == 2
-        if not (is_pair and all(isinstance(x, Tensor) for x in found)):
-            what = f"{len(found)} items" if isinstance(found, (tuple, list)) else type(found)
-            what = what.__name__ if isinstance(what, type) else what
+        items = found if isinstance(found, (tuple, list)) else [found]
+        if len(items) != 2 or not all(isinstance(x, Tensor) for x in items):
+            what = f"{len(items)} items" if items is found else type(found).__name__
             raise wrong(f"fn must return two tensors, (changed, derivative); it returned {what}")
         try:
             return [x.expand_as(score) for x in found]

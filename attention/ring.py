@@ -194,10 +194,8 @@ def together(k: Tensor, v: Tensor) -> Tensor:
 
 
 class Joined:
-    """Joins parts of a result, each for some tokens of `like` (B, H, N, D), in the order in which
-    they come: one at a time, or up to fused.MOST in one pass.
-
-    Joining may change a part in place.
+    """Joins parts of a result in the order in which they come, one at a time or up to fused.MOST in
+    one pass. A part is for some tokens of `like` (B, H, N, D), and may be changed in place.
     """
 
     def __init__(self, like: Tensor, fused: Fused | None) -> None:

@@ -266,7 +266,7 @@ def _formula(*, low: str | None, high: str | None, **_: str | None) -> str:
 def limits(
     num_queries: int, num_keys: int, window: Window, *, causal: bool
 ) -> tuple[int | None, int | None]:
-    """low and high: query i sees the keys i + low <= j <= i + high; None is no limit."""
+    """low and high, or None without a limit. Query i sees the keys i + low <= j <= i + high."""
     past = num_keys - num_queries
     left, right = sides(window, causal=causal)
     return None if left is None else past - left, None if right is None else past + right

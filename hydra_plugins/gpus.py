@@ -15,7 +15,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import DEVNULL, Popen
 from typing import Any, NoReturn
@@ -173,13 +173,7 @@ class GpusLauncher(Launcher):
 
     def composed(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[Job]:
         """The jobs with their settings. `first` is the number of the first one."""
-        from training.command_line import (
-            as_written,
-            key_of,
-            options_first,
-            quoted,
-            unescaped,
-        )
+        from training.command_line import as_written, options_first, quoted
 
         options, _ = options_first(sys.argv[1:])
         options = [option for option in options if option not in ("-m", "--multirun")]
@@ -192,10 +186,8 @@ class GpusLauncher(Launcher):
                 ranks = self.ranks_of(config)
             except ValueError as error:  # another sweeper has not checked it
                 raise SystemExit(f"error: {error}") from None
-            own = [each for each in overrides if each not in shared] or overrides
-            own = [each for each in own if key_of(each) != "left_out"]
             folder = self.sweep_dir / str(config.hydra.sweep.subdir)
-            label = unescaped(" ".join(own))
+            label = labelled(overrides, shared)
             arguments = [
                 *options,
                 *as_written(self.config.hydra.overrides.hydra),
@@ -210,8 +202,8 @@ class GpusLauncher(Launcher):
     def start(self, job: Job) -> Popen:
         """Start the command that runs this job alone, in its folder of the sweep."""
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.ranks}"]
-        torchrun = torchrun if job.ranks > 1 else []
-        command = [sys.executable, *torchrun, sys.argv[0], *job.arguments]
+        before = torchrun if job.ranks > 1 else []
+        command = [sys.executable, *before, sys.argv[0], *job.arguments]
         gpus = {} if self.slots else {"CUDA_VISIBLE_DEVICES": ",".join(job.places)}
         place = f"{'slot' if self.slots else 'GPU'} {', '.join(job.places)}"
         print(f"job {job.number} on {place}: {job.label}", flush=True)
@@ -249,9 +241,17 @@ class GpusLauncher(Launcher):
         return JobReturn(job.overrides, job.config, status=JobStatus.COMPLETED, _return_value=value)
 
 
+def labelled(overrides: list[str], shared: set[str]) -> str:
+    """A job's name in what is printed: the overrides that not all jobs share."""
+    from training.command_line import key_of, unescaped
+
+    own = [each for each in overrides if each not in shared] or overrides
+    return unescaped(" ".join(each for each in own if key_of(each) != "left_out"))
+
+
 def resume_sweep(folder: Path) -> NoReturn:
     """Go on with the jobs of a sweep that did not begin or did not end; exit as the sweep would."""
-    from training.command_line import quoted, unescaped
+    from training.command_line import quoted
     from training.sweep import (
         claim,
         exit_code,
@@ -270,19 +270,17 @@ def resume_sweep(folder: Path) -> NoReturn:
         raise SystemExit(
             f"error: resume={folder}: its multirun.yaml cannot be read: {reason}; {one_by_one}"
         ) from None
-    gpus = asked.get("_target_") == GpusLauncherConf._target_
-    names = [each.name for each in fields(GpusLauncherConf) if each.name != "_target_"]
-    settings = {name: asked.get(name) for name in names} if gpus else {"gpus": None, "slots": 1}
-    launcher = GpusLauncher(**{"ranks": 1} | settings)
+    launcher = GpusLauncher(gpus=None, slots=1, ranks=1)
+    if asked.get("_target_") == GpusLauncherConf._target_:
+        launcher = GpusLauncher(asked.get("gpus"), asked.get("slots"), asked.get("ranks", 1))
     launcher.sweep_dir = folder.absolute()
     with claim(folder, None, "hydra.sweep.dir"):
         try:
             launcher.places = launcher.find_places()
         except ValueError as error:
             raise SystemExit(f"error: resume={folder}: {error}; or {one_by_one}") from None
-        left, jobs = jobs_left(folder), []
-        every = [set(row["overrides"]) for row in index_rows(folder)]
-        for row, saved in left:
+        every, jobs = [set(row["overrides"]) for row in index_rows(folder)], []
+        for row, saved in jobs_left(folder):
             number, overrides = row["job"], row["overrides"]
             run_dir = launcher.sweep_dir / row.get("dir", str(number))
             place = quoted(str(run_dir))
@@ -292,9 +290,7 @@ def resume_sweep(folder: Path) -> NoReturn:
                     lock(run_dir, "stop it").close()  # unless it runs right now
                     shutil.rmtree(run_dir)
                 own = [*overrides, "hydra.mode=RUN", f"hydra.run.dir={place}"]
-            differing = [each for each in overrides if each not in set.intersection(*every)]
-            label = unescaped(" ".join(differing or overrides))
-            ranks = row.get("ranks", 1)
+            label, ranks = labelled(overrides, set.intersection(*every)), row.get("ranks", 1)
             jobs.append(Job(number, overrides, None, run_dir, ranks, label, own))
         print(f"{len(jobs)} of {len(every)} jobs are left", flush=True)
         launcher.run(jobs)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from attention import dtype_name
 from model.decoding import has_steps, keep_step, predict, take_step
 from model.gpt import GPT
 from model.kv_cache import KVCache
@@ -98,7 +99,7 @@ def check_prompt(model: GPT, tokens: Tensor) -> None:
     """Raise ValueError for tokens that the model cannot read. On a GPU an id outside the vocabulary
     would end the process.
     """
-    shape, dtype = tuple(tokens.shape), str(tokens.dtype).removeprefix("torch.")
+    shape, dtype = tuple(tokens.shape), dtype_name(tokens.dtype)
     if len(shape) != 2 or not shape[0] or dtype not in ("int64", "int32"):
         raise ValueError(
             f"the prompt must be token ids (B, N) in int64, as tokens[None] of one sequence; got "

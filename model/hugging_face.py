@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attention import dtype_name
 from config import ModelConfig
 from model.norm import NORM_EPS
 
@@ -270,7 +271,7 @@ def load_hugging_face(
             if found.shape != shape:
                 problems.append(f"{their} has shape {tuple(found.shape)} instead of {shape}")
             if not found.is_floating_point():
-                problems.append(f"{their} is {str(found.dtype).removeprefix('torch.')}")
+                problems.append(f"{their} is {dtype_name(found.dtype)}")
             elif not found.isfinite().all():
                 problems.append(f"{their} has NaN or inf")
             parts[name].append(found.T if transposed else found)

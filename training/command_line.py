@@ -53,10 +53,10 @@ SHARED_OPTIONS = {
 
 
 def launch(main: Callable[[], Any], began: float, resume_sweep: Callable[[Path], NoReturn]) -> None:
-    """Run `main`, which Hydra decorates, with the command line of this process; resume_sweep(DIR)
-    for a command line that is resume=DIR, with the folder of a sweep.
+    """Run `main`, which Hydra decorates, with the command line of this process.
 
-    `began` is the time at which the program started; its first run counts from there.
+    If that is resume=DIR and DIR is the folder of a sweep, run resume_sweep(DIR) instead. `began`
+    is the time at which the program started; its first run counts from there.
     """
     phases.process_began = began
     answers = any(argument.startswith(ANSWERS) for argument in sys.argv[1:])

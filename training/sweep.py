@@ -328,8 +328,9 @@ def jobs_left(folder: Path) -> list[tuple[Row, bool]]:
     left = []
     for row in index_rows(folder):
         run_dir = folder / row.get("dir", str(row.get("job")))
-        now = read_run(run_dir) if run_dir.is_dir() else row
-        if now["status"] not in ("completed", "diverged", "oom"):
+        # without metrics.jsonl, which read_run() reads: a sweep may have many long runs
+        now = load_json(run_dir / "summary.json") if run_dir.is_dir() else row
+        if now.get("status") not in ("completed", "diverged", "oom"):
             left.append((row, bool(list(newest_first(run_dir)))))
     return left
 

@@ -23,6 +23,7 @@ from attention.interface import (
     ScoredOutput,
     ScoreMod,
     flag,
+    needs_gradient,
 )
 from attention.kernels.select import KERNELS, Choice, choose_kernel, why_not_hopper
 from attention.mask import VisibleKeys, Window, visible_keys
@@ -135,8 +136,8 @@ def key_intervals(
 
 def has_few_queries(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether this is a decoding step: at most MOST_QUERIES queries, more keys, and no gradient."""
-    needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    return q.shape[2] <= MOST_QUERIES and q.shape[2] < k.shape[2] and not needs_gradient
+    few = q.shape[2] <= MOST_QUERIES and q.shape[2] < k.shape[2]
+    return few and not needs_gradient(q, k, v)
 
 
 def split(*arguments: Any) -> AttentionOutput:

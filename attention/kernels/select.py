@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from attention.interface import Refusal
+from attention.interface import Refusal, dtype_name
 
 KERNELS = ("auto", "portable", "hopper")
 # releases in which the Hopper kernels passed their tests on a GPU; their language, Gluon, changes
@@ -63,7 +63,7 @@ def why_not_hopper(
     if place := obstacle_of_the_place(device):
         return place
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"they take bfloat16 and float16, the inputs are {str(dtype).removeprefix('torch.')}"
+        return f"they take bfloat16 and float16, the inputs are {dtype_name(dtype)}"
     if head_dim not in HEAD_DIMS:
         return f"they take head_dim {' and '.join(map(str, HEAD_DIMS))}, the inputs have {head_dim}"
     if score_mod or softmax != "online":

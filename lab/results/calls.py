@@ -431,14 +431,13 @@ def masks() -> str:
 def features() -> str:
     """What softcap, ALiBi and sinks cost: triton with each, beside triton without, in turns."""
     data = load("kernel_features_h100")
-    plain_rows = {shape(row): row for row in data["rows"] if "feature" not in row}
     rows = []
-    for row in data["rows"]:
-        plain_row, cells = plain_rows[shape(row)], {"feature": "none"}
-        for name in ("forward", "backward"):
-            ratio = plain_row[f"{name}_seconds"] / row[f"{name}_seconds"]
-            cells[name] = f"{row[f'{name}_tflops']:.0f} ({ratio:.2f})"
-        rows.append(cells | {k: row[k] for k in ("head_dim", "seq_len", "feature") if k in row})
+    for first, *others in by(data["rows"], "head_dim", "seq_len").values():
+        for row in (first | {"feature": "none"}, *others):
+            for name in ("forward", "backward"):
+                ratio = first[f"{name}_seconds"] / row[f"{name}_seconds"]
+                row |= {name: f"{row[f'{name}_tflops']:.0f} ({ratio:.2f})"}
+            rows.append(row)
     first = data["rows"][0]
     what = (
         f"attention=triton, {first['dtype']}, causal, {first['batch'] * first['seq_len']:,} "
@@ -454,7 +453,3 @@ def features() -> str:
         backward   {backward}
     """
     return section(data, what, formatted(columns, rows))
-
-
-def shape(row: Row) -> tuple[int, int]:
-    return row["head_dim"], row["seq_len"]

@@ -32,14 +32,15 @@ def errors(data: Row) -> tuple[str, str]:
     size = data["models"]["mistral"]
     seeds = max(row["seed"] for row in data["errors"]) + 1
     what = (
-        f"Random models of {size['num_hidden_layers']} layers, width {size['hidden_size']}, "
-        f"{size['num_attention_heads']} heads, {size['num_key_value_heads']} key/value heads (not "
-        f"GPT-2); {data['batch']} sequences of {data['length']}; windows of "
-        f"{size['sliding_window']} in Mistral and in every second layer of gpt-oss, which has "
-        "sinks too. The whole model is in the dtype. For eager attention: the largest error of a "
-        "logit, and the largest of any parameter's gradient relative to its largest entry, both "
-        "against the same weights in float64. For the others: their errors divided by eager's, "
-        f"mean ± standard deviation, n={seeds}."
+        f"Random models of {size['num_hidden_layers']} layers and width {size['hidden_size']}, "
+        f"with {size['num_attention_heads']} heads and, but for GPT-2, "
+        f"{size['num_key_value_heads']} key/value heads. They read {data['batch']} sequences of "
+        f"{data['length']}. Mistral and every second layer of gpt-oss have windows of "
+        f"{size['sliding_window']}; gpt-oss also has sinks. The whole model is in the dtype. "
+        "Errors are against the same weights in float64. Eager attention has two: the largest of "
+        "a logit, and the largest of a gradient relative to that gradient's largest entry. The "
+        "others' errors are divided by eager's: mean ± standard deviation, "
+        f"n={seeds}."
     )
     head = ["model", "dtype", *(f"{name} {x}" for name in (eager, *names) for x in FIGURES)]
     return what, table(head, lines)
@@ -48,7 +49,9 @@ def errors(data: Row) -> tuple[str, str]:
 def refusals(rows: list[Row]) -> str:
     """The reasons behind the dashes."""
     refused = by((row for row in rows if "refused" in row), "model", "attention", "refused")
-    return "\n".join(f"- {model} refuses {name}: {why}" for model, name, why in refused)
+    return "\n".join(
+        f"- {name} does not run in {model}. It says: {why}." for model, name, why in refused
+    )
 
 
 def tokens(rows: list[Row]) -> tuple[str, str]:
@@ -57,9 +60,9 @@ def tokens(rows: list[Row]) -> tuple[str, str]:
         gap = values(each, "least_gap")[0]
         lines.append([model, cache, f"{gap:.1e}", *map(equal, each)])
     what = (
-        "generate() in float32, greedy, three prompts with different padding on the left: how many "
-        "tokens come before the first that differs from eager attention's. The gap is the least "
-        "between eager's two largest logits."
+        "Then generate() in float32, greedy, from three prompts with different padding on the "
+        "left. The table counts the tokens before the first that differs from eager attention's. "
+        "The gap is the least between eager's two largest logits."
     )
     return what, table(["model", "cache", "gap", *by(rows, "attention")], lines)
 

@@ -175,17 +175,17 @@ def recalled(name: str, what: str) -> str:
 def attentions() -> str:
     """What people do to attention, beside exact attention: own and exact loss, memory, speed."""
     judged = (
-        "A function that is not softmax, as differential, linear and sigmoid attention, is judged "
-        "by its own loss, all others by that of their weights under exact attention with the same "
-        "window, softcap, ALiBi or sinks."
+        "Differential, linear and sigmoid attention are not softmax and are judged by their own "
+        "loss. All others are judged by the loss of their weights under exact attention, with the "
+        "same window, softcap, ALiBi or sinks."
     )
     small = load("attentions_h100")
     alone = {name: runs[0] for name, runs in by_variant(load("attentions_speed_h100")).items()}
     head = ["variant", "judged by", "val/loss", "val/loss_exact", "val/bpb", "peak GiB"]
     what = (
         f"`experiment=attentions`: model=small, 2,048 tokens, 52 million tokens a run. {judged} "
-        "Two runs shared a GPU. So the last column is of shorter runs, of 100 steps, each alone on "
-        "a GPU: tokens/s of the steps; a dash was not measured."
+        "Two runs shared a GPU. So the tokens/s are of the steps of shorter runs: 100 steps, each "
+        "run alone on a GPU. A dash was not measured."
     )
     rows = losses(small, "memory/peak_gib")
     for row in rows:
