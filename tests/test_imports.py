@@ -237,7 +237,9 @@ def test_what_is_optional_or_slow_is_imported_where_it_is_used():
     )
     names += tuple(
         f"hopper/{name}.py"
-        for name in ("primitives", "forward", "backward", "pre_post", "launch", "offline")
+        for name in (
+            *("primitives", "forward", "backward", "pre_post", "launch", "offline", "score_mods"),
+        )
     )
     kernels = {Path("attention/kernels") / name for name in names} | {
         Path(f"model/{name}_kernel.py") for name in ("loss", "norm", "step")

@@ -190,8 +190,9 @@ def attention_schedule(
 
 def kernel_inputs(config: RunConfig, *, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """The inputs that decide the choice of kernels; see kernel_choice()."""
-    changes = needed_features(config).keys() & {"softcap", "alibi_slopes", "score_mod"}
-    sizes = {"head_dim": config.model.head_dim, "score_mod": " ".join(changes)}
+    name = config.attention.score_mod
+    kernel = (name and get_score_mod(name).kernel) or ""
+    sizes = {"head_dim": config.model.head_dim, "score_mod": kernel}
     return {"dtype": dtype, "device": device, **sizes}
 
 

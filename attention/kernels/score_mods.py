@@ -41,7 +41,7 @@ def softcap(score, b, h, i, j, params_ptr):
 @triton.jit
 def alibi(score, b, h, i, j, params_ptr):
     """score - slope * (i - j); params: one slope a head."""
-    return score - tl.load(params_ptr + h) * (i - j), tl.full(score.shape, 1.0, tl.float32)
+    return score - tl.load(params_ptr + h) * (i - j), 1.0
 
 
 @triton.jit

@@ -15,6 +15,7 @@ KERNELS = ("auto", "portable", "hopper")
 # with every release of Triton
 TRITON_RELEASES = ("3.6", "3.7")
 HEAD_DIMS = (64, 128)
+SHIPPED = "attention.kernels.score_mods:"  # they compile in every language
 
 
 class Choice(NamedTuple):
@@ -66,12 +67,17 @@ def why_not_hopper(
         return f"they take bfloat16 and float16, the inputs are {dtype_name(dtype)}"
     if head_dim not in HEAD_DIMS:
         return f"they take head_dim {' and '.join(map(str, HEAD_DIMS))}, the inputs have {head_dim}"
-    if score_mod or softmax != "online":
-        return "they take no softcap, alibi_slopes, score_mod or broken softmax"
+    if softmax != "online":
+        return "they take no broken softmax"
     if tile:
         return "their tiles are fixed, and block_q or block_kv is given"
     if not scale > 0:
         return f"they take a positive scale, not {scale}"
+    if score_mod and not score_mod.startswith(SHIPPED):
+        from attention.kernels.hopper.score_mods import why_not_in_gluon
+
+        if against := why_not_in_gluon(score_mod):
+            return f"Gluon does not compile the score_mod {score_mod}: {against}"
     return ""
 
 

@@ -33,10 +33,13 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from attention.kernels.portable import find_score_mod
 
 FOLDER = Path(__file__).parents[2] / "attention" / "kernels" / "hopper"
 here = threading.local()  # .program, .partition, and what the partition has under way
@@ -97,6 +100,9 @@ class Value:
 
     def __hash__(self) -> int:
         return id(self)
+
+    def __neg__(self) -> "Value":
+        return Value(-self.data)
 
 
 def operator(name: str, function: Callable) -> None:
@@ -755,7 +761,7 @@ def fake_gluon() -> dict[str, types.ModuleType]:
         },
         **{
             name: lifted(getattr(torch, name))
-            for name in ("exp2", "log2", "zeros_like", "maximum", "minimum", "where")
+            for name in ("abs", "exp2", "log2", "zeros_like", "maximum", "minimum", "where")
         },
         "max": lambda x, axis: Value(raw(x).amax(axis)),
         "sum": lambda x, axis: Value(raw(x).sum(axis)),
@@ -834,6 +840,21 @@ def fake_gluon() -> dict[str, types.ModuleType]:
     return modules
 
 
+def interpreted_score_mod(name: str, gl: types.ModuleType) -> Kernel | None:
+    """A score modifier, which is written in Triton, with this interpreter's language."""
+
+    def interpreted(function: Any) -> Kernel:
+        known = {
+            name: interpreted(x) if hasattr(x, "fn") else x
+            for name, x in function.fn.__globals__.items()
+            if name in function.fn.__code__.co_names
+        }
+        return Kernel(types.FunctionType(function.fn.__code__, known | {"tl": gl}))
+
+    found = find_score_mod(name)
+    return None if found is None else interpreted(found)
+
+
 def check_constants(condition: Any) -> None:
     check(bool(condition), "a static_assert does not hold")
 
@@ -876,6 +897,7 @@ def load_kernels(edit: tuple[str, str, str] | None = None) -> dict[str, types.Mo
             if name == "primitives":
                 module.add_box = lambda *arguments: start_store(*arguments, add=True)
             ours[name] = module
+    ours["launch"].find_score_mod = partial(interpreted_score_mod, gl=ours["forward"].gl)
     ours["launch"].multiprocessors = lambda device: 2
     ours["launch"].cache_bytes = lambda device: 2**20
     ours["launch"].counters = lambda device: COUNTERS

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from attention import BACKENDS, AttentionOutput, Backend, attention, get_backend, kernel_choice
+from attention.interface import ScoreMod
+from attention.kernels import score_change
 from attention.kernels import select as choice
 from attention.kernels.launch import shares_of
 from attention.kernels.select import choose_kernel, why_not_hopper
@@ -53,6 +55,8 @@ class Interpreted(torch.autograd.Function):
         launch,
         causal: bool,
         scale: float,
+        mod: str,
+        params: Tensor | None,
         lo: Tensor | None,
         hi: Tensor | None,
         q: Tensor,
@@ -60,26 +64,27 @@ class Interpreted(torch.autograd.Function):
         v: Tensor,
     ):
         out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan)
-        launch.Forward(q, k, out, None, lo, causal, scale)(q, k, v, out, lse, None, lo, hi)
-        ctx.save_for_backward(lo, hi, q, k, v, out, lse)
-        ctx.settings = launch, causal, scale
+        settings = lo, causal, scale, mod
+        launch.Forward(q, k, out, None, *settings)(q, k, v, out, lse, None, lo, hi, params)
+        ctx.save_for_backward(lo, hi, q, k, v, out, lse, params)
+        ctx.settings = launch, causal, scale, mod
         return out, lse
 
     @staticmethod
     def backward(ctx, d_out: Tensor, d_lse: Tensor):
         from attention.kernels.op import empty_gradients, is_packed, unpacked
 
-        lo, hi, q, k, v, out, lse = ctx.saved_tensors
-        launch, causal, scale = ctx.settings
+        lo, hi, q, k, v, out, lse, params = ctx.saved_tensors
+        launch, *settings = ctx.settings
         grads = unpacked(
             [x.fill_(torch.nan) for x in empty_gradients(q, k, v, is_packed(q, k, v))],
             q.shape[1],
             k.shape[1],
         )
         d_out = d_out.contiguous()
-        run = launch.Backward(d_out, q, k, out, *grads, lo, causal, scale)
-        run(d_out, d_lse.contiguous(), q, k, v, out, lse, *grads, lo, hi)
-        return None, None, None, None, None, *grads
+        run = launch.Backward(d_out, q, k, out, *grads, lo, *settings)
+        run(d_out, d_lse.contiguous(), q, k, v, out, lse, *grads, lo, hi, params)
+        return *([None] * 7), *grads
 
 
 def interpreted_backend(edit: tuple[str, str, str] | None = None) -> Backend:
@@ -90,19 +95,25 @@ def interpreted_backend(edit: tuple[str, str, str] | None = None) -> Backend:
         *,
         causal: bool,
         scale: float,
+        softcap: float | None = None,
+        alibi_slopes: Tensor | None = None,
+        score_mod: ScoreMod | None = None,
         **mask,
     ) -> AttentionOutput:
         lo = hi = None
+        mod = score_change(q.device, softcap, alibi_slopes, score_mod)
         if any(each is not None for each in mask.values()):
             visible = visible_keys(q, k, causal=causal, **mask)
             # as attention.kernels hands them on
             lo, hi = visible.lo.int(), visible.hi.int()
             wide = (mask.get(name) for name in ("key_lengths", "cu_seqlens"))
             causal = causal and all(each is None for each in wide)
-        return AttentionOutput(*Interpreted.apply(launcher(edit), causal, scale, lo, hi, q, k, v))
+        inputs = causal, scale, *mod, lo, hi, q, k, v
+        return AttentionOutput(*Interpreted.apply(launcher(edit), *inputs))
 
-    features = frozenset({"gqa", "non_causal", "cross_length", "two_sided_window", "lse", *MASKS})
-    return Backend("hopper-interpreted", function, features=features)
+    features = {"gqa", "non_causal", "cross_length", "two_sided_window", "lse", *MASKS}
+    features |= {"softcap", "alibi_slopes", "score_mod"}
+    return Backend("hopper-interpreted", function, features=frozenset(features))
 
 
 # several blocks of queries, several tiles of keys, and more work than the interpreter's two
@@ -192,6 +203,24 @@ INTERPRETED_CASES = [
     ),
     Case(num_queries=320, num_keys=640, head_dim=64, optional={"cu_seqlens": True}),
     Case(num_queries=400, num_keys=350, head_dim=128, optional={"cu_seqlens": True}),
+    *(
+        Case(
+            batch=2,
+            num_heads=4,
+            num_queries=200,
+            num_keys=300,
+            head_dim=size,
+            causal=causal,
+            optional=optional,
+        )
+        for size, causal, optional in (
+            (64, True, {"softcap": 2.0, "alibi_slopes": True}),
+            (128, True, {"softcap": 2.0, "alibi_slopes": True, "window": 70}),
+            (64, False, {"alibi_slopes": True}),
+            (64, True, {"score_mod": True}),
+            (128, False, {"score_mod": True}),
+        )
+    ),
 ]
 
 
@@ -593,7 +622,7 @@ def on_an_h200(monkeypatch):
         ({"device": torch.device("cpu")}, "the inputs are on cpu"),
         ({"dtype": torch.float32}, "bfloat16 and float16, the inputs are float32"),
         ({"head_dim": 96}, "head_dim 64 and 128, the inputs have 96"),
-        ({"score_mod": "pkg.module:MOD"}, "no softcap"),
+        ({"score_mod": "attention.kernels.score_mods:softcap"}, ""),
         ({"softmax": "no_max"}, "broken softmax"),
         ({"tile": 64}, "block_q or block_kv is given"),
         ({"scale": -1.0}, "a positive scale, not -1.0"),
@@ -765,12 +794,7 @@ ON_HOPPER = pytest.mark.skipif(
     not torch.cuda.is_available() or bool(why_not_hopper(**H200)),
     reason="needs a Hopper GPU and the Triton that the kernels are written for",
 )
-SMALL = [
-    replace(case, head_dim=64)
-    for case in CASES
-    if case.features() <= HOPPER.features
-    and not {"softcap", "alibi_slopes", "score_mod"} & set(case.optional)
-]
+SMALL = [replace(case, head_dim=64) for case in CASES if case.features() <= HOPPER.features]
 DEVICE_CASES = [
     *SMALL,
     *INTERPRETED_CASES,

@@ -240,6 +240,21 @@ def mask_probabilities(
 
 
 @gluon.jit
+def changed(product, start_q, modifier, SELF: gl.constexpr, SCORE_MOD: gl.constexpr):
+    """Scores (keys, queries) from k q^T and their derivatives. modifier: what does not change while
+    a consumer walks the queries of a head: the batch, the head, the block's first key, M - N, the
+    scale, and the modifier's numbers."""
+    LAYOUT: gl.constexpr = product.type.layout
+    batch, head, start_kv, past, scale, params_ptr = modifier
+    queries = start_q + past + gl.arange(0, PART, gl.SliceLayout(0, LAYOUT))
+    keys = start_kv + SELF * OWN + gl.arange(0, OWN, gl.SliceLayout(1, LAYOUT))
+    return SCORE_MOD(
+        product * scale, batch, head, gl.expand_dims(queries, 0), gl.expand_dims(keys, 1),
+        params_ptr,
+    )  # fmt: skip
+
+
+@gluon.jit
 def rows_of_sum(start_q, SELF: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr):
     """The first row of the sum (2 D rows for 64 queries) that this consumer adds to. It computes
     half of a step's dq: one of two parts, or half of the columns of the only part."""
@@ -289,9 +304,9 @@ def add_dq(dq, row, dq_desc, dq_tile, FREE: gl.constexpr):
 def add_queries(
     dk, dv, item, start_q, edge, dq_row, must_mask, k, v, dq_desc, k_tiles, k_first, q_ring,
     do_ring,
-    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, scale_log2,
+    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, modifier, scale_log2,
     SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr,
-    D: gl.constexpr, BLOCK_Q: gl.constexpr,
+    SCORE_MOD: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """Add what queries start_q : start_q + BLOCK_Q contribute to dk and dv of this consumer's keys.
@@ -328,6 +343,9 @@ def add_queries(
         # running: this part's scores and dp, and the next part's scores, or dv and dk of the
         # previous part
         scores = warpgroup_mma_wait(PARTS + part, deps=(product,))
+        derivative = 1.0
+        if SCORE_MOD is not None:
+            scores, derivative = changed(scores, start_q + part * PART, modifier, SELF, SCORE_MOD)
         # lse and delta are read at their use: keeping them through the step takes 32 registers more
         x = scores * scale_log2 - gl.expand_dims(
             lse_rows.index(slot).slice(part * PART, PART).load(COLUMNS), 0
@@ -341,6 +359,8 @@ def add_queries(
                     hi_rows.index(slot).slice(part * PART, PART), CAUSAL, INTERVALS,
                 )  # fmt: skip
         p_operand = gl.convert_layout(p.to(dtype), OPERAND)
+        if SCORE_MOD is not None:
+            p *= derivative  # while the product for dp runs
         dp = warpgroup_mma_wait(PARTS + part - 1, deps=(dp_pending,))
         ds = (
             p
@@ -382,9 +402,9 @@ def add_queries(
 def walk_queries(
     dk, dv, item, first, full_first, full_last, last, edge, dq_row, k, v, dq_desc, k_tiles, k_first,
     q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
-    scale_log2,
+    modifier, scale_log2,
     SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr,
-    FRESH: gl.constexpr,
+    SCORE_MOD: gl.constexpr, FRESH: gl.constexpr,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Add all that one query head contributes: queries first : last see some of these keys,
@@ -431,8 +451,9 @@ def walk_queries(
                 dk, dv, item, start_q, edge, dq_row, must_mask, k, v, dq_desc, k_tiles, k_first,
                 q_ring, do_ring,
                 lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
-                scale_log2,
-                SELF, CAUSAL, INTERVALS, BRANCH if part == 1 else True, D, BLOCK_Q, STAGES,
+                modifier, scale_log2,
+                SELF, CAUSAL, INTERVALS, BRANCH if part == 1 else True, SCORE_MOD, D, BLOCK_Q,
+                STAGES,
             )  # fmt: skip
             item += 1
     return dk, dv, item
@@ -458,19 +479,19 @@ def store_gradient(x, desc, batch, kv_head, start_kv, tile):
 @gluon.jit
 def add_block(
     visit, item, dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
-    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, shares_ptr, groups,
-    N, scale, scale_log2,
+    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, shares_ptr,
+    params_ptr, groups, N, scale, scale_log2, past, num_heads,
     SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr,
-    GROUPED: gl.constexpr, SHARED: gl.constexpr, STAY: gl.constexpr,
+    SCORE_MOD: gl.constexpr, GROUPED: gl.constexpr, SHARED: gl.constexpr, STAY: gl.constexpr,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv for this consumer's half of a block of keys, and add the block's part of
     dq. Returns the next item.
     """
     GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    # dv and dk leave through the tile of dq, which no other consumer and no load uses. It has room
-    # for 128 columns in 16 bits, or 64 in float32
-    TILES: gl.constexpr = 1 if dk_desc.dtype == gl.float32 else 128 // D
+    # dv and dk leave through the tile of dq, which no other consumer and no load uses. With two
+    # parts of a step it has room for both in 16 bits
+    TILES: gl.constexpr = 2 if BLOCK_Q == 128 and dk_desc.dtype != gl.float32 else 1
     out_tiles = reinterpret(
         dq_tiles.index(SELF), dk_desc.dtype, [TILES, 1, 1, OWN, dk_desc.block_type.shape[3]],
         dk_desc.layout,
@@ -498,15 +519,25 @@ def add_block(
         k = k.load(FIXED)
         v = v.load(FIXED)
         v_ring.release(visit)
+    head_rows = gl.cdiv(N, 128) * (4 * D)  # of the sum
+    modifier = None
+    if SCORE_MOD is not None:
+        batch, start_kv = (
+            told(about(block_ring, visit, BATCH)),
+            told(about(block_ring, visit, START_KV)),
+        )
+        head = dq_row // head_rows - batch * num_heads
+        modifier = (batch, head, start_kv, past, scale, params_ptr)
     if GROUPED:
-        head_rows = gl.cdiv(N, 128) * (4 * D)  # of the sum
         for group in range(0, groups):
+            if SCORE_MOD is not None:
+                modifier = (batch, head + group, start_kv, past, scale, params_ptr)
             dk, dv, item = walk_queries(
                 dk, dv, item, first, full_first, full_last, last, edge, dq_row + group * head_rows,
                 k, v, dq_desc,
                 k_ring.buffers, k_first, q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows,
-                ds_tiles, last_ds_tiles, dq_tiles,
-                scale_log2, SELF, CAUSAL, INTERVALS, MASKED, True, D, BLOCK_Q, STAGES,
+                ds_tiles, last_ds_tiles, dq_tiles, modifier,
+                scale_log2, SELF, CAUSAL, INTERVALS, MASKED, SCORE_MOD, True, D, BLOCK_Q, STAGES,
             )  # fmt: skip
     else:
         # no loop for one head: it would take registers
@@ -514,8 +545,8 @@ def add_block(
             dk, dv, item, first, full_first, full_last, last, edge, dq_row, k, v, dq_desc,
             k_ring.buffers, k_first,
             q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles,
-            dq_tiles, scale_log2,
-            SELF, CAUSAL, INTERVALS, MASKED, STAY, D, BLOCK_Q, STAGES,
+            dq_tiles, modifier, scale_log2,
+            SELF, CAUSAL, INTERVALS, MASKED, SCORE_MOD, STAY, D, BLOCK_Q, STAGES,
         )  # fmt: skip
     k_ring.release(visit)
     if BLOCK_Q == 64:
@@ -545,10 +576,10 @@ def add_block(
 @gluon.jit
 def consumer(
     dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
-    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, shares_ptr, groups,
-    N, scale, scale_log2,
+    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, shares_ptr,
+    params_ptr, groups, N, scale, scale_log2, past, num_heads,
     SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr,
-    GROUPED: gl.constexpr, SHARED: gl.constexpr, STAY: gl.constexpr,
+    SCORE_MOD: gl.constexpr, GROUPED: gl.constexpr, SHARED: gl.constexpr, STAY: gl.constexpr,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """SELF: the number of this consumer, 0 or 1."""
@@ -560,8 +591,9 @@ def consumer(
             item = add_block(
                 visit, item, dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
                 lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
-                shares_ptr, groups, N, scale, scale_log2,
-                SELF, CAUSAL, INTERVALS, MASKED, GROUPED, SHARED, STAY, D, BLOCK_Q, STAGES,
+                shares_ptr, params_ptr, groups, N, scale, scale_log2, past, num_heads,
+                SELF, CAUSAL, INTERVALS, MASKED, SCORE_MOD, GROUPED, SHARED, STAY, D, BLOCK_Q,
+                STAGES,
             )  # fmt: skip
             visit += 1
             block_ring.await_full(visit)
@@ -569,8 +601,8 @@ def consumer(
         add_block(
             visit, item, dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
             lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, shares_ptr,
-            groups, N, scale, scale_log2,
-            SELF, CAUSAL, INTERVALS, MASKED, GROUPED, SHARED, STAY, D, BLOCK_Q, STAGES,
+            params_ptr, groups, N, scale, scale_log2, past, num_heads,
+            SELF, CAUSAL, INTERVALS, MASKED, SCORE_MOD, GROUPED, SHARED, STAY, D, BLOCK_Q, STAGES,
         )  # fmt: skip
     tma.store_wait(0)
 
@@ -587,20 +619,24 @@ def consumer(
         "section_shares",
         "N",
         "M",
+        "past",
+        "num_heads",
     ]
 )
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, lse_log2_ptr, delta_ptr, lo_ptr,
-    hi_ptr, ranges_ptr, shares_ptr, counter_ptr,
+    hi_ptr, ranges_ptr, shares_ptr, params_ptr, counter_ptr,
     stride_interval, stride_ranges, num_kv_heads, shares, groups, batch_shares, section_shares, N,
-    M, scale, scale_log2,
-    CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, GROUPED: gl.constexpr,
-    SHARED: gl.constexpr, STAY: gl.constexpr,
+    M, scale, scale_log2, past, num_heads,
+    CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, SCORE_MOD: gl.constexpr,
+    GROUPED: gl.constexpr, SHARED: gl.constexpr, STAY: gl.constexpr,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A key/value head has `shares` shares of `groups` query heads each; batch_shares is their
     number in the batch. SHARED: a head has several shares, and shares_ptr (batch_shares, blocks, 2,
     BLOCK_KV, D) float32 takes dv and dk of each. MASKED: some tile may contain hidden keys.
+    SCORE_MOD, params_ptr: as in attention/kernels/score_mods.py; it needs past = M - N and
+    num_heads. With one, scale_log2 is log2(e).
     """
     dtype: gl.constexpr = q_desc.dtype
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -641,12 +677,14 @@ def backward_kernel(
     gl.warp_specialize([
         (consumer, (dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
                     lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
-                    shares_ptr, groups, N, scale, scale_log2,
-                    0, CAUSAL, INTERVALS, MASKED, GROUPED, SHARED, STAY, D, BLOCK_Q, STAGES)),
+                    shares_ptr, params_ptr, groups, N, scale, scale_log2, past, num_heads,
+                    0, CAUSAL, INTERVALS, MASKED, SCORE_MOD, GROUPED, SHARED, STAY, D, BLOCK_Q,
+                    STAGES)),
         (consumer, (dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
                     lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
-                    shares_ptr, groups, N, scale, scale_log2,
-                    1, CAUSAL, INTERVALS, MASKED, GROUPED, SHARED, STAY, D, BLOCK_Q, STAGES)),
+                    shares_ptr, params_ptr, groups, N, scale, scale_log2, past, num_heads,
+                    1, CAUSAL, INTERVALS, MASKED, SCORE_MOD, GROUPED, SHARED, STAY, D, BLOCK_Q,
+                    STAGES)),
         (producer, (q_desc, k_desc, v_desc, do_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr,
                     ranges_ptr, counter_ptr,
                     k_ring, v_ring, q_ring, do_ring, block_ring, lse_rows, delta_rows, lo_rows,

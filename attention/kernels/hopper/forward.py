@@ -128,6 +128,18 @@ def mask_scores(scores, start_kv, lo, hi, INTERVALS: gl.constexpr):
 
 
 @gluon.jit
+def changed(product, start_kv, positions, batch, head, scale, params_ptr, SCORE_MOD: gl.constexpr):
+    """The scores from q k^T, still without a score modifier's log2(e) or scale_log2."""
+    if SCORE_MOD is not None:
+        keys = start_kv + gl.arange(0, product.shape[1], gl.SliceLayout(0, product.type.layout))
+        product, _ = SCORE_MOD(
+            product * scale, batch, head, gl.expand_dims(positions, 1), gl.expand_dims(keys, 0),
+            params_ptr,
+        )  # fmt: skip
+    return product
+
+
+@gluon.jit
 def sum_of_own(p):
     """Partial row sums (BLOCK_Q, 4): four threads share a row, each with two columns out of eight.
     Their sums are added when the row is done.
@@ -273,9 +285,9 @@ def hand_back(
 @gluon.jit
 def consumer(
     out_desc, lse_ptr, top_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring, work_ring, out_tiles,
-    stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
+    params_ptr, stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2, scale,
     SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, FIRST_MASKED: gl.constexpr,
-    EDGES: gl.constexpr,
+    EDGES: gl.constexpr, SCORE_MOD: gl.constexpr,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr, CONSUMERS: gl.constexpr,
     TURNS: gl.constexpr,
     ROUND_EARLY: gl.constexpr, TOP: gl.constexpr,
@@ -296,6 +308,7 @@ def consumer(
     batch_head, block = find_work(work, num_blocks, section_heads, batch_heads)
     while work < batch_heads * num_blocks:
         batch = batch_head // num_heads
+        head = batch_head % num_heads
         lo_base = lo_ptr
         hi_base = hi_ptr
         if INTERVALS:
@@ -305,6 +318,7 @@ def consumer(
         start = block_start + SELF * BLOCK_Q
         stop = start + BLOCK_Q
         rows = start + gl.arange(0, BLOCK_Q, ROWS)
+        positions = rows + (M - N)
         lo, hi = keys_seen(rows, lo_base, hi_base, N, M, CAUSAL, INTERVALS)
         first, last = tiles_seen(
             block_start,
@@ -346,6 +360,9 @@ def consumer(
         end_turn(SELF, CONSUMERS, TURNS)
         scores = warpgroup_mma_wait(0, deps=(product,))
         k_ring.release(item)
+        scores = changed(
+            scores, (own_last - 1) * BLOCK_KV, positions, batch, head, scale, params_ptr, SCORE_MOD
+        )
         if FIRST_MASKED:
             scores = mask_scores(scores, (own_last - 1) * BLOCK_KV, lo, hi, INTERVALS)
         # top is a row's largest score: row_max may lag behind it by up to THRESHOLD
@@ -367,6 +384,9 @@ def consumer(
             end_turn(SELF, CONSUMERS, TURNS)
             scores = warpgroup_mma_wait(1, deps=(product,))
             k_ring.release(item)
+            scores = changed(
+                scores, tile * BLOCK_KV, positions, batch, head, scale, params_ptr, SCORE_MOD
+            )
             if EDGES:  # noqa: SIM102, a constant around a value
                 if (tile < full_first) | (tile >= full_last):
                     scores = mask_scores(scores, tile * BLOCK_KV, lo, hi, INTERVALS)
@@ -415,7 +435,7 @@ def consumer(
         out_tiles.index(SELF).reshape([BLOCK_Q, D]).store(acc.to(out_desc.dtype))
         fence_async_shared()
         if start >= 0:
-            store_box(out_desc, [batch, batch_head % num_heads, start, 0], out_tiles.index(SELF))
+            store_box(out_desc, [batch, head, start, 0], out_tiles.index(SELF))
         batch_head = next_batch_head
         block = next_block
     tma.store_wait(0)
@@ -434,15 +454,19 @@ def consumer(
     ]
 )
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, top_ptr, lo_ptr, hi_ptr, counter_ptr,
-    stride_interval, num_heads, groups, batch_heads, section_heads, N, M, scale_log2,
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, top_ptr, lo_ptr, hi_ptr, params_ptr,
+    counter_ptr,
+    stride_interval, num_heads, groups, batch_heads, section_heads, N, M, scale_log2, scale,
     CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, FIRST_MASKED: gl.constexpr, EDGES: gl.constexpr,
+    SCORE_MOD: gl.constexpr,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr, CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, TURNS: gl.constexpr,
     ROUND_EARLY: gl.constexpr, TOP: gl.constexpr,
 ):  # fmt: skip
     """FIRST_MASKED: the last tile of keys may contain hidden keys. EDGES: other tiles may, too.
-    TOP: store each row's largest score in top_ptr. out is in the dtype of q or in float32."""
+    TOP: store each row's largest score in top_ptr. out is in the dtype of q or in float32.
+    SCORE_MOD, params_ptr: as in attention/kernels/score_mods.py. With one, scale_log2 is log2(e);
+    without, scale may be None."""
     dtype: gl.constexpr = q_desc.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, BLOCK_Q, D], q_desc.layout)
     out_tiles = gl.allocate_shared_memory(
@@ -459,15 +483,17 @@ def forward_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consumer, (out_desc, lse_ptr, top_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring,
-                        work_ring, out_tiles,
+                        work_ring, out_tiles, params_ptr,
                         stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
-                        0, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, D, BLOCK_Q, BLOCK_KV, CONSUMERS,
-                        TURNS, ROUND_EARLY, TOP)),
+                        scale,
+                        0, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, SCORE_MOD, D, BLOCK_Q, BLOCK_KV,
+                        CONSUMERS, TURNS, ROUND_EARLY, TOP)),
             (consumer, (out_desc, lse_ptr, top_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring,
-                        work_ring, out_tiles,
+                        work_ring, out_tiles, params_ptr,
                         stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
-                        1, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, D, BLOCK_Q, BLOCK_KV, CONSUMERS,
-                        TURNS, ROUND_EARLY, TOP)),
+                        scale,
+                        1, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, SCORE_MOD, D, BLOCK_Q, BLOCK_KV,
+                        CONSUMERS, TURNS, ROUND_EARLY, TOP)),
             (producer, (q_desc, k_desc, v_desc, lo_ptr, hi_ptr, counter_ptr, q_ring, k_ring,
                         v_ring, work_ring,
                         stride_interval, num_heads, groups, batch_heads, section_heads, N, M,
@@ -476,20 +502,23 @@ def forward_kernel(
     else:
         gl.warp_specialize([
             (consumer, (out_desc, lse_ptr, top_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring,
-                        work_ring, out_tiles,
+                        work_ring, out_tiles, params_ptr,
                         stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
-                        0, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, D, BLOCK_Q, BLOCK_KV, CONSUMERS,
-                        TURNS, ROUND_EARLY, TOP)),
+                        scale,
+                        0, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, SCORE_MOD, D, BLOCK_Q, BLOCK_KV,
+                        CONSUMERS, TURNS, ROUND_EARLY, TOP)),
             (consumer, (out_desc, lse_ptr, top_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring,
-                        work_ring, out_tiles,
+                        work_ring, out_tiles, params_ptr,
                         stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
-                        1, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, D, BLOCK_Q, BLOCK_KV, CONSUMERS,
-                        TURNS, ROUND_EARLY, TOP)),
+                        scale,
+                        1, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, SCORE_MOD, D, BLOCK_Q, BLOCK_KV,
+                        CONSUMERS, TURNS, ROUND_EARLY, TOP)),
             (consumer, (out_desc, lse_ptr, top_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring,
-                        work_ring, out_tiles,
+                        work_ring, out_tiles, params_ptr,
                         stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
-                        2, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, D, BLOCK_Q, BLOCK_KV, CONSUMERS,
-                        TURNS, ROUND_EARLY, TOP)),
+                        scale,
+                        2, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, SCORE_MOD, D, BLOCK_Q, BLOCK_KV,
+                        CONSUMERS, TURNS, ROUND_EARLY, TOP)),
             (producer, (q_desc, k_desc, v_desc, lo_ptr, hi_ptr, counter_ptr, q_ring, k_ring,
                         v_ring, work_ring,
                         stride_interval, num_heads, groups, batch_heads, section_heads, N, M,

@@ -29,6 +29,7 @@ from attention.kernels.launch import (
     shares_of,
     tiles_of,
 )
+from attention.kernels.portable import find_score_mod
 
 BLOCK_Q = 64  # queries of a forward consumer
 BLOCK_KV = 128  # keys of a block of the backward
@@ -74,9 +75,12 @@ def descriptor(x: Tensor, rows: int, columns: int = 128) -> TensorDescriptor:
     )
 
 
-def gradient_columns(dtype: torch.dtype) -> int:
-    """The most columns of dk and dv that fit into a consumer's tile."""
-    return 256 // dtype.itemsize
+def gradient_columns(dtype: torch.dtype, head_dim: int, block_q: int) -> int:
+    """The most columns of dk and dv that fit into a consumer's tile, which it also adds to the sum
+    of dq.
+    """
+    rows, width = sum_block(head_dim, block_q)
+    return rows * width * 4 // (BLOCK_KV // 2 * dtype.itemsize)
 
 
 def sum_block(head_dim: int, block_q: int) -> tuple[int, int]:
@@ -120,8 +124,8 @@ def _zeros(device: torch.device) -> Tensor:
 
 
 def forward_constants(
-    q_shape: torch.Size, num_keys: int, causal: bool, intervals: bool
-) -> dict[str, int | bool]:
+    q_shape: torch.Size, num_keys: int, causal: bool, intervals: bool, score_mod: str = ""
+) -> dict[str, Any]:
     num_queries, head_dim = q_shape[2:]
     short = intervals or (causal and num_keys <= SHORT)
     consumers, block_kv, stages, turns, round_early = (
@@ -135,6 +139,7 @@ def forward_constants(
         "INTERVALS": intervals,
         "FIRST_MASKED": causal or intervals or num_keys % block_kv != 0,
         "EDGES": edges,
+        "SCORE_MOD": find_score_mod(score_mod),
         "D": head_dim,
         "BLOCK_Q": BLOCK_Q,
         "BLOCK_KV": block_kv,
@@ -146,8 +151,9 @@ def forward_constants(
 
 
 def backward_constants(
-    q_shape: torch.Size, k_shape: torch.Size, causal: bool, intervals: bool, shares: int = 1
-) -> dict[str, int | bool]:
+    q_shape: torch.Size, k_shape: torch.Size, causal: bool, intervals: bool, shares: int = 1,
+    score_mod: str = "",
+) -> dict[str, Any]:  # fmt: skip
     head_dim, num_keys = q_shape[3], k_shape[2]
     heads = q_shape[1] // k_shape[1] // shares  # query heads of a share
     grouped = heads > 1
@@ -156,13 +162,19 @@ def backward_constants(
         "CAUSAL": causal,
         "INTERVALS": intervals,
         "MASKED": causal or intervals or num_keys % BLOCK_KV != 0,
+        "SCORE_MOD": find_score_mod(score_mod),
         "GROUPED": grouped,
         "SHARED": shares > 1,
         "STAY": not long,
         "D": head_dim,
-        "BLOCK_Q": 128 if head_dim == 64 else 64,  # the registers limit it
+        "BLOCK_Q": 128 if head_dim == 64 and not score_mod else 64,  # the registers limit it
         "STAGES": 2,
     }
+
+
+def in_base_2(scale: float, score_mod: str) -> float:
+    """The kernels' scale_log2: a score modifier gets scaled scores."""
+    return (1 if score_mod else scale) * math.log2(math.e)
 
 
 class Forward:
@@ -172,13 +184,13 @@ class Forward:
 
     def __init__(
         self, q: Tensor, k: Tensor, out: Tensor, top: Tensor | None, lo: Tensor | None,
-        causal: bool, scale: float, *_: Any,
+        causal: bool, scale: float, score_mod: str = "", *_: Any,
     ):  # fmt: skip
         """_: settings of the portable kernels."""
         batch, num_heads, num_queries, head_dim = q.shape
         num_kv_heads, num_keys = k.shape[1:3]
         groups, batch_heads = num_heads // num_kv_heads, batch * num_heads
-        meta = forward_constants(q.shape, num_keys, causal, lo is not None)
+        meta = forward_constants(q.shape, num_keys, causal, lo is not None, score_mod)
         work = batch_heads * tiles_of(num_queries, BLOCK_Q * meta["CONSUMERS"])
         of_queries, of_keys = (
             partial(descriptor, rows=rows) for rows in (BLOCK_Q, meta["BLOCK_KV"])
@@ -188,7 +200,7 @@ class Forward:
             (
                 batch_stride(lo), num_heads, groups, batch_heads,
                 section_of(k.device, 2 * bytes_of_a_head(k), heads=groups, equal=not causal),
-                num_queries, num_keys, scale * math.log2(math.e),
+                num_queries, num_keys, in_base_2(scale, score_mod), scale if score_mod else None,
             ),
             describe=(of_queries, of_keys, of_keys, of_queries),
             **meta, TOP=top is not None, num_warps=4,
@@ -196,12 +208,12 @@ class Forward:
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, top: Tensor | None,
-        lo: Tensor | None, hi: Tensor | None, _: None = None,
+        lo: Tensor | None, hi: Tensor | None, params: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Fill out (B, H, N, D) and lse (B, H, N); fill top (B, H, N), if given, with each row's
         largest score.
         """
-        self.launch(q, k, v, out, lse, top, lo, hi, counters(q.device))
+        self.launch(q, k, v, out, lse, top, lo, hi, params, counters(q.device))
 
 
 class Backward:
@@ -209,7 +221,7 @@ class Backward:
 
     def __init__(
         self, d_out: Tensor, q: Tensor, k: Tensor, out: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
-        lo: Tensor | None, causal: bool, scale: float, *_: Any,
+        lo: Tensor | None, causal: bool, scale: float, score_mod: str = "", *_: Any,
     ):  # fmt: skip
         """_: settings of the portable kernels."""
         batch, num_heads, num_queries, head_dim = q.shape
@@ -231,7 +243,7 @@ class Backward:
             streamed=streamed, cache=cache_bytes(q.device),
         )  # fmt: skip
         groups //= shares  # query heads of a share
-        meta = backward_constants(q.shape, k.shape, causal, lo is not None, shares)
+        meta = backward_constants(q.shape, k.shape, causal, lo is not None, shares, score_mod)
         block_q = meta["BLOCK_Q"]
         batch_shares = batch * num_kv_heads * shares
         work = blocks * batch_shares
@@ -239,7 +251,7 @@ class Backward:
         self.shares_shape = (work, 2, BLOCK_KV, head_dim) if shares > 1 else None
         self.ranges = None if lo is None else QueryRanges(lo, num_keys, BLOCK_KV)
         of_queries, of_keys = (partial(descriptor, rows=rows) for rows in (block_q, BLOCK_KV // 2))
-        of_gradient = partial(of_keys, columns=gradient_columns(dk.dtype))
+        of_gradient = partial(of_keys, columns=gradient_columns(dk.dtype, head_dim, block_q))
         of_sum = partial(sum_descriptor, block=sum_block(head_dim, block_q))
         self.launch = Launch(
             backward_kernel, (min(work, programs) if meta["STAY"] else work,),
@@ -251,7 +263,8 @@ class Backward:
                     # with fewer, the longest blocks of the last section would end alone
                     at_least=round(2 * programs / blocks),
                 ),
-                num_queries, num_keys, scale, scale * math.log2(math.e),
+                num_queries, num_keys, scale, in_base_2(scale, score_mod),
+                *((num_keys - num_queries, num_heads) if score_mod else (None, None)),
             ),
             describe=(of_queries, of_keys, of_keys, of_queries, of_sum, of_gradient, of_gradient),
             **meta, num_warps=4,
@@ -269,7 +282,7 @@ class Backward:
     def __call__(
         self, d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
         lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, lo: Tensor | None, hi: Tensor | None,
-        _: None = None,
+        params: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Fill dq, dk and dv."""
         delta, lse_log2 = torch.empty_like(lse), torch.empty_like(lse)
@@ -279,7 +292,7 @@ class Backward:
         parts = None if self.shares_shape is None else lse.new_empty(self.shares_shape)
         self.launch(
             q, k, v, d_out, dq_sum, dk, dv, lse_log2, delta, lo, hi, ranges, parts,
-            counters(q.device),
+            params, counters(q.device),
         )  # fmt: skip
         if parts is not None:
             self.join(parts, dk, dv)

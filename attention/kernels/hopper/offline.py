@@ -37,6 +37,7 @@ class Variant(NamedTuple):
     intervals: bool = False
     top: bool = False  # forward: with each row's largest score
     wide: bool = False  # results in float32, as for a ring
+    score_mod: str = ""  # of attention/kernels/score_mods.py
 
 
 VARIANTS = {
@@ -59,6 +60,11 @@ VARIANTS = {
     "wide": Variant(intervals=True, wide=True),
     "grouped_wide": Variant(groups=4, intervals=True, wide=True),
     "top_wide": Variant(intervals=True, top=True, wide=True),
+    "softcap": Variant(score_mod="softcap"),
+    "alibi": Variant(score_mod="alibi"),
+    "both": Variant(score_mod="softcap_alibi"),
+    "grouped_both": Variant(groups=4, score_mod="softcap_alibi"),
+    "both_intervals": Variant(intervals=True, score_mod="softcap_alibi"),
 }
 
 
@@ -88,20 +94,26 @@ def compile_variant(kernel: str, dtype: str, head_dim: int, name: str) -> Compil
     variant = VARIANTS[name]
     q_shape = torch.Size((1, 4, variant.num_queries, head_dim))
     k_shape = torch.Size((1, 4 // variant.groups, variant.num_keys, head_dim))
+    mod = variant.score_mod and f"attention.kernels.score_mods:{variant.score_mod}"
     if kernel == "forward":
         function = forward.forward_kernel
         constants = launch.forward_constants(
-            q_shape, variant.num_keys, variant.causal, variant.intervals
+            q_shape, variant.num_keys, variant.causal, variant.intervals, mod
         ) | {"TOP": variant.top}
         block_kv = constants["BLOCK_KV"]
     else:
         function = backward.backward_kernel
         constants = launch.backward_constants(
-            q_shape, k_shape, variant.causal, variant.intervals, variant.shares
+            q_shape, k_shape, variant.causal, variant.intervals, variant.shares, mod
         )
         block_kv = launch.BLOCK_KV // 2
     if not variant.intervals:
         constants |= dict.fromkeys(("lo_ptr", "hi_ptr", "ranges_ptr"))
+    if not mod:
+        names = (
+            ("params_ptr", "scale") if kernel == "forward" else ("params_ptr", "past", "num_heads")
+        )
+        constants |= dict.fromkeys(names)
     if variant.shares == 1:
         constants["shares_ptr"] = None
     if not variant.top:
@@ -119,7 +131,11 @@ def compile_variant(kernel: str, dtype: str, head_dim: int, name: str) -> Compil
             wide = variant.wide and argument in ("out_desc", "dk_desc", "dv_desc")
             element = torch.float32 if wide else DTYPES[dtype]
             gradient = argument in ("dk_desc", "dv_desc")
-            columns = launch.gradient_columns(element) if gradient else head_dim
+            columns = (
+                launch.gradient_columns(element, head_dim, constants["BLOCK_Q"])
+                if gradient
+                else head_dim
+            )
             block = (
                 1, 1, rows.get(argument.removesuffix("_desc"), block_kv), min(columns, head_dim)
             )  # fmt: skip

@@ -153,9 +153,7 @@ def leave_zeros(counter_ptr, programs):
 
 @gluon.jit
 def place(program, num_blocks, num_heads, section):
-    """head, block: Gluon's copy of place() in attention/kernels/forward.py. Gluon cannot call
-    Triton functions.
-    """
+    """head, block: as place() in attention/kernels/forward.py, but with a branch."""
     first = gl.to_tensor(0)
     size = num_heads - (gl.cdiv(num_heads, section) - 1) * section
     if program >= size * num_blocks:
