@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from attention.decoding import num_splits
 from attention.interface import (
+    OWN_SINKS,
     AttentionOutput,
     Backend,
     Output,
@@ -30,6 +31,7 @@ from attention.mask import VisibleKeys, Window, visible_keys
 from attention.mask import intervals as intervals_of
 from attention.online_softmax import OnlineSoftmax
 from attention.ring import Fused, Ring
+from attention.sinks import with_sinks
 
 # looked up once: torch.compile cannot trace the look-up
 INSTALLED = importlib.util.find_spec("triton") is not None
@@ -57,9 +59,10 @@ def triton_attention(
     kernel: str = "portable",
     splits: str | int = "auto",
     return_max_score: bool | Tensor = False,
+    sinks: Tensor | None = None,
 ) -> Output:
-    """q (B, H, N, D); k (B, H_kv, M, D), v (B, H_kv, M, D_v), any strides. block_q, block_kv: a
-    tile size, or 0 for the one tuned for the device.
+    """q (B, H, N, D); k (B, H_kv, M, D), v (B, H_kv, M, D_v), any strides; sinks (H,). block_q,
+    block_kv: a tile size, or 0 for the one tuned for the device.
 
     The kernels take one head dim. Where D_v differs from D, the narrower tensors are padded to the
     width of the wider.
@@ -83,15 +86,18 @@ def triton_attention(
     if few:
         masks = lo, hi, params, causal, window
         out, lse = split(q, k, v, None, None, *masks, scale, mod, splits)
+        if sinks is not None:
+            out, lse = with_sinks(out, lse, sinks)
         return AttentionOutput(out[..., :value_dim] if narrower else out, lse)
+    sinks = None if sinks is None else sinks.float().contiguous()
     tensors = q, k, v, lo, hi, params
     settings = causal, scale, mod, softmax, block_q, block_kv, kernel, flag(return_max_score)
     if torch.compiler.is_compiling():
-        out, lse, max_score = op.flash_attention(*tensors, *settings)
+        out, lse, max_score = op.flash_attention(*tensors, *settings, False, sinks)
     elif torch.is_grad_enabled():
-        out, lse, max_score = op.FlashAttention.apply(*tensors, settings)
+        out, lse, max_score = op.FlashAttention.apply(*tensors, sinks, settings)
     else:
-        out, lse, max_score = op.flash_attention_forward(*tensors, *settings)
+        out, lse, max_score = op.flash_attention_forward(*tensors, *settings, sinks=sinks)
     if narrower:
         out = out[..., :value_dim]
     if return_max_score is False:
@@ -367,6 +373,7 @@ TRITON = Backend(
             "score_mod",
             "lse",
             "max_score",
+            OWN_SINKS,
         }
     ),
     options={"kernel": "auto", "splits": "auto"},
@@ -385,7 +392,7 @@ def broken_triton_backend(name: str, defect: str | None) -> Backend:
         partial(broken_triton_attention, softmax=name),
         dtypes=TRITON.dtypes,
         head_dims=range(1, 129),
-        features=TRITON.features - {"lse"},
+        features=TRITON.features - {"lse", OWN_SINKS},
         options={"impl": "triton", "block_q": 128, "block_kv": 64, "detach_max": False},
         requirements=refusals,
         exact=False,

@@ -171,16 +171,27 @@ def absorb_tile(
     return row_max, row_sum, acc, top
 
 
+@triton.jit
+def with_sink(row_max, row_sum, sink):
+    """with_sinks() of attention/sinks.py on running rows, in base 2: the new maximum and sum, and
+    the factor of the accumulator."""
+    both = tl.maximum(row_max, sink)
+    shift = tl.where(both == float("-inf"), 0.0, both)
+    kept = tl.exp2(row_max - shift)
+    return both, row_sum * kept + tl.exp2(sink - shift), kept
+
+
 @triton.jit(do_not_specialize=["section"])  # it depends on the lengths; do not recompile for each
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, top_ptr, lo_ptr, hi_ptr, params_ptr,
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, top_ptr, lo_ptr, hi_ptr, params_ptr, sinks_ptr,
     stride_ob, stride_oh, stride_on, stride_interval,
     num_heads, groups, batch_heads, section, N, M, scale, scale_log2,
     CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, SCORE_MOD: tl.constexpr, MOVE_MAX: tl.constexpr,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """top_ptr: receives each row's largest score; may be None."""
+    """top_ptr: receives each row's largest score; may be None. sinks_ptr (H,): a logit of each head
+    in the denominator; may be None."""
     # the last query tiles run first: under a causal mask they are the longest, and short ones fill
     # the gaps at the end
     num_tiles = tl.cdiv(N, BLOCK_Q)
@@ -220,6 +231,10 @@ def forward_kernel(
             BLOCK_D, PRECISION,
         )  # fmt: skip
 
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head) * 1.4426950408889634
+        row_max, row_sum, kept = with_sink(row_max, row_sum, sink)
+        acc *= kept[:, None]
     no_key = row_max == float("-inf")
     row_sum = tl.where(no_key, 1.0, row_sum)
     lse = (row_max + tl.log2(row_sum)) * 0.6931471805599453  # back to the natural logarithm

@@ -115,6 +115,7 @@ def _forward(
     kernel_choice: str = "portable",
     look: Tensor | None = None,
     wide: bool = False,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out (B, H, N, D), lse (B, H, N) and max_score (B, H) float32, for q (B, H, N, D); k, v (B,
     H_kv, M, D).
@@ -123,13 +124,15 @@ def _forward(
     score_mod: pkg.module:NAME of a @triton.jit function or "", params (float32) its numbers.
     softmax: a name in SOFTMAXES. block_q, block_kv: the tile, or 0 for the table's. kernel_choice:
     auto, portable or hopper, see select.py (inductor uses the name `kernel`). max_score is computed
-    where `look` holds True. wide: out in float32.
+    where `look` holds True. wide: out in float32. sinks: (H,) float32, a logit of each head in the
+    denominator.
     """
     dtype = torch.float32 if wide else q.dtype
     looked = look is not None and bool(look)
     settings = causal, scale, score_mod, softmax, block_q, block_kv
     given = q, k, v
-    kind = kind_of(q.device, (*given, lo, hi, params), kernel_choice, looked, wide, *settings)
+    tensors = (*given, lo, hi, params, sinks)
+    kind = kind_of(q.device, tensors, kernel_choice, looked, wide, *settings)
     copies, launch = forward_plans.get(kind, (True, None))
     if copies:
         q, k, v = map(readable, given)
@@ -141,7 +144,7 @@ def _forward(
         kernels = kernels_for(kernel_choice, q, scale, score_mod, softmax, block_q or block_kv)
         launch = kernels.Forward(q, k, out, top, lo, *settings)
         forward_plans[kind] = differ(given, (q, k, v)), launch
-    launch(q, k, v, out, lse, top, lo, hi, params)
+    launch(q, k, v, out, lse, top, lo, hi, params, sinks)
     if out.dtype != dtype:
         out = out.to(dtype)
     return out, lse, largest(lse, top)
@@ -164,6 +167,7 @@ def _(
     q: Tensor, k: Tensor, v: Tensor, lo: Tensor | None, hi: Tensor | None, params: Tensor | None,
     causal: bool, scale: float, score_mod: str, softmax: str, block_q: int, block_kv: int,
     kernel_choice: str = "portable", look: Tensor | None = None, wide: bool = False,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     lse, max_score = (q.new_empty(q.shape[:dims], dtype=torch.float32) for dims in (3, 2))
     return empty_heads(q.shape, q, torch.float32 if wide else None), lse, max_score
@@ -190,9 +194,10 @@ def flash_attention_backward(
     kernel_choice: str = "portable",
     packed: bool = False,
     wide: bool = False,
+    sinks: Tensor | None = None,
 ) -> list[Tensor]:
     """dq, dk, dv in the dtypes and shapes of q, k, v, from the inputs and results of
-    flash_attention.
+    flash_attention; then, with sinks, d_sinks (H,) float32.
 
     packed, for N = M: return one tensor (B, N, H + 2 H_kv, D) for unpacked(), because an operator
     may not return views of one tensor. A compiler can then see that it is the gradient of a
@@ -215,8 +220,17 @@ def flash_attention_backward(
         kernels = kernels_for(kernel_choice, q, scale, score_mod, softmax, block_q or block_kv)
         launch = kernels.Backward(d_out, q, k, out, dq, dk, dv, lo, *settings)
         backward_plans[kind] = differ(given, (d_out, q, k, v, out)), launch
-    launch(d_out, d_lse, q, k, v, out, lse, dq, dk, dv, lo, hi, params)
-    return gradients if dq.dtype == dtype else [x.to(dtype) for x in gradients]
+    delta = launch(d_out, d_lse, q, k, v, out, lse, dq, dk, dv, lo, hi, params)
+    gradients = gradients if dq.dtype == dtype else [x.to(dtype) for x in gradients]
+    if sinks is None:
+        return gradients
+    return [*gradients, gradient_of_sinks(sinks, lse, delta)]
+
+
+def gradient_of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """d_sinks (H,) from p (dp - delta), as of any score. A sink's dp is 0, because its value is."""
+    p = (sinks[:, None] - lse).exp()
+    return -(p * delta).sum((0, 2))
 
 
 @torch.library.register_fake("tilegpt::flash_attention_backward")
@@ -226,17 +240,18 @@ def _(
     params: Tensor | None, causal: bool, scale: float, score_mod: str, softmax: str, block_q: int,
     block_kv: int,
     kernel_choice: str = "portable", packed: bool = False, wide: bool = False,
+    sinks: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    return empty_gradients(q, k, v, packed, torch.float32 if wide else None)
+    gradients = empty_gradients(q, k, v, packed, torch.float32 if wide else None)
+    return gradients if sinks is None else [*gradients, torch.empty_like(sinks)]
 
 
 def _save(ctx, inputs, output) -> None:
-    # look and wide are not settings of the backward pass
-    (q, k, v, lo, hi, params, *others), ctx.count = inputs, len(inputs)
-    ctx.settings = others[:7]
+    q, k, v, lo, hi, params, *settings, look, wide, sinks = inputs
+    ctx.settings = settings
     ctx.packed = is_packed(q, k, v)  # now: saved tensors may come back with other strides
     ctx.set_materialize_grads(False)  # no zeros for an unused gradient of lse
-    ctx.save_for_backward(q, k, v, *output[:2], lo, hi, params)
+    ctx.save_for_backward(q, k, v, *output[:2], lo, hi, params, sinks)
 
 
 class FirstDerivative(torch.autograd.Function):
@@ -256,13 +271,17 @@ class FirstDerivative(torch.autograd.Function):
 def _backward(
     ctx, d_out: Tensor | None, d_lse: Tensor | None, _: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    q, k, v, out, *others = ctx.saved_tensors
+    q, k, v, out, *others, sinks = ctx.saved_tensors
     d_out = torch.zeros_like(out) if d_out is None else d_out
     # grad mode is on here only with create_graph=True
     run = FirstDerivative.apply if torch.is_grad_enabled() else flash_attention_backward
-    gradients = run(d_out, d_lse, q, k, v, out, *others, *ctx.settings, ctx.packed)
-    # no gradient for the inputs after q, k and v
-    return *unpacked(gradients, q.shape[1], k.shape[1]), *([None] * (ctx.count - 3))
+    gradients = run(d_out, d_lse, q, k, v, out, *others, *ctx.settings, ctx.packed, False, sinks)
+    d_sinks = None
+    if sinks is not None:
+        *gradients, d_sinks = gradients
+    # no gradient for lo, hi, params, the settings, look and wide
+    rest = [None] * (len(ctx.settings) + 5)
+    return *unpacked(gradients, q.shape[1], k.shape[1]), *rest, d_sinks
 
 
 torch.library.register_autograd("tilegpt::flash_attention", _backward, setup_context=_save)
@@ -275,13 +294,15 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """The last input is a tuple of flash_attention's settings, because autograd looks at each
-        input.
+        """Inputs are flash_attention's tensors, its sinks, and a tuple of its settings, because
+        autograd looks at each input.
         """
-        tensors, settings = inputs[:-1], inputs[-1]
-        output = flash_attention_forward(*tensors, *settings)
-        _save(ctx, (*tensors, *settings), output)
-        ctx.count = len(inputs)
+        *tensors, sinks, settings = inputs
+        output = flash_attention_forward(*tensors, *settings, sinks=sinks)
+        _save(ctx, (*tensors, *settings, False, sinks), output)
         return output
 
-    backward = staticmethod(_backward)
+    @staticmethod
+    def backward(ctx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        dq, dk, dv, *_, d_sinks = _backward(ctx, *gradients)
+        return dq, dk, dv, None, None, None, d_sinks, None

@@ -137,12 +137,12 @@ class Forward:
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, top: Tensor | None,
-        lo: Tensor | None, hi: Tensor | None, params: Tensor | None,
+        lo: Tensor | None, hi: Tensor | None, params: Tensor | None, sinks: Tensor | None,
     ) -> None:  # fmt: skip
         """Fill out (B, H, N, D) and lse (B, H, N); fill top (B, H, N), if given, with each row's
-        largest score.
+        largest score. sinks: (H,) float32.
         """
-        self.launch(q, k, v, out, lse, top, lo, hi, params)
+        self.launch(q, k, v, out, lse, top, lo, hi, params, sinks)
 
 
 class Backward:
@@ -196,10 +196,11 @@ class Backward:
         self, d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
         lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, lo: Tensor | None, hi: Tensor | None,
         params: Tensor | None,
-    ) -> None:  # fmt: skip
-        """Fill dq, dk and dv."""
+    ) -> Tensor:  # fmt: skip
+        """Fill dq, dk and dv. Returns delta (B, H, N)."""
         delta = torch.empty_like(lse)
         self.delta(out, d_out, d_lse, delta)
         ranges = None if self.ranges is None else self.ranges(lo, hi)
         self.dkdv(q, k, v, d_out, lse, delta, dk, dv, lo, hi, ranges, params)
         self.dq(q, k, v, d_out, lse, delta, dq, lo, hi, params)
+        return delta

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from attention import BACKENDS, AttentionOutput, Backend, attention, get_backend, kernel_choice
-from attention.interface import ScoreMod
+from attention.interface import OWN_SINKS, ScoreMod
 from attention.kernels import score_change
 from attention.kernels import select as choice
 from attention.kernels.launch import shares_of
@@ -57,6 +57,7 @@ class Interpreted(torch.autograd.Function):
         scale: float,
         mod: str,
         params: Tensor | None,
+        sinks: Tensor | None,
         lo: Tensor | None,
         hi: Tensor | None,
         q: Tensor,
@@ -65,16 +66,17 @@ class Interpreted(torch.autograd.Function):
     ):
         out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan)
         settings = lo, causal, scale, mod
-        launch.Forward(q, k, out, None, *settings)(q, k, v, out, lse, None, lo, hi, params)
-        ctx.save_for_backward(lo, hi, q, k, v, out, lse, params)
+        run = launch.Forward(q, k, out, None, *settings)
+        run(q, k, v, out, lse, None, lo, hi, params, sinks)
+        ctx.save_for_backward(lo, hi, q, k, v, out, lse, params, sinks)
         ctx.settings = launch, causal, scale, mod
         return out, lse
 
     @staticmethod
     def backward(ctx, d_out: Tensor, d_lse: Tensor):
-        from attention.kernels.op import empty_gradients, is_packed, unpacked
+        from attention.kernels.op import empty_gradients, gradient_of_sinks, is_packed, unpacked
 
-        lo, hi, q, k, v, out, lse, params = ctx.saved_tensors
+        lo, hi, q, k, v, out, lse, params, sinks = ctx.saved_tensors
         launch, *settings = ctx.settings
         grads = unpacked(
             [x.fill_(torch.nan) for x in empty_gradients(q, k, v, is_packed(q, k, v))],
@@ -83,8 +85,9 @@ class Interpreted(torch.autograd.Function):
         )
         d_out = d_out.contiguous()
         run = launch.Backward(d_out, q, k, out, *grads, lo, *settings)
-        run(d_out, d_lse.contiguous(), q, k, v, out, lse, *grads, lo, hi, params)
-        return *([None] * 7), *grads
+        delta = run(d_out, d_lse.contiguous(), q, k, v, out, lse, *grads, lo, hi, params)
+        d_sinks = None if sinks is None else gradient_of_sinks(sinks, lse, delta)
+        return *([None] * 5), d_sinks, None, None, *grads
 
 
 def interpreted_backend(edit: tuple[str, str, str] | None = None) -> Backend:
@@ -98,6 +101,7 @@ def interpreted_backend(edit: tuple[str, str, str] | None = None) -> Backend:
         softcap: float | None = None,
         alibi_slopes: Tensor | None = None,
         score_mod: ScoreMod | None = None,
+        sinks: Tensor | None = None,
         **mask,
     ) -> AttentionOutput:
         lo = hi = None
@@ -108,11 +112,11 @@ def interpreted_backend(edit: tuple[str, str, str] | None = None) -> Backend:
             lo, hi = visible.lo.int(), visible.hi.int()
             wide = (mask.get(name) for name in ("key_lengths", "cu_seqlens"))
             causal = causal and all(each is None for each in wide)
-        inputs = causal, scale, *mod, lo, hi, q, k, v
+        inputs = causal, scale, *mod, sinks, lo, hi, q, k, v
         return AttentionOutput(*Interpreted.apply(launcher(edit), *inputs))
 
     features = {"gqa", "non_causal", "cross_length", "two_sided_window", "lse", *MASKS}
-    features |= {"softcap", "alibi_slopes", "score_mod"}
+    features |= {"softcap", "alibi_slopes", "score_mod", OWN_SINKS}
     return Backend("hopper-interpreted", function, features=frozenset(features))
 
 
@@ -127,6 +131,7 @@ INTERPRETED_CASES = [
     Case(num_queries=130, num_keys=300, head_dim=64),
     Case(num_queries=130, num_keys=322, head_dim=128),
     Case(num_queries=300, num_keys=130, head_dim=64),  # the first 170 rows see no key
+    Case(num_queries=300, num_keys=130, head_dim=64, optional={"sinks": True}),
     Case(num_queries=300, num_keys=130, head_dim=128, num_kv_heads=1),
     Case(num_queries=1, num_keys=200, head_dim=64),
     Case(num_queries=1, num_keys=1, head_dim=128),
@@ -218,6 +223,8 @@ INTERPRETED_CASES = [
             (128, True, {"softcap": 2.0, "alibi_slopes": True, "window": 70}),
             (64, False, {"alibi_slopes": True}),
             (64, True, {"score_mod": True}),
+            (64, True, {"sinks": True}),
+            (128, True, {"sinks": True, "softcap": 2.0, "window": 70}),
             (128, False, {"score_mod": True}),
         )
     ),
@@ -699,6 +706,22 @@ SPILLS = {
     ("backward", 64): (56, 516),
     ("backward", 64, "wide"): (68, 516),
     ("backward", 128): (52, 0),
+    # a score modifier's numbers and derivative take registers
+    ("forward", 64, "softcap"): (0, 12),
+    ("forward", 64, "alibi"): (0, 524),
+    ("forward", 64, "both"): (8, 544),
+    ("forward", 64, "grouped_both"): (8, 544),
+    ("forward", 128, "alibi"): (0, 40),
+    ("forward", 128, "both"): (0, 44),
+    ("forward", 128, "grouped_both"): (0, 44),
+    ("forward", 128, "both_intervals"): (44, 32),
+    ("backward", 64, "grouped_both"): (64, 0),
+    ("backward", 64, "both_intervals"): (76, 0),
+    ("backward", 128, "softcap"): (204, 288),
+    ("backward", 128, "alibi"): (48, 8),
+    ("backward", 128, "both"): (344, 296),
+    ("backward", 128, "grouped_both"): (248, 316),
+    ("backward", 128, "both_intervals"): (548, 596),
 }
 
 

@@ -12,9 +12,8 @@ POSITION, KV_HEAD = "position = rows + (M - N)", "kv_head = head // groups"
 BASE_E = "scale * math.log2(math.e)"
 MASKED = "CAUSAL, INTERVALS, True, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_KV, BLOCK_D,"
 OF_BATCH = "lo_ptr += batch * stride_interval"
-FORWARD_KIND = (
-    "kind = kind_of(q.device, (*given, lo, hi, params), kernel_choice, looked, wide, *settings)"
-)
+FORWARD_KIND = "kind = kind_of(q.device, tensors, kernel_choice, looked, wide, *settings)"
+SINK, SINK_IN_ROWS = "tl.load(sinks_ptr + head) * 1.4426950408889634", "acc *= kept[:, None]"
 BACKWARD_KIND = "kind = kind_of(q.device, tensors, kernel_choice, packed, wide, *settings)"
 FIRST_TILE = "tl.where(later < 0, 0, left_over + later // (section * num_tiles) * section)"
 DERIVATIVE_OF_CAP = "return cap * capped, derivative"
@@ -70,6 +69,30 @@ FORWARD = (
         "kernel_lse_in_base_two",
         "lse is left in base two (vllm#52796).",
         ("* 0.6931471805599453  # back", "# back"),
+    ),
+    kernel(
+        "forward",
+        "kernel_sink_in_base_e",
+        "A sink's logit is not converted to base two.",
+        (SINK, "tl.load(sinks_ptr + head)"),
+    ),
+    kernel(
+        "forward",
+        "kernel_sink_of_next_head",
+        "Every head has its neighbour's sink.",
+        (SINK, SINK.replace("head", "(head + 1) % num_heads")),
+    ),
+    kernel(
+        "forward",
+        "kernel_sink_leaves_output",
+        "The output is not rescaled where the sink is above all scores.",
+        (SINK_IN_ROWS, "pass"),
+    ),
+    kernel(
+        "op",
+        "kernel_sink_gradient_without_delta",
+        "The sink's gradient is its probability.",
+        ("return -(p * delta).sum((0, 2))", "return p.sum((0, 2))"),
     ),
     kernel(
         "portable",

@@ -168,6 +168,15 @@ def online_softmax(scores, row_max, row_sum, scale_log2, MASKED: gl.constexpr):
 
 
 @gluon.jit
+def with_sink(row_max, row_sum, sink):
+    """As in attention/kernels/forward.py."""
+    both = gl.maximum(row_max, sink)
+    shift = gl.where(both == float("-inf"), 0.0, both)
+    kept = gl.exp2(row_max - shift)
+    return both, row_sum * kept + gl.exp2(sink - shift), kept
+
+
+@gluon.jit
 def producer(
     q_desc, k_desc, v_desc, lo_ptr, hi_ptr, counter_ptr, q_ring, k_ring, v_ring, work_ring,
     stride_interval, num_heads, groups, batch_heads, section_heads, N, M,
@@ -285,7 +294,8 @@ def hand_back(
 @gluon.jit
 def consumer(
     out_desc, lse_ptr, top_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring, work_ring, out_tiles,
-    params_ptr, stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2, scale,
+    params_ptr, sinks_ptr,
+    stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2, scale,
     SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, FIRST_MASKED: gl.constexpr,
     EDGES: gl.constexpr, SCORE_MOD: gl.constexpr,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr, CONSUMERS: gl.constexpr,
@@ -419,8 +429,13 @@ def consumer(
         work_ring.release(visit)
         visit += 1
         next_batch_head, next_block = find_work(work, num_blocks, section_heads, batch_heads)
+        whole_sum = gl.convert_layout(gl.sum(row_sum, 1), ROWS)
+        kept = 1.0  # the factor of acc
+        if sinks_ptr is not None:
+            sink = gl.load(sinks_ptr + head) * 1.4426950408889634
+            row_max, whole_sum, kept = with_sink(row_max, whole_sum, sink)
         no_key = row_max == float("-inf")
-        whole_sum = gl.where(no_key, 1.0, gl.convert_layout(gl.sum(row_sum, 1), ROWS))
+        whole_sum = gl.where(no_key, 1.0, whole_sum)
         lse = (row_max + gl.log2(whole_sum)) * 0.6931471805599453  # back to the natural logarithm
         statistics = batch_head.to(gl.int64) * N + rows
         inside = (rows >= 0) & (rows < N)
@@ -431,7 +446,7 @@ def consumer(
         acc = warpgroup_mma_wait(0, deps=(acc_pending,))
         v_ring.release(item - 1)
         item = hand_back(item, own_first - first, k_ring, v_ring, SELF, CONSUMERS, TURNS)
-        acc = acc * gl.expand_dims(gl.convert_layout(1.0 / whole_sum, gl.SliceLayout(1, OUT)), 1)
+        acc = acc * gl.expand_dims(gl.convert_layout(kept / whole_sum, gl.SliceLayout(1, OUT)), 1)
         out_tiles.index(SELF).reshape([BLOCK_Q, D]).store(acc.to(out_desc.dtype))
         fence_async_shared()
         if start >= 0:
@@ -455,7 +470,7 @@ def consumer(
 )
 def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, top_ptr, lo_ptr, hi_ptr, params_ptr,
-    counter_ptr,
+    sinks_ptr, counter_ptr,
     stride_interval, num_heads, groups, batch_heads, section_heads, N, M, scale_log2, scale,
     CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, FIRST_MASKED: gl.constexpr, EDGES: gl.constexpr,
     SCORE_MOD: gl.constexpr,
@@ -465,6 +480,7 @@ def forward_kernel(
 ):  # fmt: skip
     """FIRST_MASKED: the last tile of keys may contain hidden keys. EDGES: other tiles may, too.
     TOP: store each row's largest score in top_ptr. out is in the dtype of q or in float32.
+    sinks_ptr (H,): a logit of each head in the denominator; may be None.
     SCORE_MOD, params_ptr: as in attention/kernels/score_mods.py. With one, scale_log2 is log2(e);
     without, scale may be None."""
     dtype: gl.constexpr = q_desc.dtype
@@ -483,13 +499,13 @@ def forward_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consumer, (out_desc, lse_ptr, top_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring,
-                        work_ring, out_tiles, params_ptr,
+                        work_ring, out_tiles, params_ptr, sinks_ptr,
                         stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
                         scale,
                         0, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, SCORE_MOD, D, BLOCK_Q, BLOCK_KV,
                         CONSUMERS, TURNS, ROUND_EARLY, TOP)),
             (consumer, (out_desc, lse_ptr, top_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring,
-                        work_ring, out_tiles, params_ptr,
+                        work_ring, out_tiles, params_ptr, sinks_ptr,
                         stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
                         scale,
                         1, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, SCORE_MOD, D, BLOCK_Q, BLOCK_KV,
@@ -502,19 +518,19 @@ def forward_kernel(
     else:
         gl.warp_specialize([
             (consumer, (out_desc, lse_ptr, top_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring,
-                        work_ring, out_tiles, params_ptr,
+                        work_ring, out_tiles, params_ptr, sinks_ptr,
                         stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
                         scale,
                         0, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, SCORE_MOD, D, BLOCK_Q, BLOCK_KV,
                         CONSUMERS, TURNS, ROUND_EARLY, TOP)),
             (consumer, (out_desc, lse_ptr, top_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring,
-                        work_ring, out_tiles, params_ptr,
+                        work_ring, out_tiles, params_ptr, sinks_ptr,
                         stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
                         scale,
                         1, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, SCORE_MOD, D, BLOCK_Q, BLOCK_KV,
                         CONSUMERS, TURNS, ROUND_EARLY, TOP)),
             (consumer, (out_desc, lse_ptr, top_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring,
-                        work_ring, out_tiles, params_ptr,
+                        work_ring, out_tiles, params_ptr, sinks_ptr,
                         stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
                         scale,
                         2, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, SCORE_MOD, D, BLOCK_Q, BLOCK_KV,

@@ -209,11 +209,12 @@ class Forward:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, top: Tensor | None,
         lo: Tensor | None, hi: Tensor | None, params: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Fill out (B, H, N, D) and lse (B, H, N); fill top (B, H, N), if given, with each row's
-        largest score.
+        largest score. sinks: (H,) float32.
         """
-        self.launch(q, k, v, out, lse, top, lo, hi, params, counters(q.device))
+        self.launch(q, k, v, out, lse, top, lo, hi, params, sinks, counters(q.device))
 
 
 class Backward:
@@ -283,8 +284,8 @@ class Backward:
         self, d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
         lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, lo: Tensor | None, hi: Tensor | None,
         params: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """Fill dq, dk and dv."""
+    ) -> Tensor:  # fmt: skip
+        """Fill dq, dk and dv. Returns delta (B, H, N)."""
         delta, lse_log2 = torch.empty_like(lse), torch.empty_like(lse)
         dq_sum = lse.new_empty(self.sum_shape)
         self.prepare(out, d_out, lse, d_lse, delta, lse_log2, dq_sum)
@@ -297,3 +298,4 @@ class Backward:
         if parts is not None:
             self.join(parts, dk, dv)
         self.convert(dq_sum, dq)
+        return delta

@@ -38,6 +38,7 @@ class Variant(NamedTuple):
     top: bool = False  # forward: with each row's largest score
     wide: bool = False  # results in float32, as for a ring
     score_mod: str = ""  # of attention/kernels/score_mods.py
+    sinks: bool = False
 
 
 VARIANTS = {
@@ -60,6 +61,7 @@ VARIANTS = {
     "wide": Variant(intervals=True, wide=True),
     "grouped_wide": Variant(groups=4, intervals=True, wide=True),
     "top_wide": Variant(intervals=True, top=True, wide=True),
+    "sinks": Variant(sinks=True),
     "softcap": Variant(score_mod="softcap"),
     "alibi": Variant(score_mod="alibi"),
     "both": Variant(score_mod="softcap_alibi"),
@@ -114,6 +116,8 @@ def compile_variant(kernel: str, dtype: str, head_dim: int, name: str) -> Compil
             ("params_ptr", "scale") if kernel == "forward" else ("params_ptr", "past", "num_heads")
         )
         constants |= dict.fromkeys(names)
+    if not variant.sinks:
+        constants["sinks_ptr"] = None
     if variant.shares == 1:
         constants["shares_ptr"] = None
     if not variant.top:
