@@ -137,7 +137,8 @@ class Forward:
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, top: Tensor | None,
-        lo: Tensor | None, hi: Tensor | None, params: Tensor | None, sinks: Tensor | None,
+        lo: Tensor | None, hi: Tensor | None, params: Tensor | None,
+        sinks: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Fill out (B, H, N, D) and lse (B, H, N); fill top (B, H, N), if given, with each row's
         largest score. sinks: (H,) float32.
