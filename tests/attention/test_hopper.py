@@ -707,6 +707,7 @@ SPILLS = {
     ("backward", 64, "wide"): (68, 516),
     ("backward", 128): (52, 0),
     # a score modifier's numbers and derivative take registers
+    ("forward", 64, "sinks"): (0, 8),
     ("forward", 64, "softcap"): (0, 12),
     ("forward", 64, "alibi"): (0, 524),
     ("forward", 64, "both"): (8, 544),
