@@ -229,7 +229,7 @@ def flash_attention_backward(
 
 def gradient_of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """d_sinks (H,) from p (dp - delta), as of any score. A sink's dp is 0, because its value is."""
-    p = (sinks[:, None] - lse).exp()
+    p = (sinks[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf)).exp()
     return -(p * delta).sum((0, 2))
 
 

@@ -33,12 +33,12 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from attention.kernels.forward import with_sink
 from attention.kernels.portable import find_score_mod
 
 FOLDER = Path(__file__).parents[2] / "attention" / "kernels" / "hopper"
@@ -840,19 +840,17 @@ def fake_gluon() -> dict[str, types.ModuleType]:
     return modules
 
 
-def interpreted_score_mod(name: str, gl: types.ModuleType) -> Kernel | None:
-    """A score modifier, which is written in Triton, with this interpreter's language."""
-
-    def interpreted(function: Any) -> Kernel:
-        known = {
-            name: interpreted(x) if hasattr(x, "fn") else x
-            for name, x in function.fn.__globals__.items()
-            if name in function.fn.__code__.co_names
-        }
-        return Kernel(types.FunctionType(function.fn.__code__, known | {"tl": gl}))
-
-    found = find_score_mod(name)
-    return None if found is None else interpreted(found)
+def interpreted(function: Any, gl: types.ModuleType) -> Kernel | None:
+    """A Triton function that the kernels call, in this interpreter's language; None if None."""
+    if function is None:
+        return None
+    code = function.fn.__code__
+    known = {
+        name: interpreted(x, gl) if hasattr(x, "fn") else x
+        for name, x in function.fn.__globals__.items()
+        if name in code.co_names
+    }
+    return Kernel(types.FunctionType(code, known | {"tl": gl}))
 
 
 def check_constants(condition: Any) -> None:
@@ -897,7 +895,9 @@ def load_kernels(edit: tuple[str, str, str] | None = None) -> dict[str, types.Mo
             if name == "primitives":
                 module.add_box = lambda *arguments: start_store(*arguments, add=True)
             ours[name] = module
-    ours["launch"].find_score_mod = partial(interpreted_score_mod, gl=ours["forward"].gl)
+    gl = ours["forward"].gl
+    ours["launch"].find_score_mod = lambda name: interpreted(find_score_mod(name), gl)
+    ours["forward"].with_sink = interpreted(with_sink, gl)
     ours["launch"].multiprocessors = lambda device: 2
     ours["launch"].cache_bytes = lambda device: 2**20
     ours["launch"].counters = lambda device: COUNTERS

@@ -54,13 +54,20 @@ def test_a_sink_is_a_key_without_a_value(name, queries):
         torch.testing.assert_close(one.cpu().double(), other, atol=2e-5, rtol=2e-5)
 
 
-def test_a_large_sink_takes_all_and_a_small_one_nothing():
-    q, k, v = (random(1, 2, 8, 4, seed=seed) for seed in range(3))
-    plain = attention(q, k, v, backend="tiled")
-    none = attention(q, k, v, backend="tiled", sinks=torch.full((2,), -torch.inf).double())
+@pytest.mark.parametrize("name", ["tiled", "triton"])
+def test_a_large_sink_takes_all_and_a_small_one_nothing(name):
+    # 12 queries, 8 keys: the first four rows see none
+    q, k, v = (
+        random(1, 2, n, 4, seed=seed).float().to(DEVICE) for seed, n in enumerate((12, 8, 8))
+    )
+    plain = attention(q, k, v, backend=name)
+    sinks = torch.full((2,), -torch.inf, device=DEVICE, requires_grad=True)
+    none = attention(q, k, v, backend=name, sinks=sinks)
     torch.testing.assert_close(none.out, plain.out)
-    all_of_it = attention(q, k, v, backend="tiled", sinks=torch.full((2,), 1e4).double())
+    all_of_it = attention(q, k, v, backend=name, sinks=torch.full((2,), 1e4, device=DEVICE))
     assert all_of_it.out.abs().max() == 0 and (all_of_it.lse == 1e4).all()
+    if name == "triton":
+        assert torch.autograd.grad(none.out.sum(), sinks)[0].eq(0).all()
 
 
 def test_a_sink_is_merged_as_any_other_key():

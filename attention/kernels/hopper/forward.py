@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attention.kernels.forward import with_sink
 from attention.kernels.hopper.primitives import (
     await_all,
     leave_zeros,
@@ -165,15 +166,6 @@ def online_softmax(scores, row_max, row_sum, scale_log2, MASKED: gl.constexpr):
         gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout)), 1
     ) + sum_of_own(p)
     return p, next_max, row_sum, alpha, tile_max
-
-
-@gluon.jit
-def with_sink(row_max, row_sum, sink):
-    """As in attention/kernels/forward.py."""
-    both = gl.maximum(row_max, sink)
-    shift = gl.where(both == float("-inf"), 0.0, both)
-    kept = gl.exp2(row_max - shift)
-    return both, row_sum * kept + gl.exp2(sink - shift), kept
 
 
 @gluon.jit
