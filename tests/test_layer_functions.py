@@ -59,6 +59,7 @@ def mixes(score, b, h, i, j, params):
 
 
 HALVED, WRONG, MIXES = ScoreMod(halved), ScoreMod(wrong), ScoreMod(mixes)
+WITH_KERNEL = ScoreMod(halved, kernel="attention.kernels.score_mods:every_index")
 ALONE = ScoreMod(lambda score, *_: score / 2)
 SHORT = ScoreMod(lambda score: halved(score, *range(5)))
 NARROW = ScoreMod(lambda score, *_: (score[..., :2], torch.ones(1)))
@@ -170,12 +171,13 @@ def test_a_users_attention_is_tried_out_under_the_window():
     check_model(config, check_schedule(config), **CPU)
 
 
-def test_the_hopper_kernels_take_no_change_of_the_scores():
+def test_a_score_mods_kernel_decides_about_the_kernels():
     config = compose("attention.softcap=3", "attention=triton")
     described = schedule_summary(check_schedule(config), **kernel_inputs(config, **CPU))
     assert described["kernel"] == "portable"
-    assert kernel_inputs(config, **CPU)["score_mod"] == "softcap"
-    assert kernel_inputs(compose("attention.window=3"), **CPU)["score_mod"] == ""
+    assert kernel_inputs(config, **CPU)["score_mod"] == ""
+    own = compose("attention=triton", f"attention.score_mod='{__name__}:WITH_KERNEL'")
+    assert kernel_inputs(own, **CPU)["score_mod"] == "attention.kernels.score_mods:every_index"
 
 
 def test_a_score_mod_in_a_compiled_graph():
