@@ -48,12 +48,12 @@ class Case(NamedTuple):
 CONTEXT = {
     "heads": "parallel.context={ranks} parallel.how=heads",
     "ring": "parallel.context={ranks} parallel.how=ring",
-    "gather": "parallel.context={ranks} parallel.how=gather",
 }
+PAIRS = {"pairs": "parallel.context=2 batch_size={pairs}"}  # two ranks share each sequence
 CASES = {
     "data": Case(
         "seq_len=1024 steps=130 log_every=20",
-        {"same tokens": "batch_size=32", "more tokens": "batch_size=64"},
+        {"same tokens": "batch_size=32", "more tokens": "batch_size={sequences}"},
         alone="batch_size=32",
     ),
     "context_32768": Case("seq_len=32768 batch_size=1 steps=45 log_every=8", CONTEXT),
@@ -61,7 +61,7 @@ CASES = {
         "model=small seq_len=2048 batch_size=4 steps=200 log_every=10",
         {"data": "", "heads": CONTEXT["heads"], "ring": CONTEXT["ring"]},
     ),
-    "context_131072": Case("seq_len=131072 batch_size=1 steps=13 log_every=3", CONTEXT),
+    "context_131072": Case("seq_len=131072 batch_size=1 steps=13 log_every=3", CONTEXT | PAIRS),
 }
 
 
@@ -95,7 +95,8 @@ class Jobs:
     def _run(self, settings: str, program: list[str], **variables: str) -> Row:
         self.count += 1
         run_dir = self.folder / str(self.count)
-        asked = settings.format(ranks=self.options.ranks).split()
+        ranks = self.options.ranks
+        asked = settings.format(ranks=ranks, pairs=ranks // 2, sequences=32 * ranks).split()
         given = [*QUIET, *asked, *self.options.overrides]
         run = timed_run(ROOT, run_dir, given, program, **variables)
         losses = {row["step"]: row["train/loss"] for row in read_metrics(run_dir / "metrics.jsonl")}

@@ -120,10 +120,14 @@ def main(paths: list[Path], device: torch.device) -> Row:
         training.append({"seed": summary["seed"]} | chosen | {"curves": curves(run, OWN)})
         if chosen == {"narrow": "neither", "delta": "exact"}:
             weights = weights_of(run, SEQUENCES, device)
+            tiles = {name: summary["options"][name] for name in ("block_q", "block_kv")}
+            backends = variants(**tiles)
             for layer, each in enumerate(capture(weights, get_backend("tiled"))):
                 case = {"seed": summary["seed"], "layer": layer, "ties": maxima_that_tie(each)}
-                calls += [case | row for row in errors_of_calls(each)]
-            gradients += [{"seed": summary["seed"]} | row for row in errors_of_gradients(weights)]
+                calls += [case | row for row in errors_of_calls(each, backends)]
+            gradients += [
+                {"seed": summary["seed"]} | row for row in errors_of_gradients(weights, backends)
+            ]
     if not gradients:
         raise ValueError("no run has narrow=neither delta=exact, whose weights are asked")
     repeated = [
@@ -135,9 +139,9 @@ def main(paths: list[Path], device: torch.device) -> Row:
     return {"sequences": SEQUENCES} | found
 
 
-def variants() -> dict[tuple[str, str], Backend]:
+def variants(**tiles: int) -> dict[tuple[str, str], Backend]:
     return {
-        (narrow, delta): BACKEND.configured(narrow=narrow, delta=delta)
+        (narrow, delta): BACKEND.configured(narrow=narrow, delta=delta, **tiles)
         for narrow, delta in product(NARROW, DELTA)
     }
 
@@ -150,12 +154,12 @@ def coherence(errors: Tensor) -> float:
     return float(errors.sum(0).norm() / errors.norm(dim=1).square().sum().sqrt())
 
 
-def errors_of_calls(layer: Captured) -> list[Row]:
+def errors_of_calls(layer: Captured, backends: dict[tuple[str, str], Backend]) -> list[Row]:
     """Relative errors (root mean square) of out, dq, dk and dv of one layer, against float64 on the
     same bfloat16 inputs; coherence of the error of out; mean and deviation of the error of lse.
     """
     exact, rows = called(layer, "naive", torch.float64), []
-    for (narrow, delta), backend in variants().items():
+    for (narrow, delta), backend in backends.items():
         found = called(layer, backend, torch.float32)
         row = {name: relative(found[name], exact[name]) for name in RELATIVE}
         off = found["lse"] - exact["lse"]
@@ -165,7 +169,7 @@ def errors_of_calls(layer: Captured) -> list[Row]:
     return rows
 
 
-def errors_of_gradients(weights: Weights) -> list[Row]:
+def errors_of_gradients(weights: Weights, backends: dict[tuple[str, str], Backend]) -> list[Row]:
     """Errors of the gradient of all qkv weights, one gradient per sequence, against float64
     attention on the same rounded q, k and v: mean relative error, and coherence.
     """
@@ -183,7 +187,7 @@ def errors_of_gradients(weights: Weights) -> list[Row]:
         return torch.stack(found)
 
     exact, rows = gradients(REFERENCE), []
-    for (narrow, delta), backend in variants().items():
+    for (narrow, delta), backend in backends.items():
         errors = gradients(backend) - exact
         sizes = errors.norm(dim=1) / exact.norm(dim=1)
         row = {"error": float(sizes.mean()), "coherence": coherence(errors)}

@@ -15,6 +15,7 @@ overflows float16. Then its output is infinite, and the run ends.
 """
 
 import re
+from collections import Counter
 from itertools import chain
 from pathlib import Path
 
@@ -31,7 +32,6 @@ from training.names import as_typed
 from training.trained import read_run_config
 
 LIMIT = LIMITS[torch.float16]
-LR = 1e-2  # the recipe's learning rate
 BY_HEAD = "attention/max_score_by_head"
 # tables of the JSON file, and the runs in them
 TABLES = {"exact": "run with exact attention", "fuse": "run with attention=no_max"}
@@ -39,11 +39,14 @@ TABLES = {"exact": "run with exact attention", "fuse": "run with attention=no_ma
 
 @finding
 def main(paths: list[Path], device: torch.device) -> Row:
-    runs = [
-        described(run, summary)
+    ended = {
+        run: (read_run_config(run), summary)
         for run, summary in runs_below(paths).items()
         if summary["status"] in ("completed", "diverged")
-    ]
+    }
+    rates = Counter(config.optim.lr for config, _ in ended.values())
+    usual = max(rates, key=lambda rate: rates[rate], default=None)
+    runs = [described(run, config, summary, usual) for run, (config, summary) in ended.items()]
     found = {name: [row for row in runs if row["fuse"] == (name == "fuse")] for name in TABLES}
     for name, rows in found.items():
         if not rows:
@@ -51,11 +54,10 @@ def main(paths: list[Path], device: torch.device) -> Row:
     return {"limit": LIMIT} | found
 
 
-def described(run: Path, summary: Row) -> Row:
+def described(run: Path, config: RunConfig, summary: Row, usual_lr: float | None) -> Row:
     """The run's stabiliser and how the run ended; for exact attention also the largest scores."""
-    config = read_run_config(run)
     fuse = summary["attention"] == "no_max"
-    row = {"stabiliser": stabiliser(config), "seed": config.seed, "fuse": fuse}
+    row = {"stabiliser": stabiliser(config, usual_lr), "seed": config.seed, "fuse": fuse}
     row |= {"dtype": config.dtype, "steps": config.steps, "died_at": summary.get("first_bad_step")}
     if fuse:
         return row
@@ -73,8 +75,8 @@ def described(run: Path, summary: Row) -> Row:
     }
 
 
-def stabiliser(config: RunConfig) -> str:
-    """The name of the stabiliser that this run uses."""
+def stabiliser(config: RunConfig, usual_lr: float | None) -> str:
+    """The name of the stabiliser that this run uses. usual_lr: the learning rate of most runs."""
     optim, cap = config.optim, config.attention.softcap
     words = {
         "QK-norm": config.model.qk_norm,
@@ -83,7 +85,7 @@ def stabiliser(config: RunConfig) -> str:
         f"z-loss {optim.z_loss:g}": optim.z_loss,
         f"weight decay {as_typed(optim.weight_decay)}": optim.weight_decay,
         "Muon": optim.name == "muon",
-        f"lr {optim.lr:g}": optim.lr != LR,
+        f"lr {optim.lr:g}": optim.lr != usual_lr,
     }
     return " and ".join(name for name, is_set in words.items() if is_set) or "none"
 

@@ -41,7 +41,7 @@ from scripts.tables import Row, by, least, listed, most, spread, table
 from training.trained import read_run_config
 
 SEQUENCES = 8  # held-out sequences for the detector
-TILES = (16, 32)  # block_kv that the detector compares; the runs use the first
+LEAST_TILE = 16  # keys, of the smaller of the two tiles that the detector compares
 
 
 @finding
@@ -49,13 +49,15 @@ def main(paths: list[Path], device: torch.device) -> Row:
     folders = completed_runs(paths)
     runs = [described(run, summary) for run, summary in folders.items()]
     size = by_size(runs)
+    tile = min(row["block_kv"] for row in size if row["block_kv"] >= LEAST_TILE)
+    tiles = tile, 2 * tile
     detected = [
         {"seed": row["seed"]} | each
         for run, row in zip(folders, runs, strict=True)
-        if row in size and row["block_kv"] == TILES[0]
-        for each in detect(run, device)
+        if row in size and row["block_kv"] == tile
+        for each in detect(run, tiles, device)
     ]
-    return {"tiles": TILES, "runs": runs, "detector": detected, "repair": repairs(runs)}
+    return {"tiles": tiles, "runs": runs, "detector": detected, "repair": repairs(runs)}
 
 
 def described(run: Path, summary: Row) -> Row:
@@ -82,7 +84,7 @@ def by_size(runs: list[Row]) -> list[Row]:
     return [row for row in plain if (row["layers"], row["seq_len"]) == shape]
 
 
-def detect(run: Path, device: torch.device) -> list[Row]:
+def detect(run: Path, tiles: tuple[int, int], device: torch.device) -> list[Row]:
     """The largest difference of out between two tile sizes, by inputs, attention and dtype."""
     inputs = {
         name: capture(weights_of(run, SEQUENCES, device, initial=initial), get_backend("tiled"))
@@ -94,17 +96,18 @@ def detect(run: Path, device: torch.device) -> list[Row]:
     rows = []
     cases = product(inputs, ("tiled", "no_rescale"), ("float32", "bfloat16"))
     for name, each, dtype in cases:
-        found = [difference(get_backend(each), layer, dtype) for layer in inputs[name]]
+        backend = get_backend(each)
+        found = [difference(backend, layer, tiles, dtype) for layer in inputs[name]]
         case = {"inputs": name, "attention": each, "dtype": dtype}
         rows.append(case | {"difference": max(found)})
     return rows
 
 
-def difference(backend: Backend, layer: Captured, dtype: str) -> float:
+def difference(backend: Backend, layer: Captured, tiles: tuple[int, int], dtype: str) -> float:
     """The largest difference between the outputs with two tile sizes."""
     q, k, v = (x.to(getattr(torch, dtype)) for x in layer[:3])
     few, many = (
-        attention(q, k, v, backend=backend.configured(block_kv=tile)).out.float() for tile in TILES
+        attention(q, k, v, backend=backend.configured(block_kv=tile)).out.float() for tile in tiles
     )
     return float((few - many).abs().max())
 
