@@ -1,6 +1,6 @@
 """Models of transformers with our attention: their errors, and the tokens that they generate.
 
-    python -m lab.hf_models device=cuda out=results/hf_models_h100.json
+    python -m lab.hf_models device=cuda out=results/hf_models_h200.json
 
 Arguments are key=value, lists with commas; all have a default:
 

@@ -175,7 +175,8 @@ def test_a_score_mods_kernel_decides_about_the_kernels():
     config = compose("attention.softcap=3", "attention=triton")
     described = schedule_summary(check_schedule(config), **kernel_inputs(config, **CPU))
     assert described["kernel"] == "portable"
-    assert kernel_inputs(config, **CPU)["score_mod"] == ""
+    assert kernel_inputs(config, **CPU)["score_mod"] == "attention.kernels.score_mods:softcap"
+    assert kernel_inputs(compose("attention=triton"), **CPU)["score_mod"] == ""
     own = compose("attention=triton", f"attention.score_mod='{__name__}:WITH_KERNEL'")
     assert kernel_inputs(own, **CPU)["score_mod"] == "attention.kernels.score_mods:every_index"
 

@@ -15,6 +15,7 @@ from attention import (
     kernel_choice,
     probe_backend,
 )
+from attention.kernels.select import SOFTCAP
 from attention.probe import check_score_mod
 from attention.tiled import TiledAttention
 from config import AttentionConfig, ModelConfig, RunConfig
@@ -190,8 +191,10 @@ def attention_schedule(
 
 def kernel_inputs(config: RunConfig, *, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """The inputs that decide the choice of kernels; see kernel_choice()."""
-    name = config.attention.score_mod
-    kernel = (name and get_score_mod(name).kernel) or ""
+    chosen = config.attention
+    kernel = (chosen.score_mod and get_score_mod(chosen.score_mod).kernel) or ""
+    if chosen.softcap is not None:
+        kernel = SOFTCAP
     sizes = {"head_dim": config.model.head_dim, "score_mod": kernel}
     return {"dtype": dtype, "device": device, **sizes}
 

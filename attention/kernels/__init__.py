@@ -26,7 +26,14 @@ from attention.interface import (
     flag,
     needs_gradient,
 )
-from attention.kernels.select import KERNELS, Choice, choose_kernel, why_not_hopper
+from attention.kernels.select import (
+    KERNELS,
+    SHIPPED,
+    SOFTCAP,
+    Choice,
+    choose_kernel,
+    why_not_hopper,
+)
 from attention.mask import VisibleKeys, Window, visible_keys
 from attention.mask import intervals as intervals_of
 from attention.online_softmax import OnlineSoftmax
@@ -202,7 +209,7 @@ def score_change(
     if alibi_slopes is not None:
         shipped["alibi"] = alibi_slopes.to(device, torch.float32).reshape(-1)
     if shipped:
-        name = f"attention.kernels.score_mods:{'_'.join(shipped)}"
+        name = f"{SHIPPED}{'_'.join(shipped)}"
         return name, torch.cat(list(shipped.values()))
     if score_mod is None:
         return "", None
@@ -340,7 +347,7 @@ class TritonBlocks:
             lo, hi = (x.to(torch.int32).contiguous() for x in (visible.lo, visible.hi))
         mod, params = "", None
         if softcap is not None:
-            mod = "attention.kernels.score_mods:softcap"
+            mod = SOFTCAP
             params = torch.tensor([softcap], dtype=torch.float32, device=q.device)
         causal = visible.causal is True
         return lo, hi, params, causal, scale, mod, "online", block_q, block_kv, kernel

@@ -128,7 +128,8 @@ def cards(data: Row, where: str) -> str:
     what = (
         f"Other people's attention {where.format(', '.join(data['dtypes']))}: a cell for each "
         "property and dtype. n/a is what an attention does not support, or what a file of outputs "
-        "cannot show. New means that we found no issue of the project about it."
+        "cannot show. New means that we found no issue of the project about it, open that we have "
+        "not looked for the cause."
     )
     if data["left_out"]:
         left_out = "; ".join(f"{name}: {why}" for name, why in data["left_out"].items())
@@ -429,27 +430,38 @@ def masks() -> str:
 
 
 def features() -> str:
-    """What softcap, ALiBi and sinks cost: triton with each, beside triton without, in turns."""
-    data = load("kernel_features_h100")
+    """What softcap, ALiBi and sinks cost: each pair of kernels with them, beside without."""
+    data = load("kernel_features_h200")
     rows = []
-    for first, *others in by(data["rows"], "head_dim", "seq_len").values():
-        for row in (first | {"feature": "none"}, *others):
-            for name in ("forward", "backward"):
-                ratio = first[f"{name}_seconds"] / row[f"{name}_seconds"]
-                row |= {name: f"{row[f'{name}_tflops']:.0f} ({ratio:.2f})"}
-            rows.append(row)
+    for (head_dim, seq_len), own in by(data["rows"], "head_dim", "seq_len").items():
+        size = {"head_dim": head_dim, "seq_len": seq_len}
+        of_kernels = by(own, "attention")
+        for feature in dict.fromkeys(row.get("feature", "none") for row in own):
+            cells = {}
+            for kernels, (first, *others) in of_kernels.items():
+                (row,) = (row for row in (first, *others) if row.get("feature", "none") == feature)
+                for name in ("forward", "backward"):
+                    ratio = first[f"{name}_seconds"] / row[f"{name}_seconds"]
+                    cells[kernels, name] = f"{row[f'{name}_tflops']:.0f} ({ratio:.2f})"
+            hopper, portable = (
+                {name: cells[kernels, name] for name in ("forward", "backward")}
+                for kernels in ("triton", "triton:kernel=portable")
+            )
+            rows.append(size | {"feature": feature, "hopper": hopper, "portable": portable})
     first = data["rows"][0]
     what = (
-        f"attention=triton, {first['dtype']}, causal, {first['batch'] * first['seq_len']:,} "
-        "tokens: TFLOP/s, in brackets the speed beside that without a feature. Device time with an "
-        f"empty cache, median of {first['forward_repeats']} calls in turns. Softcap and ALiBi run "
-        "in the portable kernels, the others in those for Hopper."
+        f"{first['dtype']}, causal, {first['batch'] * first['seq_len']:,} tokens: TFLOP/s, in "
+        "brackets the speed beside that without a feature. Device time with an empty cache, median "
+        f"of {first['forward_repeats']} calls in turns. After these measurements attention=triton "
+        "took the portable kernels for a softcap."
     )
     columns = """
-        head_dim   {head_dim}
-        seq_len    {seq_len:,}
-        feature    {feature}
-        forward    {forward}
-        backward   {backward}
+        head_dim              {head_dim}
+        seq_len               {seq_len:,}
+        feature               {feature}
+        Hopper, forward       {hopper[forward]}
+        Hopper, backward      {hopper[backward]}
+        portable, forward     {portable[forward]}
+        portable, backward    {portable[backward]}
     """
     return section(data, what, formatted(columns, rows))

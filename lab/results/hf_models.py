@@ -5,7 +5,7 @@ from statistics import fmean
 from lab.results.tables import load, section, table
 from scripts.tables import Row, by, mean_and_deviation, values
 
-FILES = ("hf_models_cpu", "hf_models_h100")
+FILES = ("hf_models_cpu", "hf_models_h200")
 FIGURES = ("logits", "gradients")
 
 

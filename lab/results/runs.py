@@ -180,12 +180,14 @@ def attentions() -> str:
         "same window, softcap, ALiBi or sinks."
     )
     small = load("attentions_h100")
-    alone = {name: runs[0] for name, runs in by_variant(load("attentions_speed_h100")).items()}
+    alone = {name: runs[0] for name, runs in by_variant(load("attentions_speed_h200")).items()}
     head = ["variant", "judged by", "val/loss", "val/loss_exact", "val/bpb", "peak GiB"]
     what = (
         f"`experiment=attentions`: model=small, 2,048 tokens, 52 million tokens a run. {judged} "
-        "Two runs shared a GPU. So the tokens/s are of the steps of shorter runs: 100 steps, each "
-        "run alone on a GPU. A dash was not measured."
+        "Two runs shared a GPU. So the tokens/s are of the steps of shorter runs on an H200: 100 "
+        "steps, each run alone on a GPU, with softcap in the Hopper kernels. Sigmoid attention "
+        "with seeds 1 and 2 also ran on an H200, in blocks of 512 queries, which only saves "
+        "memory. A dash was not measured."
     )
     rows = losses(small, "memory/peak_gib")
     for row in rows:

@@ -669,6 +669,12 @@ def test_the_choice_and_its_reason(on_an_h200):
         "portable",
         "not the Hopper kernels: they take head_dim 64 and 128, the inputs have 96",
     )
+    capped = H200 | {"score_mod": "attention.kernels.score_mods:softcap"}
+    chosen, reason = choose_kernel("auto", **capped)
+    assert chosen == "portable" and "a softcap takes longer in them" in reason
+    assert choose_kernel("hopper", **capped).kernel == "hopper"
+    biased = H200 | {"score_mod": "attention.kernels.score_mods:alibi"}
+    assert choose_kernel("auto", **biased).kernel == "hopper"
     with pytest.raises(
         ValueError,
         match="attention.kernel=hopper cannot run: they take head_dim 64 and 128, the inputs have "
@@ -880,8 +886,7 @@ def test_conformance(case, dtype, conformance_record):
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_ring_is_as_exact_as_one_process(head_dim, kv_heads):
     """At most 1.05 of its error, as no partial result is rounded to 16 bits."""
-    sizes = {"seq_len": 4096, "kv_heads": kv_heads, "ranks": [1, 2, 8]}
-    options = ring_error.Options(**sizes, dtype="bf16")
+    options = ring_error.Options(seq_len=4096, kv_heads=kv_heads, dtype="bf16")
     for row in ring_error.rows(options, head_dim, torch.device("cuda")):
         for name, ratio in row["most"].items():
             # the sum of a row rounds once more in each merge of float32
