@@ -34,6 +34,7 @@ SECTIONS = {
     "Beside nanoGPT": runs.nanogpt,
     "Where a step goes": runs.profile,
     "One sequence over two GPUs": runs.several_gpus,
+    "Four GPUs": runs.four_gpus,
     "A million tokens in one sequence": runs.million,
     "Long sequences without and with what makes them fit": runs.tricks,
     "What a block keeps": runs.kept,

@@ -742,16 +742,6 @@ def several_gpus() -> str:
         peak GiB           {peak_gib:.1f}
         error              {error:.1e}
     """
-    profiled = "`python -m scripts.profile` by torchrun, of rank 0, in ms. Recording slows a host."
-    parts = dict.fromkeys(name for each in data["profiles"] for name in each["parts_ms"])
-    heads = "{who} at {seq_len:,}, commit {commit:.7}"
-    head = ["part", *(heads.format_map(each) for each in data["profiles"])]
-    lines = [
-        [name, *(f"{each['parts_ms'].get(name, 0):,.1f}" for each in data["profiles"])]
-        for name in parts
-    ]
-    unrecorded = [f"{each['unrecorded_ms']:,.1f}" for each in data["profiles"]]
-    lines.append(["step, not recorded", *unrecorded])
     ratios = [
         [name, way, joined(found, "{:.2f}"), len(found)]
         for name, case in whole["cases"].items()
@@ -765,9 +755,69 @@ def several_gpus() -> str:
         "faster."
     )
     ratios = table(["case", "way", "times one GPU", "n"], ratios)
-    tables = (formatted(columns, rows), profiled, table(head, lines), by_run, ratios)
+    tables = (formatted(columns, rows), *profiles(data["profiles"]), by_run, ratios)
     losses = losses_on_ranks(whole["cases"]["losses"])
     return section(data, what, *tables, *losses, *sweep_on_gpus(load("sweep_gpus_h100")))
+
+
+def four_gpus() -> str:
+    """Four GPUs against one, beside the predictions made before the runs; a profile; a sweep."""
+    data = load("four_gpus_h200")
+    predicted = {(row["who"], row["batch"]): row for row in data["predicted"]}
+    alone = {
+        row["seq_len"]: row["tokens_per_sec"] for row in data["rows"] if row["who"] == "ours:alone"
+    }
+    rows = []
+    for row in data["rows"]:
+        least, most = (1000 * seconds for seconds in row["least_and_most"])
+        expected = predicted.get((row["who"], row["batch"]), {"times": None, "gib": None})
+        rows.append(
+            row
+            | {"ms": 1000 * row["seconds"], "least": least, "most": most, "expected": expected}
+            | {"times": row["tokens_per_sec"] / alone[row["seq_len"]]}
+            | {"error": max(row["errors"].values(), default=None)}
+        )
+    runs, sweep = data["whole_runs"], data["sweep"]
+    busy = sum(sweep["jobs"]) / sweep["seconds"]
+    what = (
+        "`torchrun --standalone --nproc-per-node=4 -m lab.steps_on_ranks`, as above. Times one GPU "
+        "are tokens per second over those of one GPU with one sequence of 131,072 tokens or 32 of "
+        "1,024. Predictions: `python -m scripts.plan`, made before the runs. Whole runs of "
+        "train.py, by the wall clock with metrics, over the slowest of four runs alone (n=1): "
+        f"{runs['data']['more tokens'][0]:.2f} with 128 sequences, "
+        f"{runs['context_131072']['heads'][0]:.2f} by heads, "
+        f"{runs['context_131072']['ring'][0]:.2f} on a ring."
+    )
+    columns = """
+        seq_len            {seq_len:,}
+        sequences          {batch}
+        who                {who}
+        ms a step          {ms:,.0f} ({least:,.0f} to {most:,.0f})
+        times one GPU      {times:.2f}
+        predicted          {expected[times]:.2f}
+        peak GiB           {peak_gib:.1f}
+        predicted GiB      {expected[gib]:.1f}
+        error              {error:.1e}
+    """
+    of_sweep = (
+        f"A sweep of {len(sweep['jobs'])} jobs on four GPUs (`experiment=stabilisers` at GPT-2's "
+        f"size) took {sweep['seconds']} seconds. The jobs took {sum(sweep['jobs'])} seconds "
+        f"together, so {busy:.1f} ran at a time. Not measured: 2 x 2 ranks, a sequence of over a "
+        "million tokens, eight GPUs."
+    )
+    return section(data, what, formatted(columns, rows), *profiles(data["profiles"]), of_sweep)
+
+
+def profiles(found: list[Row]) -> tuple[str, str]:
+    """The parts of a step by scripts.profile, a column for each profile."""
+    what = "`python -m scripts.profile` by torchrun, of rank 0, in ms. Recording slows a host."
+    parts = dict.fromkeys(name for each in found for name in each["parts_ms"])
+    head = "{who} at {seq_len:,}"
+    if any("commit" in each for each in found):
+        head += ", commit {commit:.7}"
+    lines = [[name, *(f"{each['parts_ms'].get(name, 0):,.1f}" for each in found)] for name in parts]
+    lines.append(["step, not recorded", *(f"{each['unrecorded_ms']:,.1f}" for each in found)])
+    return what, table(["part", *(head.format_map(each) for each in found)], lines)
 
 
 def losses_on_ranks(case: Row) -> tuple[str, str]:
