@@ -15,7 +15,7 @@ RECIPES = {
 SWEEPS = {name: text for name, text in RECIPES.items() if "MULTIRUN" in text}
 # test_sweep.py runs memory_wall and variants; two others are of the kind of unshifted_sink
 SLOW = ("rescue", "memory_wall", "bf16_accumulators", "fp8_forward")
-SLOW += ("attentions", "attentions_cpu", "attentions_needle")
+SLOW += ("attentions", "attentions_cpu", "attentions_needle", "stabilisers_gpt2")
 # what a run of one recipe needs to stay as small as the others, and offline
 SMALL = {
     "gpt2_124m": [
@@ -61,7 +61,7 @@ def test_recipe_of_a_sweep(name, tmp_path):
         *([f"seq_len={','.join(seq_lens)}"] if seq_lens else []),
     ]
     # kernels are not interpreted here
-    smaller += ["attention=tiled"] if name == "attentions" else []
+    smaller += ["attention=tiled"] if name in ("attentions", "stabilisers_gpt2") else []
     smaller += ["attention.switch_at=null,1"] if "attention.switch_at" in swept else []
     if "attention.block_kv" in swept:  # a small tile, and the one that holds all keys
         swept["attention.block_kv"] = ["8", "128"]
@@ -85,7 +85,7 @@ def test_recipe_of_a_sweep(name, tmp_path):
         for key, values in swept.items()
     }
     rows = index(tmp_path)
-    variants = 11 if name.startswith("attentions") else 1
+    variants = {"stabilisers_gpt2": 16}.get(name, 11 if name.startswith("attentions") else 1)
     assert len(rows) == math.prod(map(len, expected.values())) * variants
     for key, values in expected.items():
         asked = (override.split("=", 1) for row in rows for override in row["overrides"])

@@ -216,11 +216,12 @@ def test_fp8_of_a_sweep(tmp_path, monkeypatch):
 
 def test_a_stabiliser_is_named_by_its_settings():
     optim = OptimConfig(qk_clip=8.0, weight_decay=0.0, lr=1e-2)
-    assert stabilisers.stabiliser(RunConfig(optim=optim)) == "QK-clip 8"
+    assert stabilisers.stabiliser(RunConfig(optim=optim), 1e-2) == "QK-clip 8"
     optim = OptimConfig(name="muon", z_loss=1e-4, weight_decay=0.0, lr=1e-2)
-    assert stabilisers.stabiliser(RunConfig(optim=optim)) == "z-loss 0.0001 and Muon"
+    assert stabilisers.stabiliser(RunConfig(optim=optim), 1e-2) == "z-loss 0.0001 and Muon"
     optim = OptimConfig(weight_decay=0.0, lr=1e-2)
-    assert stabilisers.stabiliser(RunConfig(optim=optim)) == "none"
+    assert stabilisers.stabiliser(RunConfig(optim=optim), 1e-2) == "none"
+    assert stabilisers.stabiliser(RunConfig(optim=optim), 3e-3) == "lr 0.01"
 
 
 @pytest.mark.slow
