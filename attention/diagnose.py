@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attention.interface import (
     OPTIONAL_ARGUMENTS,
+    OWN_SINKS,
     Backend,
     Output,
     ScoreMod,
@@ -488,5 +489,6 @@ class Recorder:
                     )
             return output
 
-        features = backend.features - {"max_score"}  # a loop has one observer
+        # a loop has one observer; and attention() adds the sinks, so that a call records none
+        features = backend.features - {"max_score", OWN_SINKS}
         self.backend = replace(backend, fn=recorded, features=features, traceable=False)

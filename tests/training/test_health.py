@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attention import BACKENDS, LIMITS, Recorder, compare_with_exact, find_breakdown, get_backend
-from config import Due, ModelConfig
+from config import AttentionConfig, Due, ModelConfig
 from data.prefetch import Pass
 from model import GPT
 from training import health
@@ -20,7 +20,9 @@ from training.step import StepResult, compute_gradients
 TILES = {"block_q": 8, "block_kv": 4}
 
 
-def build(name: str, *, init_std: float = 0.5, **shape) -> GPT:
+def build(
+    name: str, *, init_std: float = 0.5, attention: AttentionConfig | None = None, **shape
+) -> GPT:
     """Two layers of two heads with large random weights, so that the attention is sharp."""
     torch.manual_seed(0)
     config = ModelConfig(
@@ -30,6 +32,7 @@ def build(name: str, *, init_std: float = 0.5, **shape) -> GPT:
         config,
         vocab_size=50,
         backend=get_backend(name, **(TILES if BACKENDS[name].observable else {})),
+        attention=attention,
     )
 
 
@@ -75,9 +78,14 @@ def make_head_explode(model: GPT, layer: int, head: int, factor: float = 1e3) ->
         model.blocks[layer].attention.qkv.weight[rows] *= factor
 
 
-@pytest.mark.parametrize("name", ["tiled", "sdpa", "naive"])
-def test_exact_attention_is_near_exact_in_every_layer(name):
-    row = compare_layers(build(name), *batch(1))
+@pytest.mark.parametrize(
+    "name, sinks",
+    [("tiled", None), ("sdpa", None), ("naive", None), ("tiled", "true"), ("triton", "true")],
+)
+def test_exact_attention_is_near_exact_in_every_layer(name, sinks):
+    """triton adds the sinks itself, tiled leaves that to attention()."""
+    chosen = AttentionConfig(name=name, sinks=sinks)
+    row = compare_layers(build(name, attention=chosen), *batch(1))
     assert row.keys() == {
         f"attention/{tensor}_{figure}"
         for tensor in ("out", "dq", "dk", "dv")
