@@ -73,7 +73,7 @@ def _load(target: str, kind: type[Loaded], setting: str) -> Loaded:
     found = import_object(module_name, attribute, called=f"{setting}={target}")
     if not isinstance(found, kind):
         raise ValueError(
-            f"{setting}={target} must be an attention.{kind.__name__}, it is a "
+            f"{setting}={target} must be an attention.{kind.__name__}, its type is "
             f"{type(found).__name__}"
         )
     return found

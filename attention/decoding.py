@@ -196,7 +196,7 @@ def check_cache(
 def _check_integers(name: str, x: Any, q: Tensor, *, dims: int) -> None:
     shape = ("(B,)", "(B, max_pages)")[dims - 1]
     if not isinstance(x, Tensor):
-        raise ValueError(f"{name} must be a tensor, it is a {type(x).__name__}")
+        raise ValueError(f"{name} must be a tensor, its type is {type(x).__name__}")
     if x.ndim != dims or x.shape[0] != q.shape[0] or not x.numel() or x.dtype not in INTEGERS:
         raise ValueError(
             f"{name} must be integers of shape {shape} with B = {q.shape[0]}; got "

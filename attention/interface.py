@@ -389,7 +389,7 @@ def check_inputs(
     extras = {"alibi_slopes": alibi_slopes, "document_ids": document_ids, "sinks": sinks}
     for name, extra in (extras | {"key_lengths": key_lengths}).items():
         if extra is not None and not isinstance(extra, Tensor):
-            raise ValueError(f"{name} must be a tensor, it is a {type(extra).__name__}")
+            raise ValueError(f"{name} must be a tensor, its type is {type(extra).__name__}")
         if extra is not None and extra.device != q.device:
             raise ValueError(f"{name} must be on the device of q, {q.device}; got {extra.device}")
     _check_score_changes(q, softcap, alibi_slopes, score_mod)
@@ -459,7 +459,7 @@ def _check_score_changes(
 ) -> None:
     if score_mod is not None and not isinstance(score_mod, ScoreMod):
         raise ValueError(
-            f"score_mod must be an attention.ScoreMod, it is a {type(score_mod).__name__}"
+            f"score_mod must be an attention.ScoreMod, its type is {type(score_mod).__name__}"
         )
     if score_mod is not None and (softcap is not None or alibi_slopes is not None):
         raise ValueError(
@@ -468,7 +468,7 @@ def _check_score_changes(
     params = None if score_mod is None else score_mod.params
     if params is not None and not isinstance(params, Tensor):
         raise ValueError(
-            f"a score_mod's params must be a tensor, they are a {type(params).__name__}"
+            f"a score_mod's params must be a tensor, their type is {type(params).__name__}"
         )
     for name, constant in (("alibi_slopes", alibi_slopes), ("a score_mod's params", params)):
         if needs_gradient(constant):

@@ -274,6 +274,10 @@ REFUSED = {
         ["seed=range(0,3)"],
         ["seed=range(0,3) has several values", "write python train.py -m 'seed=range(0,3)';"],
     ),
+    "variant-of-no-sweep": (
+        ["hydra.sweeper.variants.wide={attention.window:64}"],
+        ["names a variant, as a sweep has", "write python train.py -m 'hydra.sweeper.variants."],
+    ),
     "no-setting": (["words"], ["cannot read 'words'", "write key=value"]),
     "data-missing": (
         ["data=text", "data.path=/no/such.txt"],

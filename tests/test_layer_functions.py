@@ -130,7 +130,7 @@ def test_an_attention_that_cannot_is_refused_with_those_that_can(overrides, said
     ("name", "said"),
     [
         ("nope:X", "attention.score_mod=nope:X cannot be loaded: ModuleNotFoundError"),
-        (f"{__name__}:halved", "must be an attention.ScoreMod, it is a function"),
+        (f"{__name__}:halved", "must be an attention.ScoreMod, its type is function"),
         (f"{__name__}", "must read pkg.module:NAME"),
         (f"{__name__}:WRONG", "WRONG: its derivative is 1 at a score of .*, where fn's is 0.5"),
         (f"{__name__}:MIXES", "MIXES: fn is not elementwise"),

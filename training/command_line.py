@@ -156,6 +156,12 @@ def check_readable(overrides: Iterable[str], *, sweeps: bool = False) -> None:
                 f"{override} removes a setting, and a run needs all: leave it out, or write "
                 f"{key_of(override)}=VALUE"
             )
+        if key_of(override).startswith("hydra.sweeper.variants") and not sweeps:
+            typed = override.lstrip("+")  # replay_overrides() adds the sign
+            raise ValueError(
+                f"{typed} names a variant, as a sweep has: write python train.py -m "
+                f"{shlex.quote(typed)}"
+            )
         if parsed.is_sweep_override() and not sweeps:
             raise ValueError(
                 f"{override} has several values, as a sweep has: write python train.py -m "

@@ -384,7 +384,7 @@ REFUSED = {
     "window=[1, 2]": ({"window": [1, 2]}, "must be an integer of at least 1"),
     "softcap=True": ({"softcap": True}, "softcap=True must be a positive number"),
     "document_ids": ({"document_ids": torch.zeros(1, 40)}, "document_ids must be of int64"),
-    "a list": ({"document_ids": [0] * 40}, "document_ids must be a tensor, it is a list"),
+    "a list": ({"document_ids": [0] * 40}, "document_ids must be a tensor, its type is list"),
     "slopes": (
         {"alibi_slopes": torch.ones(2, requires_grad=True)},
         "alibi_slopes must not require a gradient",

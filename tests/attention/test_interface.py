@@ -102,7 +102,7 @@ INPUTS = {
     "lengths-list": (
         (Q, K, V),
         {"key_lengths": [6]},
-        "key_lengths must be a tensor, it is a list",
+        "key_lengths must be a tensor, its type is list",
     ),
     "lengths-shape": (
         (Q, K, V),
@@ -157,7 +157,7 @@ INPUTS = {
     "slopes-list": (
         (Q, K, V),
         {"alibi_slopes": [0.5, 0.5]},
-        "alibi_slopes must be a tensor, it is a list",
+        "alibi_slopes must be a tensor, its type is list",
     ),
     "slopes-elsewhere": (
         (Q, K, V),
@@ -186,12 +186,12 @@ INPUTS = {
     "params-list": (
         (Q, K, V),
         {"score_mod": ScoreMod(identity, params=[1.0])},
-        "a score_mod's params must be a tensor, they are a list",
+        "a score_mod's params must be a tensor, their type is list",
     ),
     "document-list": (
         (Q, K, V),
         {"document_ids": [[0] * 6]},
-        "document_ids must be a tensor, it is a list",
+        "document_ids must be a tensor, its type is list",
     ),
     **{
         f"document-{dtype}": (
@@ -565,9 +565,9 @@ def test_a_users_backend_in_twenty_lines(my_module):
         ),
         (
             "my_attention:NUMBER",
-            "attention=my_attention:NUMBER must be an attention.Backend, it is a int",
+            "attention=my_attention:NUMBER must be an attention.Backend, its type is int",
         ),
-        ("my_attention:mean_of_the_past", "must be an attention.Backend, it is a function"),
+        ("my_attention:mean_of_the_past", "must be an attention.Backend, its type is function"),
     ],
 )
 def test_a_target_that_is_no_backend(my_module, target, message):

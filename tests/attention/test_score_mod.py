@@ -129,7 +129,11 @@ def test_the_defects_take_one():
 @pytest.mark.parametrize(
     ("backend", "optional", "message"),
     [
-        ("naive", {"score_mod": fade}, "score_mod must be an attention.ScoreMod, it is a function"),
+        (
+            "naive",
+            {"score_mod": fade},
+            "score_mod must be an attention.ScoreMod, its type is function",
+        ),
         (
             "tiled",
             {"score_mod": FADE, "softcap": 2.0},

@@ -99,7 +99,7 @@ def test_a_sink_may_come_first():
         ("sdpa", torch.zeros(2), "it returns no lse, which sinks need"),
         ("tiled", torch.zeros(3), "sinks must have shape (H,) = (2,); got (3,)"),
         ("tiled", torch.zeros(2, dtype=torch.int64), "sinks must be floating; got int64"),
-        ("tiled", [0.0, 0.0], "sinks must be a tensor, it is a list"),
+        ("tiled", [0.0, 0.0], "sinks must be a tensor, its type is list"),
     ],
 )
 def test_what_is_no_sink_is_refused(backend, sinks, said):
