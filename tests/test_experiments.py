@@ -15,7 +15,13 @@ RECIPES = {
 SWEEPS = {name: text for name, text in RECIPES.items() if "MULTIRUN" in text}
 # test_sweep.py runs memory_wall and variants; two others are of the kind of unshifted_sink
 SLOW = ("rescue", "memory_wall", "bf16_accumulators", "fp8_forward")
-SLOW += ("attentions", "attentions_cpu", "attentions_needle", "stabilisers_gpt2")
+SLOW += (
+    "attentions",
+    "attentions_cpu",
+    "attentions_needle",
+    "stabilisers_gpt2",
+    "fp8_large_scores",
+)
 # what a run of one recipe needs to stay as small as the others, and offline
 SMALL = {
     "gpt2_124m": [
@@ -85,7 +91,9 @@ def test_recipe_of_a_sweep(name, tmp_path):
         for key, values in swept.items()
     }
     rows = index(tmp_path)
-    variants = {"stabilisers_gpt2": 16}.get(name, 11 if name.startswith("attentions") else 1)
+    variants = {"stabilisers_gpt2": 16, "fp8_large_scores": 3}.get(
+        name, 11 if name.startswith("attentions") else 1
+    )
     assert len(rows) == math.prod(map(len, expected.values())) * variants
     for key, values in expected.items():
         asked = (override.split("=", 1) for row in rows for override in row["overrides"])

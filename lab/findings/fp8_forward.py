@@ -7,8 +7,9 @@ The second command takes runs of that recipe, or folders of them, and out= the J
 the figure is written beside it.
 
 On a Hopper GPU fp8 speeds up only the forward pass. So a hybrid computes out and lse from q, k, v
-and p in e4m3, and the gradients from q, k and v in bfloat16. BACKEND does this inside a float32
-model; its option `scaling` says which numbers share a scale before the rounding:
+and p in e4m3, and the gradients in bfloat16, from q, k and v as they were (backward=unrounded) or
+as the forward pass rounded them (backward=rounded). BACKEND does this inside a float32 model; its
+option `scaling` says which numbers share a scale before the rounding:
 
     bf16      nothing is rounded to e4m3
     tensor    all of q, all of k, all of v
@@ -50,6 +51,7 @@ from scripts.tables import Row, by, mean, spread, table
 
 E4M3 = torch.float8_e4m3fn
 SCALINGS = ("bf16", "tensor", "block", "hadamard", "both")
+BACKWARD = ("unrounded", "rounded")  # q, k and v of the backward pass
 BLOCK = 64  # tokens that share a scale
 TENSORS = ("out", "dq", "dk", "dv")
 SEQUENCES = 16  # held-out sequences for the errors
@@ -83,35 +85,61 @@ def hadamard(head_dim: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Fp8Forward(TileLoop):
-    """A loop whose forward pass rounds q, k and v to e4m3; the backward pass does not."""
+    """A loop whose forward pass rounds q, k and v to e4m3. The backward pass does so only with
+    backward_of="rounded".
+    """
 
     scaling: str = "bf16"
+    backward_of: str = "unrounded"
+
+    def rounded(self, *tensors: Tensor) -> list[Tensor]:
+        """q, k and v in e4m3; q and k rotated by turn()."""
+        wide = [x.to(self.dtype) for x in tensors]
+        turn = self.turn(wide[0])
+        if turn is not None:
+            wide[:2] = [x @ turn for x in wide[:2]]
+        narrow = scale_of_block if self.scaling in ("block", "both") else shared_scale
+        return [narrow(x) for x in wide]
+
+    def turn(self, q: Tensor) -> Tensor | None:
+        """The rotation (D, D) of q and k; None without."""
+        if self.scaling not in ("hadamard", "both"):
+            return None
+        return hadamard(q.shape[-1]).to(q)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if self.scaling == "bf16":
             return super().forward(q, k, v)
-        wide = [x.to(self.dtype) for x in (q, k, v)]
-        if self.scaling in ("hadamard", "both"):
-            turn = hadamard(q.shape[-1]).to(wide[0])
-            wide[:2] = [x @ turn for x in wide[:2]]
-        narrow = scale_of_block if self.scaling in ("block", "both") else shared_scale
-        out, lse = super().forward(*map(narrow, wide))
+        out, lse = super().forward(*self.rounded(q, k, v))
         return out.to(q.dtype), lse
 
+    def backward_from_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, *others: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if self.scaling == "bf16" or self.backward_of == "unrounded":
+            return super().backward_from_lse(q, k, v, *others)
+        narrow = self.rounded(q, k, v)
+        dq, dk, dv = super().backward_from_lse(*narrow, *others)
+        turn = self.turn(narrow[0])
+        if turn is not None:  # the gradients of the rotated q and k, turned back
+            dq, dk = dq @ turn.mT, dk @ turn.mT
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
-def loop(q: Tensor, k: Tensor, *, scaling: str, **settings: Any) -> TileLoop:
-    if scaling not in SCALINGS:
-        raise ValueError(f"{scaling=} must be one of {SCALINGS}")
+
+def loop(q: Tensor, k: Tensor, *, scaling: str, backward: str, **settings: Any) -> TileLoop:
+    if scaling not in SCALINGS or backward not in BACKWARD:
+        raise ValueError(f"{scaling=} must be one of {SCALINGS}, and {backward=} of {BACKWARD}")
     if scaling != "bf16":
         settings["softmax"] = lazy(0, 8, E4M3)
-    return Fp8Forward(**vars(make_loop(q, k, **settings)), scaling=scaling)
+    made = make_loop(q, k, **settings)
+    return Fp8Forward(**vars(made), scaling=scaling, backward_of=backward)
 
 
 BACKEND = Backend(
     "fp8_forward",
     in_bfloat16(loop),
     features=frozenset({"gqa", "non_causal", "cross_length", "lse"}),
-    options={"block_q": 128, "block_kv": 64, "scaling": "tensor"},
+    options={"block_q": 128, "block_kv": 64, "scaling": "tensor", "backward": "unrounded"},
     exact=False,
     traceable=False,
 )

@@ -13,6 +13,7 @@ from lab.findings import (
     bf16_accumulators,
     captured,
     fp8_forward,
+    fp8_large_scores,
     lazy_rescaling,
     polynomial_exp2,
     repeated,
@@ -194,6 +195,46 @@ def test_a_turn_spreads_outliers_and_changes_no_score():
         fp8_forward.hadamard(48)
 
 
+def gradients(backend, layer: captured.Captured, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """dq, dk and dv of attention to these q, k and v."""
+    inputs = [x.clone().requires_grad_() for x in tensors]
+    out = attention(*inputs, backend=backend).out
+    return list(torch.autograd.grad(out, inputs, layer.d_out.to(out.dtype)))
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "block", "hadamard"])
+def test_a_rounded_backward_pass_is_that_of_rounded_inputs(scaling):
+    """But for the rounding of p in out, which reaches the gradients through delta."""
+    layer = fp8_large_scores.drawn(8, 0, torch.device("cpu"))
+    layer = captured.Captured(*(x[:, :1, :256].bfloat16().float() for x in layer))
+    loop = fp8_forward.loop(
+        *layer[:2], scaling=scaling, backward="rounded", causal=True, scale=0.125, block_q=128,
+        block_kv=64,
+    )  # fmt: skip
+    q, k, v = loop.rounded(*layer[:3])
+    turn = loop.turn(q)
+    q, k = (x if turn is None else x @ turn.mT for x in (q, k))
+    exact = gradients(get_backend("naive"), layer, *(x.double() for x in (q, k, v)))
+
+    def errors(backward: str) -> list[float]:
+        backend = fp8_forward.BACKEND.configured(scaling=scaling, backward=backward)
+        found = gradients(backend, layer, *layer[:3])
+        pairs = zip(found, exact, strict=True)
+        return [float((x - true).norm() / true.norm()) for x, true in pairs]
+
+    rounded, unrounded = errors("rounded"), errors("unrounded")
+    assert max(rounded) < 0.05 and min(unrounded) > 2 * max(rounded)
+
+
+def test_an_error_that_grows_with_the_scores():
+    small, large = (
+        fp8_large_scores.errors(fp8_large_scores.drawn(size, 0, torch.device("cpu")))
+        for size in (1, 32)
+    )
+    assert small[0]["dq"] < small[1]["dq"] < 0.1 and small[0]["row_sum"] < 1.2
+    assert large[1]["dq"] < 1 < large[0]["dq"] and large[0]["row_sum"] > 100
+
+
 @pytest.mark.parametrize("narrow", [fp8_forward.shared_scale, fp8_forward.scale_of_block])
 def test_a_scale_keeps_the_largest_number(narrow):
     x = torch.randn(2, 100, 8, generator=torch.Generator().manual_seed(0))
@@ -242,7 +283,8 @@ def test_stabilisers_of_a_sweep(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "module", [tile_size, unshifted_sink, stabilisers, bf16_accumulators, fp8_forward]
+    "module",
+    [tile_size, unshifted_sink, stabilisers, bf16_accumulators, fp8_forward, fp8_large_scores],
 )
 def test_a_page_has_the_figures_of_its_file(module):
     """Means with their spread, and errors such as 1.2e-07, as the command prints them."""
