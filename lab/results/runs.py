@@ -187,7 +187,7 @@ def attentions() -> str:
         "Two runs shared a GPU. So the tokens/s are of the steps of shorter runs on an H200: 100 "
         "steps, each run alone on a GPU, with softcap in the Hopper kernels. Sigmoid attention "
         "with seeds 1 and 2 also ran on an H200, in blocks of 512 queries, which only saves "
-        "memory. A dash was not measured."
+        "memory. A dash was not measured. [The report](../docs/attentions.html) has the curves."
     )
     rows = losses(small, "memory/peak_gib")
     for row in rows:
