@@ -170,10 +170,17 @@ class AttentionConfig:
             )
 
     def layer_windows(self, num_layers: int) -> list[int | None]:
-        """The window of each layer. Raises ValueError for a wrong number of attention.windows."""
+        """The window of each layer. Raises ValueError for a wrong number of attention.windows, and
+        for a window that no layer has.
+        """
         if self.windows is None:
             pattern = self.pattern or "S"
-            letters = (pattern[layer % len(pattern)] for layer in range(num_layers))
+            letters = [pattern[layer % len(pattern)] for layer in range(num_layers)]
+            if self.window is not None and "S" not in letters:
+                raise ValueError(
+                    f"attention.window={self.window} is used by no layer: attention.pattern="
+                    f"{pattern} has no S among the {num_layers} layers"
+                )
             return [self.window if letter == "S" else None for letter in letters]
         if len(self.windows) != num_layers:
             raise ValueError(

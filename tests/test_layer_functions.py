@@ -89,6 +89,10 @@ def trained(tmp_path_factory) -> Path:
         (["attention.window=4", "attention.pattern=''"], "must be made of S"),
         (["attention.window=0"], "attention.window=0 must be at least 1"),
         (["attention.windows=[4,0,4,4]"], "a window must be at least 1; null sees all keys"),
+        (
+            ["attention.window=8", "attention.pattern=L"],
+            "=8 is used by no layer: attention.pattern=L",
+        ),
         (["attention.windows=[4]"], "has 1 windows for model.num_layers=4: name one for each"),
         (["attention.window=4", "attention.windows=[4,4,4,4]"], "leave out attention.window"),
         (["attention.softcap=0"], "attention.softcap=0.* must be a positive number; null is no"),
