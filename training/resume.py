@@ -12,14 +12,17 @@ began:
     data         fingerprint of the data
     commit, on   of this program, and the GPU or CPU
     init_from    name and SHA-256 of the weights it began with, if they are not random
+    code         {module: SHA-256} of the user's attention and score_mod, if there are any
 
 Steps taken after the checkpoint that a later start resumed from are not recorded.
 """
 
 import dataclasses
+import logging
 import math
 import re
 import shlex
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,14 +31,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import yaml
 
 from attention import BACKENDS
-from config import RunConfig
+from config import AttentionConfig, RunConfig
 from training.command_line import key_of, quoted
-from training.files import Row, write_file
+from training.files import Row, sha256_of, write_file
 from training.names import WATCHING, as_typed, attention_names, recorded_starts
 from training.retention import meta_of, newest_first
 
 if TYPE_CHECKING:
     from training.run import Run
+
+log = logging.getLogger("tilegpt")
 
 # settings that say where a run's files lie
 PLACES = ("resume", "data.cache_dir")
@@ -105,6 +110,11 @@ def resumed_starts(meta: Row, config: Row, start: Row) -> list[Row]:
             f"the fingerprint {data_before} and has {data} now; put the former data back, or add "
             f"data.fingerprint={data} to go on with the present ones"
         )
+    known = {name: code for each in earlier for name, code in each.get("code", {}).items()}
+    for name, code in start.get("code", {}).items():
+        if known.get(name, code) != code:
+            changed[f"the code of {name}"] = [known[name], code]
+            log.warning("the code of %s has changed since this run's last start", name)
     *_, current = (name for begins, name in start["attention"] if begins <= step)
     later = [[begins, name] for begins, name in start["attention"] if begins > step]
     attention = [[step, current], *later]
@@ -125,6 +135,7 @@ FIRST_START = Start(0, 0, [])
 def new_start(run: "Run", started: float) -> Row:
     """The entry of a first start; for a resume, resumed_starts() completes it."""
     hardware = run.environment["hardware"]
+    optional = {"init_from": run.init_from, "code": code_of(run.config.attention)}
     return {
         "step": 0,
         "started": started,
@@ -133,7 +144,17 @@ def new_start(run: "Run", started: float) -> Row:
         "data": run.data.fingerprint,
         "commit": run.environment["commit"],
         "on": hardware["gpu"] or hardware["cpu"],
-    } | ({"init_from": run.init_from} if run.init_from else {})
+    } | {name: x for name, x in optional.items() if x}
+
+
+def code_of(chosen: AttentionConfig) -> dict[str, str]:
+    """The first digits of the SHA-256 of the file of each module in which the user's attention or
+    score_mod is, by the module's name. Modules that these import are not looked at.
+    """
+    names = (chosen.backend_name, chosen.switch_to, chosen.score_mod)
+    modules = {name.partition(":")[0] for name in names if name and ":" in name}
+    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in sorted(modules)}
+    return {name: sha256_of(Path(file))[:16] for name, file in files.items() if file}
 
 
 def stop_clock(starts: list[Row]) -> float:

@@ -49,7 +49,7 @@ def main(paths: list[Path], device: torch.device) -> Row:
     folders = completed_runs(paths)
     runs = [described(run, summary) for run, summary in folders.items()]
     size = by_size(runs)
-    tile = min(row["block_kv"] for row in size if row["block_kv"] >= LEAST_TILE)
+    tile = min((row["block_kv"] for row in size), key=lambda tile: (tile < LEAST_TILE, tile))
     tiles = tile, 2 * tile
     detected = [
         {"seed": row["seed"]} | each

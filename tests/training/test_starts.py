@@ -1,11 +1,14 @@
 """What is said of a run in several starts."""
 
+import importlib
 import math
 
 import pytest
 
+import tests.user_backends  # noqa: F401  code_of() finds it
+from config import AttentionConfig
 from training.names import attention_in_words
-from training.resume import changes_in_words, differences
+from training.resume import changes_in_words, code_of, differences, resumed_starts
 
 
 def start(step: int, *attention: tuple[int, str], **changed: list) -> dict:
@@ -125,3 +128,27 @@ def test_an_option_at_its_default_is_no_difference():
     assert differences(default, settings("naive")) == {"attention.name": ["tiled", "naive"]}
     smaller = settings("tiled", block_kv=16)
     assert differences(default, smaller) == {"attention.block_kv": [None, 16]}
+
+
+def test_changed_code_of_an_own_attention_is_noted(tmp_path, monkeypatch, caplog):
+    def now(code: dict[str, str]) -> dict:
+        return start(0, (0, "my_kernel:A")) | {"data": "abc", "code": code}
+
+    (tmp_path / "my_kernel.py").write_text("A = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("my_kernel")
+    chosen = AttentionConfig(name="my_kernel:A", score_mod="tests.user_backends:NONE")
+    first = code_of(chosen)
+    assert first.keys() == {"my_kernel", "tests.user_backends"}
+    assert code_of(AttentionConfig(name="tiled")) == {}
+    meta = {"step": 2, "config": {}, "starts": [now(first)]}
+    config = {"resume": "RUN", "steps": 4, "attention": {"switch_at": None}}
+    again = now(first)
+    assert resumed_starts(meta, config, again)[-1]["changed"] == {} and not caplog.messages
+
+    (tmp_path / "my_kernel.py").write_text("A = 2\n")
+    second = code_of(chosen)
+    *_, newest = resumed_starts(meta, config, now(second))
+    pair = [first["my_kernel"], second["my_kernel"]]
+    assert newest["changed"] == {"the code of my_kernel": pair} and pair[0] != pair[1]
+    assert caplog.messages == ["the code of my_kernel has changed since this run's last start"]
