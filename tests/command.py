@@ -29,7 +29,7 @@ from hydra._internal.hydra import Hydra
 import config
 from data import corpora
 from tests import forked
-from training import command_line, recorder
+from training import command_line, own_modules, recorder
 from training import environment as surroundings
 from training.checkpoint import Checkpoints
 
@@ -90,6 +90,7 @@ def cache_folder() -> str:
 register_once = functools.cache(config.register)
 git_once = functools.cache(surroundings._git)
 version_once = functools.cache(surroundings._version)
+lies_here_once = functools.cache(own_modules._lies_here)
 
 
 @functools.cache
@@ -129,8 +130,8 @@ def run(*arguments: str, curve: bool = False, **variables: str) -> Done:
     What takes most of the time of a tiny run is left out: its pictures, which `curve` asks for, and
     Hydra's first composition, by which it learns that no recipe asks for a sweep. What takes time
     and is the same for all runs is done once: the schema, asking git for the commit and packages
-    for their versions, and listing what Python has installed. Nothing waits for the disk, which no
-    test can tell.
+    for their versions, listing what Python has installed, and where each module lies. Nothing
+    waits for the disk, which no test can tell.
     """
     torch.set_num_threads(1)
     output, code = io.StringIO(), 0
@@ -174,6 +175,7 @@ def shortcuts(curve: bool = False) -> Iterator[None]:
             left_out.enter_context(mock.patch.object(module, "register"))
         left_out.enter_context(mock.patch.object(surroundings, "_git", git_once))
         left_out.enter_context(mock.patch.object(surroundings, "_version", version_once))
+        left_out.enter_context(mock.patch.object(own_modules, "_lies_here", lies_here_once))
         if corpora.list_files is LIST_FILES:
             left_out.enter_context(mock.patch.object(corpora, "list_files", list_files))
         yield

@@ -40,6 +40,10 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     # the tests' tensors are small: threads would only wait for each other
     torch.set_num_threads(1)
+    # torch.manual_seed() would keep for each kind of GPU where it was called from: a millisecond,
+    # before every test and in every run
+    for backend in (torch.cuda, torch.xpu):
+        backend.manual_seed_all = lambda seed: None
 
 # a shared machine may pause a test for longer than hypothesis' default deadline
 hypothesis.settings.register_profile("no_deadline", deadline=None)
