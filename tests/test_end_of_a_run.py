@@ -10,6 +10,7 @@ import pytest
 
 from tests import forked
 from tests.command import (
+    QUICK,
     checkpoint,
     contents,
     environment,
@@ -194,9 +195,8 @@ def test_a_stream_that_is_closed(tmp_path, streams):
     """A regression test: without stderr no step ran; without stdout there was no table."""
     os.mkfifo(tmp_path / "pipe")
     streams = {name: path if path == CLOSED else tmp_path / path for name, path in streams.items()}
-    process = forked.Process(
-        "train.py", *tiny(tmp_path / "run", "eval_every=0"), env=environment(), **streams
-    )
+    asked = tiny(tmp_path / "run", "eval_every=0")
+    process = forked.Process("train.py", *asked, env=environment(), loaded=QUICK, **streams)
     if streams.get("stdout") == tmp_path / "pipe":
         with open(tmp_path / "pipe") as head:
             assert head.readline()

@@ -13,6 +13,7 @@ from hydra.core.plugins import Plugins
 from hydra_plugins import gpus
 from tests import forked
 from tests.command import (
+    QUICK,
     Done,
     computed,
     contents,
@@ -68,11 +69,12 @@ def two_gpus(monkeypatch):
 
 
 class Forked(forked.Process):
-    """subprocess.Popen without the seconds of importing torch."""
+    """subprocess.Popen without the seconds of importing torch and what a run needs."""
 
     def __init__(self, command, *, env, stdout, start_new_session, **_):
         stdout = Path(stdout.name)
-        super().__init__(*command[1:], env=env, stdout=stdout, new_group=start_new_session)
+        given = {"env": env, "stdout": stdout, "new_group": start_new_session}
+        super().__init__(*command[1:], **given, loaded=QUICK)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)

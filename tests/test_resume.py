@@ -20,6 +20,7 @@ import torch
 import training.checkpoint
 from data.batches import TextData
 from tests.command import (
+    QUICK,
     checkpoint,
     computed,
     contents,
@@ -186,7 +187,8 @@ def test_killed_at_random_and_resumed_is_the_same_run(tmp_path):
                 [f"resume={tmp_path / 'killed'}"]
                 if number
                 else tiny(tmp_path / "killed", *overrides)
-            )
+            ),
+            loaded=QUICK,
         )
         wait_for_rows(process, tmp_path / "killed", rows)
         time.sleep(random.uniform(0, 0.01))
@@ -208,7 +210,7 @@ def test_killed_at_random_and_resumed_is_the_same_run(tmp_path):
 
 def test_a_folder_that_another_process_writes_to(tmp_path):
     """A second process is refused without a trace; a kill of the first frees the folder at once."""
-    process = start(*tiny(tmp_path, "steps=5000", "checkpoint_every=5"))
+    process = start(*tiny(tmp_path, "steps=5000", "checkpoint_every=5"), loaded=QUICK)
     while process.poll() is None and not (tmp_path / ".lock").exists():
         time.sleep(0.001)
     refusal = f"another process is writing to {tmp_path} right now"

@@ -17,6 +17,7 @@ import yaml
 
 from tests import forked
 from tests.command import (
+    QUICK,
     ROOT,
     TINY,
     computed,
@@ -505,9 +506,8 @@ def test_memory_is_limited_wherever_the_model_runs(monkeypatch, tmp_path):
 
 def test_ctrl_c_stops_the_sweep_and_the_job_can_go_on(tmp_path):
     """As a terminal sends it: to every process of the group."""
-    process = start(
-        *tiny_sweep(tmp_path, "seed=0,1,2", "steps=5000", "eval_every=5000"), new_group=True
-    )
+    asked = tiny_sweep(tmp_path, "seed=0,1,2", "steps=5000", "eval_every=5000")
+    process = start(*asked, new_group=True, loaded=QUICK)
     wait_for_rows(process, tmp_path / "0", 20)
     os.killpg(process.pid, signal.SIGINT)
     done = finish(process)

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -434,7 +435,8 @@ def test_dropout_is_another_on_each_rank_and_the_same_again_after_a_resume(tmp_p
 def test_one_folder_and_no_other_is_left(tmp_path):
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    done = run_ranks(*tiny(tmp_path / "run", *SHARED), how=start, TMPDIR=str(temporary))
+    how = partial(start, loaded=QUICK)
+    done = run_ranks(*tiny(tmp_path / "run", *SHARED), how=how, TMPDIR=str(temporary))
     assert done[0].code == 0, done[0].output
     assert not list(temporary.glob("tilegpt-rank-*"))
     assert summary(tmp_path / "run")["tokens"] == 4 * 4 * 32
@@ -697,7 +699,7 @@ def test_alone_there_is_no_process_group(tmp_path):
         "import sys; from training.run import run; run(*sys.argv[1:]); "
         "from torch import distributed; assert not distributed.is_initialized()"
     )
-    forked.run("-c", code, *tiny(tmp_path), env=environment(), check=True)
+    forked.run("-c", code, *tiny(tmp_path), env=environment(), check=True, loaded=QUICK)
 
 
 def test_a_rank_that_never_comes_ends_the_others(tmp_path):
