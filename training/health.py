@@ -314,4 +314,10 @@ def _first_failure(model: GPT, recorder: Recorder, sizes: list[int], loss_is_fin
             "tensor": f"gradient of {bad[-1]}",
             "layer": int(layer[1]) if layer else None,
         }
-    return {"message": "the loss scale fell below 1: gradients overflowed float16 at every step"}
+    device = next(model.parameters()).device.type
+    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
+        # the gradients of the last try are gone
+        message = "the loss scale fell below 1: gradients overflowed float16 at every step"
+    else:
+        message = "the loss and every gradient are finite, the sum of the gradients' squares is not"
+    return {"message": message}

@@ -63,8 +63,14 @@ def completed_runs(folders: Iterable[Path]) -> dict[Path, Row]:
 
 
 def curves(run: Path, *columns: str) -> Row:
-    """step and these columns, from the rows that have the first column."""
-    rows = [row for row in read_metrics(run / "metrics.jsonl") if columns[0] in row]
+    """step and these columns, from the rows that have all of them. A figure that is not finite is
+    null in a row.
+    """
+    rows = [
+        row
+        for row in read_metrics(run / "metrics.jsonl")
+        if all(row.get(name) is not None for name in columns)
+    ]
     return {name: [round(row[name], 4) for row in rows] for name in ("step", *columns)}
 
 

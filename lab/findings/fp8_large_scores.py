@@ -61,7 +61,8 @@ def described(run: Path, summary: Row) -> Row:
         "seed": summary["seed"],
         "parameters": summary["parameters"],
         "on": summary["starts"][0]["on"],
-        "steps": found["step"][-1],
+        "status": summary["status"],
+        "steps": summary["steps_done"],
         "largest_score": max(found[SCORE]),
         "largest_gradient": max(found[GRADIENT]),
         "loss": losses[OWN][-1],
@@ -124,7 +125,7 @@ def draw(found: Row, path: Path) -> None:
     score.
     """
     by_model = dict(sorted(by(found["training"], "parameters").items()))
-    figure, (*models, error, sums) = new_figure(1, len(by_model) + 2, size=(13, 3.6))
+    figure, (*models, error, sums) = new_figure(1, len(by_model) + 2, size=(16, 3.6))
     for axes, (parameters, rows) in zip(models, by_model.items(), strict=True):
         groups = {
             name: [
