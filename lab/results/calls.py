@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from itertools import product
-from statistics import geometric_mean
+from statistics import geometric_mean, median
 
 from lab.results.tables import (
     FOLDER,
@@ -448,12 +448,17 @@ def features() -> str:
                 for kernels in ("triton", "triton:kernel=portable")
             )
             rows.append(size | {"feature": feature, "hopper": hopper, "portable": portable})
-    first = data["rows"][0]
+    before, first = data["without_features"], data["rows"][0]
+    ratios = [row["ratio"] for row in before["rows"]]
     what = (
         f"{first['dtype']}, causal, {first['batch'] * first['seq_len']:,} tokens: TFLOP/s, in "
         "brackets the speed beside that without a feature. Device time with an empty cache, median "
         f"of {first['forward_repeats']} calls in turns. After these measurements attention=triton "
-        "took the portable kernels for a softcap."
+        "took the portable kernels for a softcap. Calls without features beside those of commit "
+        f"{before['before']}, whose kernels knew none, in turns, {before['rounds']} rounds: median "
+        f"ratio {median(ratios):.3f} of {len(ratios)} shapes and directions (plain, windows, "
+        f"grouped heads, documents). Single ratios are {min(ratios):.2f} to {max(ratios):.2f}, for "
+        "other programs kept the host busy."
     )
     columns = """
         head_dim              {head_dim}
