@@ -169,7 +169,8 @@ def broadcast(widen: Callable) -> Callable:
     return both
 
 
-KEPT = {id(each) for each in (tl.float32, tl.float64, tl.int32, tl.int64)}  # by what has it twice
+# two operands of one of these types need no promotion
+KEPT = {id(each) for each in (tl.float32, tl.float64, tl.int32, tl.int64)}
 
 
 def operands(check: Callable) -> Callable:

@@ -52,7 +52,7 @@ def every_pair(out_ptr, x_ptr, y_ptr, N: tl.constexpr):
 
 
 def test_a_kernel_computes_what_it_computed(monkeypatch):
-    """And its language is what it was before, in a kernel and after it."""
+    """Triton's language has the same functions afterwards."""
     from triton.runtime import interpreter
 
     def results():

@@ -29,7 +29,6 @@ from attention.interface import (
 from attention.kernels.select import (
     KERNELS,
     SHIPPED,
-    SOFTCAP,
     Choice,
     choose_kernel,
     why_not_hopper,
@@ -345,10 +344,7 @@ class TritonBlocks:
         lo = hi = None
         if visible.causal is None:
             lo, hi = (x.to(torch.int32).contiguous() for x in (visible.lo, visible.hi))
-        mod, params = "", None
-        if softcap is not None:
-            mod = SOFTCAP
-            params = torch.tensor([softcap], dtype=torch.float32, device=q.device)
+        mod, params = score_change(q.device, softcap, None, None)
         causal = visible.causal is True
         return lo, hi, params, causal, scale, mod, "online", block_q, block_kv, kernel
 

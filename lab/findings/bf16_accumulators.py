@@ -37,6 +37,7 @@ from lab.findings.captured import (
     called,
     capture,
     in_bfloat16,
+    scores_of,
     weights_of,
 )
 from lab.findings.finding import (
@@ -207,10 +208,7 @@ REFERENCE = Backend("float64", in_float64, features=frozenset({"lse"}), exact=Fa
 
 def maxima_that_tie(layer: Captured) -> float:
     """The share of rows in which at least two keys have p = 1 after rounding to bfloat16."""
-    q, k, _ = (x.bfloat16().float() for x in layer[:3])
-    scores = q @ k.mT * q.shape[-1] ** -0.5
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    scores = scores.masked_fill(future, -torch.inf)
+    scores = scores_of(layer.q, layer.k)
     p = (scores - scores.amax(-1, keepdim=True)).exp().bfloat16()
     return float(((p == 1).sum(-1) > 1).float().mean())
 

@@ -80,6 +80,14 @@ def in_bfloat16(loop: Callable[..., TileLoop]) -> Callable[..., AttentionOutput]
     return attend
 
 
+def scores_of(q: Tensor, k: Tensor) -> Tensor:
+    """The causal scores (B, H, N, N) of q and k rounded to bfloat16."""
+    q, k = (x.bfloat16().float() for x in (q, k))
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    return scores.masked_fill(future, -torch.inf)
+
+
 def called(layer: Captured, backend: str | Backend, dtype: torch.dtype) -> dict[str, Tensor]:
     """out, lse, dq, dk, dv in float64, from q, k and v rounded to bfloat16 and passed as dtype."""
     tensors = [x.bfloat16().to(dtype) for x in layer[:3]]

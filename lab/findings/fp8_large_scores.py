@@ -18,11 +18,9 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from attention import attention
 from lab.claims.inputs import relative
-from lab.findings.captured import Captured, called
+from lab.findings.captured import Captured, called, scores_of
 from lab.findings.finding import OWN, curves, finding, finish, plot_groups
 from lab.findings.fp8_forward import BACKEND, BACKWARD
 from scripts.drawing import new_figure
@@ -79,28 +77,20 @@ def drawn(size: float, seed: int, device: torch.device) -> Captured:
 
 
 def errors(layer: Captured) -> list[Row]:
-    """The largest score; by what the backward pass rounds, the relative error of dq against float64
-    on the same bfloat16 inputs; and the largest sum of a row of p that unrounded q and k rebuild.
+    """A row for each way of the backward pass: the largest score, and the relative error of dq
+    against float64 on the same bfloat16 inputs. The unrounded one also has the largest sum of a row
+    of p that it rebuilds.
     """
-    exact = called(layer, "naive", torch.float64)
-    scores = scores_of(*layer[:2])
+    exact, scores = called(layer, "naive", torch.float64), scores_of(layer.q, layer.k)
     rows = []
     for backward in BACKWARD:
         found = called(layer, BACKEND.configured(backward=backward), torch.float32)
         row = {"backward": backward, "score": float(scores.max())}
-        rows.append(row | {"dq": relative(found["dq"], exact["dq"])})
-    q, k, v = (x.bfloat16().float() for x in layer[:3])
-    lse = attention(q, k, v, backend=BACKEND).lse
-    assert lse is not None
-    rows[0]["row_sum"] = float((scores - lse[..., None]).exp().sum(-1).max())
+        row |= {"dq": relative(found["dq"], exact["dq"])}
+        if backward == "unrounded":
+            row["row_sum"] = float((scores - found["lse"][..., None]).exp().sum(-1).max())
+        rows.append(row)
     return rows
-
-
-def scores_of(q: Tensor, k: Tensor) -> Tensor:
-    """The causal scores (B, H, N, N) of q and k rounded to bfloat16."""
-    q, k = (x.bfloat16().float() for x in (q, k))
-    scores = q @ k.mT * q.shape[-1] ** -0.5
-    return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
 
 
 def in_text(found: Row) -> str:

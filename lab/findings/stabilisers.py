@@ -15,9 +15,9 @@ overflows float16. Then its output is infinite, and the run ends.
 """
 
 import re
-from collections import Counter
 from itertools import chain
 from pathlib import Path
+from statistics import mode
 
 import torch
 
@@ -44,8 +44,8 @@ def main(paths: list[Path], device: torch.device) -> Row:
         for run, summary in runs_below(paths).items()
         if summary["status"] in ("completed", "diverged")
     }
-    rates = Counter(config.optim.lr for config, _ in ended.values())
-    usual = max(rates, key=lambda rate: rates[rate], default=None)
+    rates = [config.optim.lr for config, _ in ended.values()]
+    usual = mode(rates) if rates else None
     runs = [described(run, config, summary, usual) for run, (config, summary) in ended.items()]
     found = {name: [row for row in runs if row["fuse"] == (name == "fuse")] for name in TABLES}
     for name, rows in found.items():

@@ -431,34 +431,31 @@ def masks() -> str:
 
 def features() -> str:
     """What softcap, ALiBi and sinks cost: each pair of kernels with them, beside without."""
-    data = load("kernel_features_h200")
-    rows = []
-    for (head_dim, seq_len), own in by(data["rows"], "head_dim", "seq_len").items():
-        size = {"head_dim": head_dim, "seq_len": seq_len}
-        of_kernels = by(own, "attention")
-        for feature in dict.fromkeys(row.get("feature", "none") for row in own):
-            cells = {}
-            for kernels, (first, *others) in of_kernels.items():
-                (row,) = (row for row in (first, *others) if row.get("feature", "none") == feature)
-                for name in ("forward", "backward"):
-                    ratio = first[f"{name}_seconds"] / row[f"{name}_seconds"]
-                    cells[kernels, name] = f"{row[f'{name}_tflops']:.0f} ({ratio:.2f})"
-            hopper, portable = (
-                {name: cells[kernels, name] for name in ("forward", "backward")}
-                for kernels in ("triton", "triton:kernel=portable")
-            )
-            rows.append(size | {"feature": feature, "hopper": hopper, "portable": portable})
+    data, directions = load("kernel_features_h200"), ("forward", "backward")
+    named = [{"feature": "none"} | row for row in data["rows"]]
+    shapes = by(named, "attention", "head_dim", "seq_len")
+    plain = {shape: first for shape, (first, *_) in shapes.items()}
+
+    def cells(row: Row) -> dict[str, str]:
+        without = plain[row["attention"], row["head_dim"], row["seq_len"]]
+        ratios = {name: without[f"{name}_seconds"] / row[f"{name}_seconds"] for name in directions}
+        return {name: f"{row[f'{name}_tflops']:.0f} ({ratios[name]:.2f})" for name in directions}
+
+    # attention=triton takes the Hopper pair, and comes first
+    rows = [
+        hopper | {"hopper": cells(hopper), "portable": cells(portable)}
+        for hopper, portable in by(named, "head_dim", "seq_len", "feature").values()
+    ]
     before, first = data["without_features"], data["rows"][0]
     ratios = [row["ratio"] for row in before["rows"]]
     what = (
         f"{first['dtype']}, causal, {first['batch'] * first['seq_len']:,} tokens: TFLOP/s, in "
         "brackets the speed beside that without a feature. Device time with an empty cache, median "
         f"of {first['forward_repeats']} calls in turns. After these measurements attention=triton "
-        "took the portable kernels for a softcap. Calls without features beside those of commit "
-        f"{before['before']}, whose kernels knew none, in turns, {before['rounds']} rounds: median "
-        f"ratio {median(ratios):.3f} of {len(ratios)} shapes and directions (plain, windows, "
-        f"grouped heads, documents). Single ratios are {min(ratios):.2f} to {max(ratios):.2f}, for "
-        "other programs kept the host busy."
+        "took the portable kernels for a softcap. Calls without features took as long as at commit "
+        f"{before['before']}, before this: the median ratio of {len(ratios)} shapes and directions "
+        f"is {median(ratios):.3f}. Both ran in turns, {before['rounds']} rounds. Other programs "
+        f"kept the host busy, so single ratios are {min(ratios):.2f} to {max(ratios):.2f}."
     )
     columns = """
         head_dim              {head_dim}

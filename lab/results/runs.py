@@ -701,15 +701,20 @@ def beside_one_gpu(rows: list[Row]) -> list[Row]:
     }
     found = []
     for row in sorted(rows, key=lambda row: (row["seq_len"], row["batch"], row["who"])):
-        least, most = (1000 * seconds for seconds in row["least_and_most"])
         found.append(
-            row
-            | {"ms": 1000 * row["seconds"], "least": least, "most": most}
+            in_ms(row)
             | {"times": alone[row["commit"], row["seq_len"], row["batch"]] / row["seconds"]}
-            | {"error": max(row["errors"].values(), default=None), "of": row["commit"][:7]}
+            | {"of": row["commit"][:7]}
             | {"graph": {True: "yes", False: "no", None: "-"}[row["graph"]]}
         )
     return found
+
+
+def in_ms(row: Row) -> Row:
+    """A row of lab.steps_on_ranks with milliseconds and its largest error."""
+    least, most = (1000 * seconds for seconds in row["least_and_most"])
+    times = {"ms": 1000 * row["seconds"], "least": least, "most": most}
+    return row | times | {"error": max(row["errors"].values(), default=None)}
 
 
 def several_gpus() -> str:
@@ -769,22 +774,17 @@ def four_gpus() -> str:
     }
     rows = []
     for row in data["rows"]:
-        least, most = (1000 * seconds for seconds in row["least_and_most"])
         expected = predicted.get((row["who"], row["batch"]), {"times": None, "gib": None})
-        rows.append(
-            row
-            | {"ms": 1000 * row["seconds"], "least": least, "most": most, "expected": expected}
-            | {"times": row["tokens_per_sec"] / alone[row["seq_len"]]}
-            | {"error": max(row["errors"].values(), default=None)}
-        )
+        times = row["tokens_per_sec"] / alone[row["seq_len"]]
+        rows.append(in_ms(row) | {"times": times, "expected": expected})
     runs, sweep = data["whole_runs"], data["sweep"]
     busy = sum(sweep["jobs"]) / sweep["seconds"]
     what = (
         "`torchrun --standalone --nproc-per-node=4 -m lab.steps_on_ranks`, as above. Times one GPU "
         "are tokens per second over those of one GPU with one sequence of 131,072 tokens or 32 of "
-        "1,024. Predictions: `python -m scripts.plan`, made before the runs. Whole runs of "
-        "train.py, by the wall clock with metrics, over the slowest of four runs alone (n=1): "
-        f"{runs['data']['more tokens'][0]:.2f} with 128 sequences, "
+        "1,024. `python -m scripts.plan` made the predictions before the runs. Whole runs of "
+        "train.py are compared by the wall clock, metrics included, with the slowest of four runs "
+        f"alone (n=1): {runs['data']['more tokens'][0]:.2f} with 128 sequences, "
         f"{runs['context_131072']['heads'][0]:.2f} by heads, "
         f"{runs['context_131072']['ring'][0]:.2f} on a ring."
     )

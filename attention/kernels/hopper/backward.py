@@ -241,9 +241,9 @@ def mask_probabilities(
 
 @gluon.jit
 def changed(product, start_q, modifier, SELF: gl.constexpr, SCORE_MOD: gl.constexpr):
-    """Scores (keys, queries) from k q^T and their derivatives. modifier: what does not change while
-    a consumer walks the queries of a head: the batch, the head, the block's first key, M - N, the
-    scale, and the modifier's numbers."""
+    """Scores (keys, queries) from k q^T and their derivatives. modifier: the batch, the head, the
+    block's first key, M - N, the scale and the modifier's numbers. All queries of a head share it.
+    """
     LAYOUT: gl.constexpr = product.type.layout
     batch, head, start_kv, past, scale, params_ptr = modifier
     queries = start_q + past + gl.arange(0, PART, gl.SliceLayout(0, LAYOUT))

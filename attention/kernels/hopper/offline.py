@@ -22,6 +22,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from attention.kernels.hopper import backward, forward, launch
 from attention.kernels.offline import assemble
+from attention.kernels.select import SHIPPED
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -96,7 +97,7 @@ def compile_variant(kernel: str, dtype: str, head_dim: int, name: str) -> Compil
     variant = VARIANTS[name]
     q_shape = torch.Size((1, 4, variant.num_queries, head_dim))
     k_shape = torch.Size((1, 4 // variant.groups, variant.num_keys, head_dim))
-    mod = variant.score_mod and f"attention.kernels.score_mods:{variant.score_mod}"
+    mod = variant.score_mod and f"{SHIPPED}{variant.score_mod}"
     if kernel == "forward":
         function = forward.forward_kernel
         constants = launch.forward_constants(
