@@ -761,7 +761,17 @@ def fake_gluon() -> dict[str, types.ModuleType]:
         },
         **{
             name: lifted(getattr(torch, name))
-            for name in ("abs", "exp2", "log2", "zeros_like", "maximum", "minimum", "where")
+            for name in (
+                "abs",
+                "clamp",
+                "exp2",
+                "log2",
+                "maximum",
+                "minimum",
+                "rsqrt",
+                "where",
+                "zeros_like",
+            )
         },
         "max": lambda x, axis: Value(raw(x).amax(axis)),
         "sum": lambda x, axis: Value(raw(x).sum(axis)),
