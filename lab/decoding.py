@@ -38,7 +38,7 @@ from conformance.cases import distance
 from model import GPT, generate
 from model.decoding import captured
 from scripts.arguments import Count, Device, Dtype, Json, Natural, command, default, parse_backend
-from scripts.attention_call import seconds
+from scripts.attention_call import in_one_line, seconds
 from scripts.tables import Row
 from training.device import pick_device, pick_dtype
 from training.environment import measured_on
@@ -146,7 +146,7 @@ def failure(call: Callable[[], str | None]) -> str | None:
     try:
         return call()
     except Exception as error:
-        return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:200]}"
+        return in_one_line(error)
 
 
 def in_turns(

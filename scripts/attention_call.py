@@ -5,8 +5,9 @@ Dimensions: q, k, v (B, H, N, D).
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from statistics import median, quantiles
 from typing import Any, Literal
 
@@ -194,11 +195,18 @@ class Measurement:
     is both together.
 
     make() makes the call again in each of ROUNDS turns, and nothing of it stays in memory between
-    turns: other calls take theirs there.
+    turns: other calls take theirs there. tolerant: whether take_turns() goes on after any error.
     """
 
-    def __init__(self, make: Callable[[], Call], *, repeats: int, pause_s: float = 0.0):
-        self.make, self.repeats, self.pause_s = make, repeats, pause_s
+    def __init__(
+        self,
+        make: Callable[[], Call],
+        *,
+        repeats: int,
+        pause_s: float = 0.0,
+        tolerant: bool = False,
+    ):
+        self.make, self.repeats, self.pause_s, self.tolerant = make, repeats, pause_s, tolerant
         self.turns = 0
         self.bytes: dict[str, int | None] = {}
         self.counts: dict[str, int] = {}  # timed calls in all turns
@@ -257,6 +265,48 @@ class Measurement:
             # the backward pass has five products, the forward pass two
             row["backward_tflops"] = 2.5 * self.flops / row["backward_seconds"] / 1e12
         return row
+
+
+def take_turns(
+    measurements: Sequence[Measurement], device: torch.device, rounds: int = ROUNDS
+) -> list[Row]:
+    """The row of each measurement after all of its turns, or how it failed: see attempt()."""
+    failed: dict[int, Row] = {}
+    for _, (number, measurement) in product(range(rounds), enumerate(measurements)):
+        if number in failed:
+            continue
+        failure = attempt(measurement.turn, device, tolerant=measurement.tolerant)
+        if failure:
+            failed[number] = failure
+    release_memory(device)
+    return [failed.get(number) or each.row for number, each in enumerate(measurements)]
+
+
+def attempt(
+    step: Callable[[], Row | None], device: torch.device, *, tolerant: bool = False
+) -> Row | None:
+    """What step() returns, or why it failed: `refused` (ValueError), `oom`, or with `tolerant` any
+    other error as `failed`.
+    """
+    try:
+        with cpu_memory_limit():
+            return step()
+    except ValueError as error:
+        failure = {"refused": str(error)}
+    except Exception as error:
+        if is_out_of_memory(error):
+            failure = {"oom": describe_out_of_memory(error, device)}
+        elif tolerant:
+            failure = {"failed": in_one_line(error)}
+        else:
+            raise
+    release_memory(device)
+    return failure
+
+
+def in_one_line(error: Exception) -> str:
+    """The error's type and the first line of its message."""
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:200]}"
 
 
 def measure_memory(call: Call, d_out: Tensor | None) -> dict[str, int | None]:

@@ -69,24 +69,18 @@ from config import DataConfig
 from data.token_store import cache_folder
 from scripts.arguments import Count, Device, Dtype, Json, command, default, parse_backend
 from scripts.attention_call import (
-    ROUNDS,
     Call,
     Feature,
     Measurement,
     longest,
     memory_cap,
+    take_turns,
     try_length,
 )
 from scripts.tables import Row
 from training.device import pick_device, pick_dtype
 from training.environment import first_difference, measured_on
 from training.files import write_json
-from training.memory import (
-    cpu_memory_limit,
-    describe_out_of_memory,
-    is_out_of_memory,
-    release_memory,
-)
 
 # parts of an environment that change a measurement
 DECISIVE = ("commit", "versions", "hardware")
@@ -269,23 +263,8 @@ def measured(
     for row in asked:
         make = partial(Call, backends[row["attention"]], row, device=device, dtype=dtype)
         under_way.append(Measurement(make, repeats=options.repeats, pause_s=options.pause))
-    failed: dict[int, Row] = {}
-    for _, (number, measurement) in product(range(ROUNDS), enumerate(under_way)):
-        if number in failed:
-            continue
-        try:
-            with cpu_memory_limit():
-                measurement.turn()
-        except ValueError as error:
-            failed[number] = {"refused": str(error)}
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            failed[number] = {"oom": describe_out_of_memory(error, device)}
-        if number in failed:
-            release_memory(device)
-    release_memory(device)
-    rows = [row | (failed.get(number) or under_way[number].row) for number, row in enumerate(asked)]
+    found = take_turns(under_way, device)
+    rows = [row | measured for row, measured in zip(asked, found, strict=True)]
     for row in rows:
         print(describe(row), flush=True)
     return rows
