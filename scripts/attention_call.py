@@ -189,6 +189,16 @@ class Call:
     def backward(self, out: Tensor, d_out: Tensor, *, keep: bool = False) -> tuple[Tensor, ...]:
         return torch.autograd.grad(out, self.leaves, d_out, retain_graph=keep)
 
+    def passes(self, d_out: Tensor | None) -> dict[str, Callable[[], Any]]:
+        """What can be timed many times: forward without gradients, and backward over a kept graph
+        if the backend has one.
+        """
+        functions: dict[str, Callable[[], Any]] = {"forward": self.forward_only}
+        if self.trainable:
+            out = self.forward()
+            functions["backward"] = lambda: self.backward(out, d_out, keep=True)
+        return functions
+
 
 class Measurement:
     """Bytes and seconds of a call: forward without gradients, backward alone, and training, which
@@ -224,11 +234,7 @@ class Measurement:
                 call.backward(call.forward(), d_out)
             call.forward_only()
             self.bytes = measure_memory(call, d_out)
-        functions = {"forward": call.forward_only}
-        if call.trainable:
-            out = call.forward()
-            functions["backward"] = lambda: call.backward(out, d_out, keep=True)
-        for name, function in functions.items():
+        for name, function in call.passes(d_out).items():
             if self.turns == 0:
                 once = seconds(function, repeats=1, device=call.device)[0][0]
                 # long calls need no warm-up of the clocks, and 20 of them would take too long
