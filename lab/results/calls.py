@@ -6,6 +6,7 @@ from statistics import geometric_mean, median
 
 from lab.results.tables import (
     FOLDER,
+    best_in_bold,
     finite,
     formatted,
     load,
@@ -325,12 +326,7 @@ def direction_tables(all_rows: list[Row], direction: str) -> list[str]:
     for (causal, head_dim, seq_len), shape in points.items():
         column = f"{direction}_tflops"
         speed = {row["attention"]: row[column] for row in shape if column in row}
-        best = max(speed.values())
-        cells = [
-            f"**{speed[name]:.0f}**" if speed[name] == best else f"{speed[name]:.0f}"
-            for name in names
-        ]
-        rows.append([masks[causal], head_dim, f"{seq_len:,}", *cells])
+        rows.append([masks[causal], head_dim, f"{seq_len:,}", *best_in_bold(speed, names)])
         for own, peer in product(ours, peers):
             by_mask = ratios.setdefault((own, peer), {})
             by_mask.setdefault(masks[causal], []).append(speed[own] / speed[peer])

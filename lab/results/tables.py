@@ -4,7 +4,7 @@ figures.
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,13 @@ def rounded(value: float) -> str:
     2,048.1.
     """
     return f"{value:.3g}" if abs(value) < 10 else f"{value:,.1f}".removesuffix(".0")
+
+
+def best_in_bold(figures: Mapping[str, float], names: Iterable[str]) -> list[str]:
+    """The cells of a line, without decimals; a dash for a name without a figure."""
+    best = max(figures.values(), default=None)
+    cells = {name: f"{x:.0f}" if x != best else f"**{x:.0f}**" for name, x in figures.items()}
+    return [cells.get(name, "-") for name in names]
 
 
 def plain(name: str) -> str:
