@@ -1,15 +1,283 @@
-"""Kernels from other packages as backends, to compare with ours:
+"""Time one attention beside other people's kernels: large shapes, grouped heads, masks, and calls
+so short that the host decides.
 
-    python -m scripts.benchmark attention=triton,lab.peers:FLASH_ATTENTION_4 head_dim=64,128
+    python -m lab.peers out=peers.json
+    python -m lab.peers attention=triton,flex shapes=16k,window-1024 out=peers.json
 
-They need their package: `pip install flash-attn-4`.
+Arguments are key=value, lists with commas; all have a default:
+
+    shapes     names in SHAPES, or all (all)
+    attention  names as in scripts.benchmark; the others are peers of the first, and flex is one too
+               (triton,lab.peers:FLASH_ATTENTION_4,sdpa:backend=cudnn)
+    eager      shapes whose eager calls are timed too (512,GPT-2-1k)
+    repeats    timed calls of each (16)
+    seconds    begin no further shape after this time
+    dtype      auto, fp32, bf16, fp16 (bf16)
+    device, out    as in scripts.benchmark
+
+Before it is timed, each attention is compared with the first one on the same inputs. `apart` is the
+largest difference of out, dq, dk or dv, relative to the largest element. A result that is further
+apart than 0.02 is marked `wrong` and not timed. A shape that a peer refuses or fails on, or that
+does not fit in memory, is a row that says so. The file is written after every shape.
+
+Device time is measured as in scripts.benchmark: a cold cache, and calls in turns. Eager time is the
+wall time of 20 calls that follow each other without waiting, divided by 20. It includes the checks
+of attention(), which are the same for all. A row has the median, least and most of its windows.
+
+FLASH_ATTENTION_4 is also a backend for scripts.benchmark. It needs `pip install flash-attn-4`.
 """
 
-from conformance.dialects import target
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from statistics import geometric_mean, median
+from typing import Annotated, Any, Literal
 
-# leaves out what is red in lab.scorecards: other head dims, and lse with a softcap
-FLASH_ATTENTION_4 = target(
-    "flash_attn.cute:flash_attn_func",
-    "fa",
-    {"window_form": "pair_or_none", "dtypes": "bf16,fp16", "head_dims": "64,128", "softcap": ""},
-).backend
+import torch
+import torch._functorch.config
+from torch import Tensor
+
+from attention import AttentionOutput, Backend, dtype_name
+from conformance.cases import distance
+from scripts.arguments import Count, Device, Dtype, Json, command, default, parse_backend
+from scripts.attention_call import Call, Measurement, attempt, take_turns
+from scripts.tables import Row, by, text_table
+from training.device import pick_device, pick_dtype
+from training.environment import measured_on
+from training.files import write_json
+
+DIRECTIONS = ("forward", "backward")
+TOLERANCE = 2e-2  # between results in 16 bits
+WINDOWS, CALLS = 7, 20  # of eager calls
+UNTIMED = ("wrong", "refused", "oom", "failed")  # why a row has no figures
+
+
+def __getattr__(name: str) -> Backend:
+    """FLASH_ATTENTION_4, whose package is loaded where it is used."""
+    if name != "FLASH_ATTENTION_4":
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    from flash_attn.cute import flash_attn_func
+
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, window: int | None = None
+    ) -> AttentionOutput:
+        # views: an adapter of conformance.dialects would copy q, k and v, which would be timed too
+        heads_inside = (x.transpose(1, 2) for x in (q, k, v))
+        reach = (None, None) if window is None else (window - 1, 0)
+        out, lse, *_ = flash_attn_func(
+            *heads_inside, softmax_scale=scale, causal=causal, window_size=reach, return_lse=True
+        )
+        return AttentionOutput(out.transpose(1, 2), lse)
+
+    features = frozenset({"gqa", "non_causal", "cross_length", "lse", "window"})
+    # leaves out what is red in lab.scorecards: other head dims, and lse with a softcap
+    dtypes = (torch.bfloat16, torch.float16)
+    return Backend(name, call, dtypes=dtypes, head_dims=(64, 128), features=features)
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch: int
+    heads: int
+    kv_heads: int
+    seq_len: int
+    head_dim: int = 128
+    causal: bool = True
+    window: int | None = None
+    documents: int | None = None  # tokens of each document
+
+    @property
+    def row(self) -> Row:
+        """The fields of a row that say what is called; Call reads them."""
+        kind = "MHA" if self.kv_heads == self.heads else "MQA" if self.kv_heads == 1 else "GQA"
+        if self.window or self.documents:
+            kind = "masks"
+        return {"kind": kind, **vars(self), "groups": self.heads // self.kv_heads}
+
+
+SHAPES = {
+    "GQA-64:8-32k": Shape(1, 64, 8, 32768),
+    "GQA-64:8-4k": Shape(4, 64, 8, 4096),
+    "GQA-32:8-8k": Shape(1, 32, 8, 8192),
+    "GQA-32:8-4k": Shape(2, 32, 8, 4096),
+    "MQA-16:1-16k": Shape(1, 16, 1, 16384),
+    "16k": Shape(1, 16, 16, 16384),
+    "4k": Shape(4, 16, 16, 4096),
+    "64k": Shape(1, 8, 8, 65536),
+    "ragged-3001": Shape(4, 16, 16, 3001),
+    "full-8k": Shape(2, 16, 16, 8192, causal=False),
+    "GPT-2-1k": Shape(32, 12, 12, 1024, 64),
+    "GPT-2-8k": Shape(4, 12, 12, 8192, 64),
+    "GPT-2-32k": Shape(1, 12, 12, 32768, 64),
+    "ragged-full-1999": Shape(8, 16, 16, 1999, 64, causal=False),
+    "ViT-577": Shape(64, 16, 16, 577, 64, causal=False),
+    "512": Shape(64, 12, 12, 512, 64),
+    "window-1024": Shape(1, 16, 16, 16384, window=1024),
+    "window-1024-D64": Shape(1, 32, 32, 16384, 64, window=1024),
+    "window-4096": Shape(1, 16, 16, 16384, window=4096),
+    "window-256-D64": Shape(1, 32, 32, 16384, 64, window=256),
+    "documents-1000": Shape(1, 16, 16, 16384, documents=1000),
+    "documents-1000-D64": Shape(1, 32, 32, 16384, 64, documents=1000),
+}
+
+
+@dataclass
+class Options:
+    shapes: list[Literal[("all", *SHAPES)]] = default("all")
+    attention: list[str] = default("triton", "lab.peers:FLASH_ATTENTION_4", "sdpa:backend=cudnn")
+    eager: list[Literal[tuple(SHAPES)]] = default("512", "GPT-2-1k")
+    repeats: Count = 16
+    seconds: Annotated[float, 0] = float("inf")
+    dtype: Dtype = "bf16"
+    device: Device = "auto"
+    out: Json | None = None
+
+
+def compared(make: Callable[[], Call], expected: list[Tensor]) -> Row:
+    """How far out, dq, dk and dv are from `expected`, which the first call fills."""
+    torch.manual_seed(0)  # the same inputs and d_out for all
+    call = make()
+    d_out = torch.randn_like(call.inputs[0])
+    found = [call.forward() if call.trainable else call.forward_only()]
+    if call.trainable:
+        found += call.backward(found[0], d_out)
+    found = [x.detach().float() for x in found]
+    expected[:] = expected or found
+    pairs = zip(found, expected, strict=False)  # only out if one has no backward pass
+    # if the largest is NaN, so is every quotient, and the distance is infinite
+    apart = max(distance(x / y.abs().max(), y / y.abs().max()) for x, y in pairs)
+    return {"apart": apart} | ({"wrong": f"{apart:.2g} apart"} if apart > TOLERANCE else {})
+
+
+class Eager(Measurement):
+    """Wall time of an eager call among many that follow each other without waiting. A turn is one
+    window.
+    """
+
+    def turn(self) -> None:
+        call = self.make()
+        for name, function in call.passes(torch.randn_like(call.inputs[0])).items():
+            self.window(function, call.device)  # compiles, and warms up
+            times, _ = self.times.setdefault(name, ([], []))
+            times.append(self.window(function, call.device))
+
+    def window(self, function: Callable[[], Any], device: torch.device) -> float:
+        """Seconds of one call."""
+        wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        wait()
+        start = time.perf_counter()
+        for _ in range(self.repeats):
+            function()
+        wait()
+        return (time.perf_counter() - start) / self.repeats
+
+    @property
+    def row(self) -> Row:
+        return {
+            f"eager_{name}_{key}": statistic(times)
+            for name, (times, _) in self.times.items()
+            for key, statistic in (("seconds", median), ("least", min), ("most", max))
+        }
+
+
+def measured(
+    name: str, backends: dict[str, Backend], options: Options, device: torch.device
+) -> list[Row]:
+    """The rows of one shape. Any error of a peer is a row; the first attention may only refuse the
+    shape or run out of memory.
+    """
+    dtype = pick_dtype(options.dtype, device)
+    shape = SHAPES[name].row | {"dtype": dtype_name(dtype)}
+    calls = {
+        text: partial(Call, backend, shape, device=device, dtype=dtype)
+        for text, backend in backends.items()
+    }
+    expected: list[Tensor] = []
+    ours, found = next(iter(calls)), {}
+    for text, make in calls.items():
+        step = partial(compared, make, expected)
+        found[text] = attempt(step, device, tolerant=text != ours) or {}
+    expected.clear()  # the measurements need the memory
+    kinds = [(Measurement, options.repeats, {})]
+    if name in options.eager:
+        kinds.append((Eager, CALLS, {"rounds": WINDOWS}))
+    for kind, repeats, rounds in kinds:
+        timed = {
+            text: kind(calls[text], repeats=repeats, tolerant=text != ours)
+            for text, row in found.items()
+            if not any(key in row for key in UNTIMED)
+        }
+        rows = take_turns(list(timed.values()), device, **rounds)
+        for text, row in zip(timed, rows, strict=True):
+            found[text] |= row
+    return [{"shape": name, "attention": text} | shape | row for text, row in found.items()]
+
+
+def ratio(rows: list[Row], ours: str, peer: str, direction: str) -> float | None:
+    """The speed of `ours` over a peer's in the rows of one shape; None if one has none."""
+    speed = {row["attention"]: row.get(f"{direction}_tflops") for row in rows}
+    return speed[ours] / speed[peer] if speed.get(ours) and speed.get(peer) else None
+
+
+def mean_and_lowest(ratios: list[float]) -> str:
+    return f"{geometric_mean(ratios):.2f} ({min(ratios):.2f}), n={len(ratios)}"
+
+
+def summary(rows: list[Row]) -> list[list[str]]:
+    """The lines of a table: the first attention's speed over each peer's, geometric mean, lowest
+    and number of shapes, for each kind of shape.
+    """
+    ours, *peers = dict.fromkeys(row["attention"] for row in rows)
+    lines = [["shapes", f"{ours} over", *DIRECTIONS]]
+    for kind, own in (by(rows, "kind") | {"all": rows}).items():
+        for peer in peers:
+            cells = []
+            for direction in DIRECTIONS:
+                each = (ratio(shape, ours, peer, direction) for shape in by(own, "shape").values())
+                found = [x for x in each if x is not None]
+                cells.append(mean_and_lowest(found) if found else "-")
+            lines.append([kind, peer, *cells])
+    return lines
+
+
+def describe(row: Row, rows: list[Row]) -> str:
+    """A line about one row of a shape; the first of its rows is ours."""
+    head = f"{row['shape']:<20} {row['attention']:<28}"
+    why = next((f"{key}: {row[key]}" for key in UNTIMED if key in row), None)
+    if why:
+        return f"{head} not timed, {why}"
+    for name in DIRECTIONS:
+        if f"{name}_tflops" in row:
+            head += f" {name} {row[f'{name}_tflops']:>6.3g} TFLOP/s"
+            over = ratio(rows, rows[0]["attention"], row["attention"], name)
+            head += f" ({over:.2f})" if over and row is not rows[0] else " " * 7
+        if f"eager_{name}_seconds" in row:
+            head += f" (eager {row[f'eager_{name}_seconds'] * 1e6:.0f} us)"
+    return f"{head} apart {row['apart']:.1e}"
+
+
+@command
+def main(options: Options) -> None:
+    # a graph that is kept for timing must not donate its buffers
+    torch._functorch.config.donated_buffer = False
+    device, start = pick_device(options.device), time.monotonic()
+    backends = {text: parse_backend(text) for text in options.attention}
+    result: Row = {"environment": measured_on(device), "rows": []}
+    for name in SHAPES if "all" in options.shapes else options.shapes:
+        if time.monotonic() - start > options.seconds:
+            print(f"{name}: left out, as is every later shape; seconds={options.seconds:g} passed")
+            break
+        rows = measured(name, backends, options, device)
+        for row in rows:
+            print(describe(row, rows), flush=True)
+        result["rows"] += rows
+        if options.out:
+            write_json(options.out, result)
+    if result["rows"]:
+        print("speed over each peer's, geometric mean (lowest):")
+        print(text_table(summary(result["rows"])))
+
+
+if __name__ == "__main__":
+    main()
