@@ -11,7 +11,7 @@ docs/public-suites.md with its figure.
 import re
 from pathlib import Path
 
-from lab.results import calls, hf_models, runs
+from lab.results import calls, hf_models, peers, runs
 from lab.results.tables import FOLDER
 from scripts.arguments import NoOptions, command
 from scripts.drawing import for_both_papers
@@ -53,6 +53,7 @@ SECTIONS = {
     "Eleven attentions and a needle": runs.needle_of_eleven,
     "Multi-query associative recall": runs.mqar,
     "Speed of the kernels": calls.kernels,
+    "Beside the peers of today": peers.both_times,
     "What a mask saves": calls.masks,
     "What softcap, ALiBi and sinks cost": calls.features,
     "Decoding": calls.decoding,

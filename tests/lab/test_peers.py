@@ -13,6 +13,7 @@ from attention import Backend, attention
 from attention.naive import naive_attention
 from lab import peers
 from lab.peers import SHAPES, Shape, summary
+from lab.results.peers import tables
 from scripts import benchmark
 from scripts.attention_call import Measurement
 
@@ -175,3 +176,16 @@ def test_means_of_each_kind_of_shape():
         ["all", FA4, "1.00 (0.50), n=2", "1.00 (0.50), n=2"],
         ["all", CUDNN, "2.00 (2.00), n=1", "2.00 (2.00), n=1"],
     ]
+
+
+def test_the_section_of_the_results():
+    versions = {"torch": "2.11.0", "flash-attn-4": "4.0.0"}
+    environment = {"hardware": {"gpu": "NVIDIA H200"}, "versions": versions, "commit": "1234567"}
+    text = tables({"environment": environment, "rows": ROWS})
+    forward, backward = text.split("Backward:")
+    assert "NVIDIA H200" in forward and "| triton | FlashAttention-4 | sdpa cudnn |" in forward
+    assert "| a | 1 | 8:8 | 4,096 | 128 | **800** | 400 | wrong |" in forward
+    assert "| b | 1 | 8:8 | 4,096 | 128 | 300 | **600** | oom |" in forward
+    assert "| c | 1 | 8:8 | 4,096 | 128 | **250** | refused | 125 |" in backward
+    assert "| MHA | FlashAttention-4 | 1.00 (0.50), n=2 | 1.00 (0.50), n=2 |" in backward
+    assert "| a | triton | 60 (50 to 70) | - |" in backward
