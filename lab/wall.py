@@ -22,11 +22,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from statistics import linear_regression
+from typing import Any
 
 from lab.lengths import LengthOptions
 from scripts.arguments import Count, Json, command, default
@@ -58,29 +59,45 @@ def timed_run(
     **variables: str,
 ) -> Row:
     """One run of train.py, or of another program with its settings: total seconds, arrival of each
-    row, and what it reports. `variables` are added to its environment.
+    row, and what it reports. `variables` are added to its environment. Raises ValueError with the
+    end of its output if it does not complete.
     """
     log = run_dir.with_suffix(".log")
-    begin = time.perf_counter()
-    arrivals: dict[int, float] = {}  # step to seconds since the start of the process
-    with log.open("w") as output:
-        command = [sys.executable, *program, *overrides, f"hydra.run.dir={run_dir}"]
-        where = {"cwd": tree, "env": os.environ | variables}
-        process = subprocess.Popen(command, **where, stdout=output, stderr=output)
-        while process.poll() is None:
-            for row in read_metrics(run_dir / "metrics.jsonl"):
-                arrivals.setdefault(row["step"], time.perf_counter() - begin)
-            time.sleep(0.02)
-    seconds = time.perf_counter() - begin
+
+    def steps() -> list[int]:
+        return [row["step"] for row in read_metrics(run_dir / "metrics.jsonl")]
+
+    arguments = [*program, *overrides, f"hydra.run.dir={run_dir}"]
+    _, seconds, arrivals = watch(arguments, log, steps, cwd=tree, env=os.environ | variables)
     summary = load_json(run_dir / "summary.json")
     if summary.get("status") != "completed":
-        sys.exit(
-            f"wall: train.py {' '.join(overrides)} in {tree} ended {summary.get('status')}: "
+        raise ValueError(
+            f"train.py {' '.join(overrides)} in {tree} ended {summary.get('status')}: "
             f"{log.read_text()[-500:]}"
         )
-    names = ("tokens", "tokens_per_sec", "step_tokens_per_sec", "memory/peak_gib")
+    names = ("tokens", "tokens_per_sec", "step_tokens_per_sec", "memory/peak_gib", "val/loss")
     reported = {key: summary[key] for key in names if key in summary}
     return {"steps": summary["steps_done"], "seconds": seconds, "arrivals": arrivals} | reported
+
+
+def watch(
+    arguments: Sequence[str], log: Path, steps: Callable[[], Iterable[int]], **where: Any
+) -> tuple[int, float, dict[int, float]]:
+    """Run `python ARGUMENTS` with its output in `log`. Returns its exit code, its seconds, and the
+    seconds from its start to the arrival of each step that `steps` finds.
+    """
+    begin, seconds, arrivals = time.perf_counter(), 0.0, {}
+    with log.open("w") as output:
+        command = [sys.executable, *arguments]
+        process = subprocess.Popen(command, **where, stdout=output, stderr=output)
+        running = True
+        while running:
+            time.sleep(0.02)
+            running = process.poll() is None
+            seconds = time.perf_counter() - begin
+            for step in steps():
+                arrivals.setdefault(step, seconds)
+    return process.returncode, seconds, arrivals
 
 
 def slope(runs: list[Row]) -> Row:

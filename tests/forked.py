@@ -27,6 +27,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parents[1]
 STREAMS = ("stdin", "stdout", "stderr")
@@ -101,6 +102,14 @@ class Process:
             raise
         files = (self.stdout, self.stderr)
         return tuple(file.read_text() if file and file.is_file() else "" for file in files)
+
+
+def popen(
+    command: list[str], *, cwd: Path, env: dict[str, str], stdout: IO[str], stderr: IO[str]
+) -> Process:
+    """subprocess.Popen(["python", *ARGUMENTS], ...) with both streams in one file."""
+    assert stdout is stderr
+    return Process(*command[1:], cwd=cwd, env=env, stdout=Path(stdout.name))
 
 
 def run(

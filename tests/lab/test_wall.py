@@ -1,11 +1,8 @@
 """Speed by the wall clock: the arithmetic, and two real runs."""
 
 import json
-import os
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import IO
 
 import pytest
 
@@ -40,13 +37,7 @@ def test_two_lengths_of_a_real_run(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["wall", *settings, *own])
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
-
-    def started(command: list[str], *, stdout: IO[str], **options) -> forked.Process:
-        return forked.Process(
-            *command[1:], env=dict(os.environ), cwd=options["cwd"], stdout=Path(stdout.name)
-        )
-
-    monkeypatch.setattr(wall, "subprocess", SimpleNamespace(Popen=started))
+    monkeypatch.setattr(wall, "subprocess", SimpleNamespace(Popen=forked.popen))
     wall.main()
     (found,) = json.loads(out.read_text())["runs"]
     assert [each["steps"] for each in found["each"]] == [4, 8] and found["seq_len"] == 32
