@@ -37,7 +37,7 @@ from io import StringIO
 from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
@@ -73,23 +73,26 @@ NAMES = {
 
 
 @dataclass
-class Options:
+class Comparison:
+    """Options of a comparison of our runs with a clone of nanoGPT."""
+
     folder: Path
     out: Json | None = None
     seq_len: list[Count] = default(1024, 8192, 32768)
     attention: list[str] = default("triton")
     tokens: int = 32768
-    steps: Annotated[int, WARMUP + WINDOW] = 60
-    curve_steps: int = 300
     model: str = "gpt2"
     vocab_size: int = 50304
     device: str = "auto"
     overrides: list[str] = default()  # train.py's own settings
 
+    files: ClassVar[tuple[str, ...]] = ("model.py",)  # that `folder` must have
+
     def __post_init__(self) -> None:
-        if not (self.folder / "model.py").is_file():
+        missing = [name for name in self.files if not (self.folder / name).is_file()]
+        if missing:
             raise ValueError(
-                f"folder={self.folder} has no model.py; it is what git clone "
+                f"folder={self.folder} has no {', '.join(missing)}; it is what git clone "
                 "https://github.com/karpathy/nanoGPT makes"
             )
         for length in self.seq_len:
@@ -98,35 +101,56 @@ class Options:
         for name in self.attention:
             parse_backend(name)
 
+    def ours(self, attention: str, seq_len: int, steps: int, **more: Any) -> list[str]:
+        """The settings of one `python train.py`; `more` are further ones."""
+        name, _, rest = attention.partition(":")
+        settings = {
+            "model": self.model,
+            "data": "torch_source",
+            "tokenizer": "bpe",
+            "tokenizer.vocab_size": self.vocab_size,
+            "optim.lr": 6e-4,
+            "device": self.device,
+            "attention": name,
+            "seq_len": seq_len,
+            "batch_size": self.tokens // seq_len,
+            "steps": steps,
+            "checkpoint_every": steps,
+            "sample_tokens": 0,
+            "logger": "none",
+        }
+        overrides = [f"{key}={value}" for key, value in (settings | more).items()]
+        overrides += [f"attention.{option}" for option in rest.split(",") if option]
+        return overrides + self.overrides
+
+    def head(self) -> Row:
+        """The first entries of the JSON file: where it was measured, and these options."""
+        settings = {key: value for key, value in vars(self).items() if key not in ("folder", "out")}
+        return {"environment": measured_on(pick_device(self.device)), "settings": settings}
+
+    def save(self, result: Row) -> None:
+        """Write the JSON file: after every run, so that a later failure loses nothing."""
+        if self.out:
+            write_json(self.out, result)
+
+
+@dataclass
+class Options(Comparison):
+    steps: Annotated[int, WARMUP + WINDOW] = 60
+    curve_steps: int = 300
+
 
 def train_ours(
     options: Options, run_dir: Path, *, attention: str, seq_len: int, steps: int, log_every: int
 ) -> Row:
     """One `python train.py`. If it fails, raises ValueError with the end of its output."""
-    name, _, rest = attention.partition(":")
-    settings = {
-        "model": options.model,
-        "data": "torch_source",
-        "tokenizer": "bpe",
-        "tokenizer.vocab_size": options.vocab_size,
-        "optim.lr": 6e-4,
-        "device": options.device,
-        "attention": name,
-        "seq_len": seq_len,
-        "batch_size": options.tokens // seq_len,
-        "steps": steps,
-        "log_every": log_every,
-        "eval_every": 0,  # nanoGPT's loop neither evaluates nor inspects its attention
-        "checkpoint_every": steps,
-        "sample_tokens": 0,
-        "logger": "none",
-        "hydra.run.dir": run_dir,
-    }
-    overrides = [f"{key}={value}" for key, value in settings.items()]
-    overrides += [f"attention.{option}" for option in rest.split(",") if option]
-    overrides += options.overrides
+    # train_theirs() neither evaluates nor inspects its attention
+    overrides = options.ours(attention, seq_len, steps, log_every=log_every, eval_every=0)
     done = subprocess.run(
-        [sys.executable, "train.py", *overrides], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "train.py", *overrides, f"hydra.run.dir={run_dir}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     summary = load_json(run_dir / "summary.json")
     if done.returncode or summary.get("status") != "completed":
@@ -317,23 +341,15 @@ def compare_curves(options: Options, scratch: Path) -> Row:
 
 @command
 def main(options: Options) -> None:
-    settings = {key: value for key, value in vars(options).items() if key not in ("folder", "out")}
-    where = measured_on(pick_device(options.device))
-    result = {"environment": where, "settings": settings, "speed": []}
-
-    def save() -> None:
-        """Write after every run, so that a later failure loses nothing."""
-        if options.out:
-            write_json(options.out, result)
-
+    result = options.head() | {"speed": []}
     with tempfile.TemporaryDirectory() as scratch:
         for seq_len in options.seq_len:
             for row in compare_speed(options, Path(scratch), seq_len):
                 result["speed"].append(row)
-                save()
+                options.save(result)
         if options.curve_steps:
             result["curves"] = compare_curves(options, Path(scratch))
-            save()
+            options.save(result)
 
 
 if __name__ == "__main__":
