@@ -2,8 +2,9 @@
 ended.
 """
 
+from collections.abc import Sequence
 from itertools import combinations
-from statistics import fmean
+from statistics import fmean, median
 
 from lab.results.curves import (
     crossing,
@@ -344,6 +345,59 @@ def nanogpt() -> str:
     )
     speeds, losses = formatted(columns, rows), table(["training", "rms", "mean"], lines)
     return section(data, what, speeds, apart, losses)
+
+
+def nanogpt_wall(names: Sequence[str] = ("nanogpt_wall_h200",)) -> str:
+    """Whole runs of our train.py beside whole runs of nanoGPT's, one table for each file."""
+    return "\n\n".join(nanogpt_wall_table(load(name)) for name in names)
+
+
+def nanogpt_wall_table(data: Row) -> str:
+    rows, groups = [], by(data["runs"], "seq_len", "who")
+    for ratio in data["ratios"]:
+        whole, steps = ratio["seconds"], ratio["tokens_per_sec"]
+        row = {"name": plain(ratio["who"]), "seq_len": ratio["seq_len"], "whole": whole}
+        row |= {"alone": steps, "cold": whole["rounds"][0], "rounds": len(whole["rounds"])}
+        for owner, who in {"theirs": "nanogpt", "ours": ratio["who"]}.items():
+            first, *warm = groups[ratio["seq_len"], who]
+            row[owner] = first | {"cold": first["seconds"], "seconds": None, "speed": None}
+            if warm:
+                speed = median(finite(warm, "tokens_per_sec"))
+                row[owner] |= {"seconds": median(finite(warm, "seconds")), "speed": speed}
+        rows.append(row)
+    settings = data["settings"]
+    what = (
+        f"Whole runs of `{' '.join(['python train.py', *settings['overrides']])}` and of nanoGPT's "
+        f"own train.py, in turns: {settings['model']}, vocabulary {settings['vocab_size']:,}, "
+        f"{settings['tokens']:,} tokens a step, the same text and learning rates, other initial "
+        "weights and batches. Seconds are those of the process: start, compilation, steps, two "
+        "evaluations and a checkpoint. The first round begins with empty compiler caches. Figures "
+        "of the later rounds are medians. Each ratio is that of one round; in brackets are the "
+        "least and the most. The speed of the steps alone comes from the arrival of their rows."
+    )
+    columns = """
+        seq_len                            {seq_len:,}
+        attention                          {name}
+        steps                              {ours[steps]:,}
+        rounds                             {rounds}
+        nanoGPT's run, s                   {theirs[seconds]:.1f}
+        our run, s                         {ours[seconds]:.1f}
+        times as fast  {whole[median]:.2f} ({whole[least]:.2f} to {whole[most]:.2f})
+        nanoGPT's, empty caches            {theirs[cold]:.1f}
+        ours, empty caches                 {ours[cold]:.1f}
+        times as fast, empty caches        {cold:.2f}
+        nanoGPT's tokens/s, steps alone    {theirs[speed]:,.0f}
+        our tokens/s, steps alone          {ours[speed]:,.0f}
+        times as fast, steps alone  {alone[median]:.2f} ({alone[least]:.2f} to {alone[most]:.2f})
+        held-out loss, nanoGPT's and ours  {theirs[val/loss]:.3f}, {ours[val/loss]:.3f}
+        our peak GiB                       {ours[memory/peak_gib]:.2f}
+    """
+    return section(data, what, formatted(columns, rows))
+
+
+def beside_nanogpt() -> str:
+    """Both comparisons with nanoGPT: of the steps, and of whole runs."""
+    return f"{nanogpt()}\n\n{nanogpt_wall()}"
 
 
 def profile() -> str:
