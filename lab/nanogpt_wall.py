@@ -1,0 +1,228 @@
+"""How long whole runs take: nanoGPT's own train.py beside our `python train.py`, by the wall clock.
+
+    python -m lab.nanogpt_wall folder=../nanoGPT seq_len=1024 steps=600 rounds=3 out=wall.json
+
+nanoGPT (github.com/karpathy/nanoGPT) is not part of this project: folder= is your clone, whose
+train.py runs unchanged in a scratch folder. Both programs train the same shape of model on the same
+tokens under the same learning rates. Their initial weights and batches differ.
+
+    seq_len      several lengths; tokens=32768 is the size of every step, in one pass
+    steps        optimizer steps of each run (600): one number, or one for each length
+    rounds       runs of each program at each length (3), in turns; nanoGPT is first
+    attention    several, separated by commas: triton,sdpa:backend=cudnn
+    eval_iters   passes of each evaluation of nanoGPT (20), on each of its two splits
+    out          the JSON file to write; runs of other lengths in an existing file stay
+    model, vocab_size, device    as in lab.nanogpt
+
+Other arguments are settings of our train.py. The defaults are data=torch_source tokenizer=bpe.
+
+A run's seconds are those of its process: start, compilation, steps, an evaluation before and one
+after them, and a checkpoint. Building token files is not counted. Each evaluation passes the same
+number of tokens through both models: nanoGPT evaluates training and held-out text, and we evaluate
+held-out text under our own and under exact attention.
+
+The speed of the steps alone comes from the times at which rows arrive, every ten steps: from the
+third row to the last one before the last evaluation. Each program has its own compiler caches at
+each length. They are empty in the first round, which is "cold", and filled in later ones.
+"""
+
+import os
+import pickle
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated, ClassVar
+
+import numpy as np
+
+from attention import dtype_name
+from config import RunConfig
+from data.batches import TextData
+from lab.nanogpt import NAMES, Comparison
+from lab.wall import by_arrival, timed_run, watch
+from scripts.arguments import Count, command, default
+from scripts.tables import Row, by
+from training.command_line import compose
+from training.device import pick_device, pick_dtype
+from training.environment import ROOT
+from training.sweep import load_json
+from training.trained import data_of
+
+LOG_EVERY = 10  # steps
+THEIR_VOCABULARY = 50304  # without a meta.pkl beside the tokens
+
+
+@dataclass
+class Options(Comparison):
+    # the speed needs two rows after the first two
+    steps: list[Annotated[int, 4 * LOG_EVERY]] = default(600)
+    rounds: Count = 3
+    eval_iters: Count = 20
+
+    files: ClassVar[tuple[str, ...]] = ("train.py", "model.py", "configurator.py")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.steps) == 1:
+            self.steps *= len(self.seq_len)
+        if len(self.steps) != len(self.seq_len):
+            raise ValueError(
+                f"steps= has {len(self.steps)} numbers for {len(self.seq_len)} lengths; give one "
+                "number, or one for each length"
+            )
+
+    def settings(self, attention: str, seq_len: int, steps: int) -> list[str]:
+        """The settings of one of our runs."""
+        # we pass every held-out sequence through the model twice
+        sequences = self.eval_iters * self.tokens // seq_len
+        evaluation = {"eval_every": steps, "eval_sequences": sequences, "diagnose_every": 0}
+        return self.ours(attention, seq_len, steps, log_every=LOG_EVERY, **evaluation)
+
+
+def prepare(options: Options, home: Path) -> None:
+    """Make `home` the folder in which nanoGPT's train.py runs: its files, and our tokens."""
+    longest = max(options.seq_len)
+    config = compose(*options.settings(options.attention[0], longest, options.steps[0]))
+    data, folder = data_of(config), home / "data/tokens"
+    if not isinstance(data, TextData):
+        raise ValueError(f"data={config.data.source} is not text, which nanoGPT needs")
+    for name in options.files:
+        shutil.copy(options.folder / name, home)
+    folder.mkdir(parents=True)
+    for name, tokens in {"train": data.train, "val": data.val}.items():
+        tokens[:].astype(np.uint16).tofile(folder / f"{name}.bin")
+    if options.vocab_size != THEIR_VOCABULARY:
+        (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": options.vocab_size}))
+
+
+def their_arguments(config: RunConfig, eval_iters: int) -> list[str]:
+    """The arguments of nanoGPT's train.py for the settings of one of our runs."""
+    device, optim = pick_device(config.device), config.optimizer()
+    last = config.steps - 1  # it counts from 0, and max_iters is its last iteration
+    same = ("min_lr", "weight_decay", "beta1", "beta2", "grad_clip")
+    settings = {theirs: getattr(config.model, mine) for theirs, mine in NAMES.items()}
+    settings |= {name: getattr(optim, name) for name in same}
+    settings |= {
+        "learning_rate": optim.lr,
+        # the warm-up of learning_rate(); nanoGPT reaches its end one iteration later than it says
+        "warmup_iters": max(min(optim.warmup_steps, max(1, config.steps // 10)) - 1, 0),
+        "lr_decay_iters": last,
+        "max_iters": last,
+        "eval_interval": last,
+        "eval_iters": eval_iters,
+        "log_interval": LOG_EVERY,
+        "batch_size": config.batch_size,
+        "block_size": config.seq_len,
+        "gradient_accumulation_steps": 1,
+        "dataset": "tokens",
+        "out_dir": "out",
+        "wandb_log": False,
+        "device": device.type,
+        "dtype": dtype_name(pick_dtype(config.dtype, device)),
+        "compile": device.type == "cuda",
+    }
+    return [f"--{key}={value}" for key, value in settings.items()]
+
+
+def run_theirs(home: Path, arguments: list[str], **variables: str) -> Row:
+    """One run of nanoGPT's train.py. Raises ValueError with the end of its output if it fails."""
+    log = home / "log"
+
+    def steps() -> list[int]:
+        return [int(step) for step in re.findall(r"^iter (\d+): ", log.read_text(), re.MULTILINE)]
+
+    where = {"cwd": home, "env": os.environ | {"PYTHONUNBUFFERED": "1"} | variables}
+    code, seconds, arrivals = watch(["train.py", *arguments], log, steps, **where)
+    output = log.read_text()
+    losses = re.findall(r"val loss (\S+)", output)
+    if code or len(arrivals) < 4 or not losses:
+        raise ValueError(
+            f"nanoGPT's train.py {' '.join(arguments)} ended with code {code} after "
+            f"{len(arrivals)} rows: {output.strip()[-500:]}"
+        )
+    return {"seconds": seconds, "arrivals": arrivals, "val/loss": float(losses[-1])}
+
+
+def run_once(options: Options, home: Path, who: str, seq_len: int, steps: int) -> Row:
+    """The row of one run, without its round."""
+    caches = home / "caches" / f"{seq_len}-{[*options.attention, 'nanogpt'].index(who)}"
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    variables = {name: str(caches / name) for name in names}
+    if who == "nanogpt":
+        config = compose(*options.settings(options.attention[0], seq_len, steps))
+        run = run_theirs(home, their_arguments(config, options.eval_iters), **variables)
+    else:
+        run = timed_run(ROOT, home / "ours", options.settings(who, seq_len, steps), **variables)
+    for name in ("out", "ours"):  # the checkpoints are large
+        shutil.rmtree(home / name, ignore_errors=True)
+    # our last row arrives after the last evaluation
+    arrivals = {step: seconds for step, seconds in run["arrivals"].items() if step < steps}
+    timed = {"steps": steps, "tokens": steps * options.tokens, "arrivals": arrivals}
+    row = {"who": who, "seq_len": seq_len, "steps": steps, "tokens_per_sec": by_arrival(timed)}
+    kept = ("seconds", "val/loss", "memory/peak_gib", "arrivals")
+    return row | {name: run[name] for name in kept if name in run}
+
+
+def measure(options: Options, home: Path) -> Iterator[Row]:
+    """The row of every run; the programs take turns."""
+    for seq_len, steps in zip(options.seq_len, options.steps, strict=True):
+        for number in range(options.rounds):
+            for who in ("nanogpt", *options.attention):
+                row = run_once(options, home, who, seq_len, steps)
+                print(
+                    f"{who:28} {seq_len:>6} tokens, round {number}: {row['seconds']:.1f} s, "
+                    f"{row['tokens_per_sec']:,.0f} tokens/s, steps alone, "
+                    f"val loss {row['val/loss']:.3f}",
+                    flush=True,
+                )
+                yield {"round": number, "cold": number == 0} | row
+
+
+def compared(runs: list[Row]) -> list[Row]:
+    """How many times as fast as nanoGPT each attention is, at each length, in each round."""
+    found, groups = [], by(runs, "seq_len", "who")
+    for (seq_len, who), ours in groups.items():
+        if who != "nanogpt":
+            pairs = list(zip(groups[seq_len, "nanogpt"], ours, strict=False))
+            wall = [theirs["seconds"] / own["seconds"] for theirs, own in pairs]
+            steps = [own["tokens_per_sec"] / theirs["tokens_per_sec"] for theirs, own in pairs]
+            row = {"seq_len": seq_len, "who": who}
+            found.append(row | {"seconds": spread(wall), "tokens_per_sec": spread(steps)})
+    return found
+
+
+def spread(rounds: list[float]) -> Row:
+    """The figure of each round; and least, median and most of those with filled caches."""
+    warm = rounds[1:]
+    ends = {"least": min(warm), "median": median(warm), "most": max(warm)} if warm else {}
+    return {"rounds": rounds} | ends
+
+
+@command
+def main(options: Options) -> None:
+    head, before = options.head(), load_json(options.out) if options.out else {}
+    where = head["environment"]
+    if before and before["environment"]["hardware"]["gpu"] != where["hardware"]["gpu"]:
+        raise ValueError(f"{options.out} was measured on another device; name another file")
+    runs = [run for run in before.get("runs", []) if run["seq_len"] not in options.seq_len]
+    with tempfile.TemporaryDirectory() as home:
+        prepare(options, Path(home))
+        for row in measure(options, Path(home)):
+            runs.append(row | {"commit": where["commit"]})
+            options.save(head | {"ratios": compared(runs), "runs": runs})
+    for row in compared(runs):
+        for name, title in {"seconds": "whole runs", "tokens_per_sec": "steps alone"}.items():
+            cold, *warm = row[name]["rounds"]
+            ends = "{median:.2f} ({least:.2f} to {most:.2f})".format_map(row[name]) if warm else "-"
+            print(
+                f"{row['who']}, {row['seq_len']} tokens, {title}: {ends} times as fast as nanoGPT, "
+                f"{cold:.2f} with empty compiler caches"
+            )
+
+
+if __name__ == "__main__":
+    main()
