@@ -252,7 +252,9 @@ EXPLAINED = {
         "the mask is built inside the captured call, from numbers of the CPU", "by design"
     ),
     ("FlexAttention (compiled)", "strides and views"): Reason(
-        "an illegal memory access; which layout causes it is not measured yet", "open"
+        "it counts rows in 32 bits, so it reads outside where they are 2^31 elements apart "
+        "(its script was run in bf16)",
+        "https://github.com/pytorch/pytorch/issues/190857",
     ),
     ("FlexAttention (compiled)", "largest tensor"): Reason(
         "create_block_mask evaluates the mask of all N x M pairs, unless it is compiled too",

@@ -19,6 +19,7 @@ from scripts.drawing import for_both_papers
 SECTIONS = {
     "The two commands on two CPU cores": runs.laptop,
     "Broken on purpose: at GPT-2's size": runs.headline,
+    "Findings with 11 million parameters": runs.findings,
     "Properties": calls.verification,
     "Mutants": calls.mutants,
     "False alarms": calls.false_alarms,
@@ -31,7 +32,7 @@ SECTIONS = {
     "Longest sequences": calls.longest,
     "Predicted and measured memory of training": runs.predicted,
     "Training a GPT-2-sized model at 8,192 tokens": runs.training,
-    "Beside nanoGPT": runs.nanogpt,
+    "Beside nanoGPT": runs.beside_nanogpt,
     "Where a step goes": runs.profile,
     "One sequence over two GPUs": runs.several_gpus,
     "Four GPUs": runs.four_gpus,

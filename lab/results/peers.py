@@ -20,8 +20,8 @@ def tables(data: Row) -> str:
     counts = [row["forward_repeats"] for row in rows if "forward_repeats" in row]
     what = (
         f"{rows[0]['dtype']}, device time with an empty cache, calls in turns; TFLOP/s of medians "
-        f"of {min(counts)} to {max(counts)} calls, the best in bold. TFLOP/s count the scores that "
-        "the mask leaves."
+        f"of {max(counts)} calls, fewer where one takes long; the best in bold. TFLOP/s count the "
+        "scores that the mask leaves."
     )
     head, *lines = summary(rows)
     parts = [part for name in DIRECTIONS for part in (f"{name.capitalize()}:", speeds(rows, name))]

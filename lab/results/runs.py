@@ -85,6 +85,42 @@ def headline() -> str:
     return section(data, what, table(head, rows), pictures)
 
 
+def findings() -> str:
+    """The runs of the findings' recipes on a GPU: a line for each attention."""
+    data = load("findings_h200")
+    rows = []
+    for runs in grouped(data["runs"], _attention_of).values():
+        gradients = [max(filter(None, run["curves"]["grad_norm"])) for run in runs]
+        rows.append(
+            [
+                _attention_of(runs[0]),
+                spread(finite(runs, "val/loss")),
+                spread(finite(runs, "val/loss_exact")),
+                joined(finite(runs, "max_score"), "{:.0f}"),
+                joined(gradients, "{:.3g}"),
+            ]
+        )
+    run = data["runs"][0]
+    what = (
+        f"{run['parameters']:,} parameters (6 layers, 6 heads of 64), {run['seq_len']:,} tokens, "
+        f"{run['tokens'] // run['steps_done']:,} tokens a step, {run['steps_done']:,} steps, "
+        "PyTorch's own source as text. fp8 forward passes have one scale for a tensor."
+    )
+    head = ["attention", OWN, EXACT, "largest score", "largest norm of the gradient"]
+    return section(data, what, table(head, rows))
+
+
+def _attention_of(run: Row) -> str:
+    """A run's attention in words: its name, options and sinks."""
+    name = run["attention"].removeprefix("lab.findings.").removesuffix(":BACKEND")
+    usual = {"block_q", "softmax_dtype", "detach_max", "impl"}
+    options = {key: value for key, value in run["options"].items() if key not in usual}
+    sinks = (run.get("function") or {}).get("sinks")
+    return " ".join(
+        [name, *(f"{key}={value}" for key, value in (options | {"sinks": sinks}).items() if value)]
+    )
+
+
 def text() -> str:
     """The two defects beside exact attention on text: loss under their own attention and under
     exact attention.
@@ -856,10 +892,21 @@ def four_gpus() -> str:
     of_sweep = (
         f"A sweep of {len(sweep['jobs'])} jobs on four GPUs (`experiment=stabilisers` at GPT-2's "
         f"size) took {sweep['seconds']} seconds. The jobs took {sum(sweep['jobs'])} seconds "
-        f"together, so {busy:.1f} ran at a time. Not measured: 2 x 2 ranks, a sequence of over a "
-        "million tokens, eight GPUs."
+        f"together, so {busy:.1f} ran at a time."
     )
-    return section(data, what, formatted(columns, rows), *profiles(data["profiles"]), of_sweep)
+    square = data["two_by_two"]
+    times = joined([x / alone[square["seq_len"]] for x in square["tokens_per_sec"]], "{:.2f}")
+    two_by_two = (
+        f"2 x 2 ranks (`{square['command']}`, commit {square['commit'][:7]}) share "
+        f"{square['batch']} sequences of {square['seq_len']:,} tokens. Four rows of two steps had "
+        f"{times} times one GPU's tokens/s; {square['predicted_times']:.2f} was predicted. The "
+        "first rows include the capture of the step's graph. A GPU held "
+        f"{square['peak_gib']:.1f} GiB, {square['predicted_gib']:.1f} predicted. One GPU's "
+        "speed is the one above, of another "
+        "day. Not measured: a sequence of over a million tokens, eight GPUs."
+    )
+    parts = (*profiles(data["profiles"]), two_by_two, of_sweep)
+    return section(data, what, formatted(columns, rows), *parts)
 
 
 def profiles(found: list[Row]) -> tuple[str, str]:
