@@ -231,19 +231,30 @@ def _write(
     try:
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(parents=True)
-        save_file(tensors, fresh / WEIGHTS)
-        torch.save(state, fresh / TRAINING)
-        # safetensors creates files that only their owner can read
-        shutil.copymode(fresh / TRAINING, fresh / WEIGHTS)
-        if rows is not None:
-            (fresh / METRICS).write_bytes(rows)
-        files = {
-            path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-            for path in sorted(fresh.iterdir())
-        }
+        # a file is hashed and written to the disk while the next one is made
+        with ThreadPoolExecutor() as others:
+            pending: dict[str, tuple[Future[str], Future[None]]] = {}
+
+            def made(name: str) -> None:
+                file = fresh / name
+                pending[name] = others.submit(sha256_of, file), others.submit(sync, file)
+
+            save_file(tensors, fresh / WEIGHTS)
+            made(WEIGHTS)
+            if rows is not None:
+                (fresh / METRICS).write_bytes(rows)
+                made(METRICS)
+            torch.save(state, fresh / TRAINING)
+            made(TRAINING)
+            # safetensors creates files that only their owner can read
+            shutil.copymode(fresh / TRAINING, fresh / WEIGHTS)
+            files = {}
+            for name, (digest, synced) in sorted(pending.items()):
+                synced.result()
+                files[name] = {"bytes": (fresh / name).stat().st_size, "sha256": digest.result()}
         meta = {"format": FORMAT, "version": VERSION, **meta, "files": files}
         (fresh / META).write_text(json.dumps(meta | {"sha256": meta_checksum(meta)}, indent=2))
-        for path in (*fresh.iterdir(), fresh):
+        for path in (fresh / META, fresh):
             sync(path)
         rotate(fresh, run_dir, keep=keep)
     # safetensors and PyTorch report a full disk with errors of their own
