@@ -17,7 +17,8 @@ from conformance.backend_under_test import Subject
 from conformance.cases import ADVERSARIAL, Case
 from conformance.command import cells_of, parse_dialect
 from conformance.dialects import DIALECTS, Adapter, Target, pages_of, target
-from conformance.minimise import Minimiser, plain, with_options
+from conformance.memory_growth import LINEAR, LiveTensors
+from conformance.minimise import Minimiser, executed, plain, with_options
 from conformance.properties import examine
 from conformance.script_of_call import INPUTS, VIEWS, Call, input_lines, values_of, write
 from conformance.script_of_memory import write_memory
@@ -395,3 +396,22 @@ def test_an_attention_elsewhere_is_judged_by_its_file(tmp_path):
     np.savez(outputs, **{"B9/out": right[name]})
     with pytest.raises(ValueError, match="B9/out is not CASE/out"):
         list(exchange.judge(inputs, outputs))
+
+
+@pytest.mark.parametrize(("name", "quadratic"), [("naive", True), ("tiled", False)])
+def test_a_script_for_a_gpu_measures_the_peak(name, quadratic, monkeypatch):
+    """The allocator's figures are replaced with those of the tensors that operators make here."""
+    found = target(name)
+    subject = Subject(found.backend, "cuda", FP32)
+    text = write_memory(with_options(found, subject.backend), subject, "largest")
+    assert 'print(f"peak bytes: ' in text
+    with LiveTensors() as live:
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: live.bytes)
+        monkeypatch.setattr(
+            torch.cuda, "reset_peak_memory_stats", lambda: setattr(live, "peak", live.bytes)
+        )
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: live.peak)
+        shorter = text.replace("2048", "64").replace("8192", "256").replace("'cuda'", "'cpu'")
+        variables = executed(shorter)
+    assert (variables["exponent"] > LINEAR) == quadratic
