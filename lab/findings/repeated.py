@@ -222,6 +222,16 @@ def of_fp8_forward(found: Row) -> list[Figure]:
     return figures
 
 
+def of_fp8_large_scores(found: Row) -> list[Figure]:
+    size = min(row["parameters"] for row in found["training"] if row["parameters"] > 500_000)
+    runs = by((row for row in found["training"] if row["parameters"] == size), "variant")
+    ends = [row["steps"] if row["status"] == "diverged" else None for row in runs["unrounded"]]
+    figures = [Figure("diverges at step, unrounded", ends, "{:.0f}")]
+    for name in ("bf16", "rounded"):
+        figures.append(Figure(f"loss, {name}", [row["loss"] for row in runs[name]]))
+    return figures
+
+
 def of_agree(found: Row) -> list[Figure]:
     divergent = [
         sum(each < run["tokens"] for each in pair["equal_tokens"])
@@ -263,6 +273,7 @@ FINDINGS: dict[str, tuple[str, Callable[[Row], list[Figure]]]] = {
     "lazy_rescaling": ("lazy_rescaling", of_lazy_rescaling),
     "bf16_accumulators": ("bf16_accumulators", of_bf16_accumulators),
     "fp8_forward": ("fp8_forward", of_fp8_forward),
+    "fp8_large_scores": ("fp8_large_scores", of_fp8_large_scores),
     "polynomial_exp2": ("polynomial_exp2_bf16_cpu", of_polynomial_exp2),
     "agree": ("agree_bf16_cpu", of_agree),
     "agree_fp32": ("agree_fp32_cpu", of_agree),
