@@ -49,7 +49,7 @@ CONTEXT = {
     "heads": "parallel.context={ranks} parallel.how=heads",
     "ring": "parallel.context={ranks} parallel.how=ring",
 }
-PAIRS = {"pairs": "parallel.context=2 batch_size={pairs}"}  # two ranks share each sequence
+PAIRS = {"pairs": "parallel.context=2 batch_size={pairs}"}  # two of several ranks share a sequence
 CASES = {
     "data": Case(
         "seq_len=1024 steps=130 log_every=20",
@@ -109,17 +109,19 @@ class Jobs:
         }
 
 
-def ways_of(case: Case) -> Iterator[tuple[str, str]]:
+def ways_of(case: Case, ranks: int) -> dict[str, str]:
     """Each way and its settings."""
-    yield "alone", case.alone
-    yield from case.ways.items()
+    ways = {"alone": case.alone} | case.ways
+    if ranks == 2:  # all ranks are one pair, so that "pairs" would be "heads" again
+        ways.pop("pairs", None)
+    return ways
 
 
 def turns(options: Options) -> Iterator[tuple[str, str, str]]:
     """The runs, in order: case, way, and all of its settings."""
     for _ in range(options.rounds):
         for name in options.cases:
-            for way, settings in ways_of(CASES[name]):
+            for way, settings in ways_of(CASES[name], options.ranks).items():
                 yield name, way, f"{CASES[name].settings} {settings}"
 
 
@@ -150,7 +152,8 @@ def main(options: Options) -> None:
             ratios = compared(runs[name])
             if way in ratios:
                 print(f"{name}, {way}: {ratios[way][-1]:.3f} times one GPU", flush=True)
-            asked = {"settings": CASES[name].settings, "ways": dict(ways_of(CASES[name]))}
+            ways = ways_of(CASES[name], options.ranks)
+            asked = {"settings": CASES[name].settings, "ways": ways}
             rows[name] = asked | {"times_one_gpu": ratios, "runs": runs[name]}
             head = {"environment": where, "overrides": options.overrides, "ranks": options.ranks}
             write_json(options.out, head | {"cases": rows})
