@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 from importlib import import_module
 from pathlib import Path
@@ -81,7 +82,7 @@ def test_a_signal_after_the_last_step_leaves_a_completed_run(monkeypatch, tmp_pa
 
 
 def test_ctrl_c_after_a_job_ends_its_sweep(monkeypatch, tmp_path):
-    """That job counts as completed; the table lists the others."""
+    """That job counts as completed. One that runs later joins the table in its file."""
     send_at(monkeypatch, "training.recorder.draw_loss_curve", signal.SIGINT)
     done = run(*tiny_sweep(tmp_path, "seed=0,1,2", "eval_every=0"))
     assert done.code == 130 and [row["status"] for row in index(tmp_path)] == [
@@ -91,6 +92,9 @@ def test_ctrl_c_after_a_job_ends_its_sweep(monkeypatch, tmp_path):
     ]
     table = (tmp_path / "table.txt").read_text()
     assert "completed" in table and table in done.output
+    command = index(tmp_path)[1]["command"]
+    assert run(*shlex.split(command)[2:]).code == 0
+    assert (tmp_path / "table.txt").read_text().count("completed") == 2
 
 
 @posix

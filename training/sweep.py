@@ -38,7 +38,7 @@ from training.text_table import text_table
 log = logging.getLogger("tilegpt")
 
 RUN_FILES = ("summary.json", "metrics.jsonl", "config.yaml")
-INDEX, LOCK = "index.jsonl", ".lock"
+INDEX, LOCK, TABLE = "index.jsonl", ".lock", "table.txt"
 # folders of a run or a sweep that hold no runs
 OTHER_FOLDERS = ("wandb", "checkpoint", "report_figures", "tensorboard")
 # {title in the summary table: (key of a run, format)}
@@ -137,6 +137,11 @@ class SweepSummary(Callback):
 
     def on_run_end(self, config: Any, job_return: Any, **kwargs: Any) -> None:
         """Print the table of a single run and set its exit code, by what main() returned."""
+        sweep = Path(config.hydra.run.dir).absolute().parent
+        # a job that goes on alone, or runs later, joins its sweep
+        if (sweep / INDEX).is_file() and (sweep / TABLE).is_file():
+            with contextlib.suppress(OSError):  # the run itself is saved
+                write_table(sweep)
         if job_return.status.name != "COMPLETED":
             return
         result = job_return.return_value
@@ -202,8 +207,7 @@ def finish_sweep(folder: Path, code: int) -> NoReturn:
         # a launcher that was stopped gives its jobs no time to report how they ended
         if row.get("status") == "not started" and run_dir.is_dir():
             write_index_row(folder, as_planned(row) | read_run(run_dir) | {"dir": run_dir.name})
-    table = summary_table(read_sweep(folder))
-    write_file(folder / "table.txt", f"{table}\n")  # first: printing may fail
+    table = write_table(folder)  # first: printing may fail
     print(f"\n{table}")
     if missing := not_started(folder):
         print(f"{len(missing)} of {len(rows)} jobs not started")
@@ -213,6 +217,13 @@ def finish_sweep(folder: Path, code: int) -> NoReturn:
     if any((folder / "wandb").glob("offline-run-*")):
         print(f"wandb: wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*")
     raise SystemExit(code)
+
+
+def write_table(folder: Path) -> str:
+    """Write the table of a sweep to its file; returns it."""
+    table = summary_table(read_sweep(folder))
+    write_file(folder / TABLE, f"{table}\n")
+    return table
 
 
 def as_planned(row: Row) -> Row:
