@@ -44,6 +44,7 @@ from training.files import check_writable, write_json
 from training.memory import is_out_of_memory, release_memory
 from training.names import as_typed, differing_settings
 from training.schedule import chosen_attention, needed_features
+from training.sweep import remark
 from training.trained import Trained, data_of, load_trained, read_run_config
 
 TILES = ("block_q", "block_kv")
@@ -139,7 +140,8 @@ def load_checkpoint(folder: Path, summary: Row, setting: dict[str, str]) -> Chec
         missing = "no run directory: without summary.json, metrics.jsonl and checkpoint"
         raise ValueError(summary.get("error") or missing)
     if summary["status"] not in JUDGED:
-        raise ValueError(summary["status"])
+        why = ": ".join(filter(None, [summary["status"], remark(summary)]))
+        raise ValueError(f"{why}; only runs that are {', '.join(JUDGED)} are evaluated")
     config = read_run_config(folder)
     backends = chosen_attention(config.attention)
     read_meta(folder)

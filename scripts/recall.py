@@ -14,7 +14,7 @@ sweeps or folders of either, and
 It prints the accuracy of each variant and length, and the first length at which less than half is
 right. The JSON file gets the settings of the runs, and for each run and length a row with the
 correct answers by distance between question and answer. The figures beside it have a light and a
-dark version.
+dark version. Runs that failed, ran out of memory or never ended are left out, with a line each.
 """
 
 import os

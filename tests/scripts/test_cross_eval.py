@@ -210,7 +210,8 @@ def test_a_folder_of_ruins(sweep, tmp_path, capsys):
     for name, status in (("failed", "failed"), ("oom", "oom")):
         shutil.copytree(sweep / "0", tmp_path / name)
         summary = json.loads((tmp_path / name / "summary.json").read_text())
-        (tmp_path / name / "summary.json").write_text(json.dumps(summary | {"status": status}))
+        summary |= {"status": status, "error": "RuntimeError: no more"}
+        (tmp_path / name / "summary.json").write_text(json.dumps(summary))
     shutil.copytree(sweep / "1", tmp_path / "torn")
     (tmp_path / "torn/summary.json").write_text('{"status": "comp')
     shutil.copytree(sweep / "1", tmp_path / "no_checkpoint")
@@ -226,7 +227,7 @@ def test_a_folder_of_ruins(sweep, tmp_path, capsys):
     cross_eval.main([str(tmp_path), "under=sdpa", "sequences=1"])
     said = capsys.readouterr().err.splitlines()
     for name, reason in {
-        "failed": "failed",
+        "failed": "failed: RuntimeError: no more; only runs that are completed, ",
         "oom": "oom",
         "torn": "unfinished",
         "conf": "no run directory",
