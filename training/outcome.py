@@ -83,14 +83,30 @@ def outcome_of(
         return {"status": "failed", "error": reason}
     reason = str(error) or type(error).__name__
     # the message of our ValueError or OSError tells users what to fix; other errors are bugs
-    if not isinstance(error, (ValueError, OSError)) or is_foreign(error):
-        log.error("".join(traceback.format_exception(error)))
-        reason = with_place(error)
     way_out = ""
+    if not isinstance(error, (ValueError, OSError)) or is_foreign(error):
+        way_out = _log_traceback(error)
+        reason = with_place(error)
     if isinstance(error, OSError) and (run_dir / "checkpoint").exists():
-        way_out = f"; {resume_command(run_dir)}"
+        way_out += f"; {resume_command(run_dir)}"
     log.error(f"error: {reason}{way_out}")
     return {"status": "failed", "error": reason}
+
+
+def _log_traceback(error: Exception) -> str:
+    """Log the traceback; in files only, if users need no more than the place in their own file.
+
+    Returns what the line of the error adds about it.
+    """
+    text = "".join(traceback.format_exception(error))
+    handlers = [*log.handlers, *(logging.root.handlers if log.propagate else ())]
+    files = [each for each in handlers if isinstance(each, logging.FileHandler)]
+    if not is_foreign(error) or not files:
+        log.error(text)
+        return ""
+    for file in files:
+        file.handle(logging.LogRecord(log.name, logging.ERROR, "", 0, text, (), None))
+    return f"; its traceback is in {files[0].baseFilename}"
 
 
 def _stopped_after(status: str) -> Row:

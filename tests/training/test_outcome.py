@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import math
 import pickle
 import re
@@ -79,14 +80,23 @@ def test_an_error_outside_the_loop(tmp_path, caplog, status, error, new, said):
 
 
 @pytest.mark.parametrize("error", [ValueError, OSError, RuntimeError])
-def test_an_error_in_a_users_file_is_located(tmp_path, caplog, error):
-    """A regression test: a ValueError or OSError was its bare message, without file or line."""
+def test_an_error_in_a_users_file_is_located(tmp_path, monkeypatch, caplog, error):
+    """Regression tests: a ValueError or OSError was its bare message, without file or line; and the
+    terminal showed the traceback, which belongs in the file of the log.
+    """
+    file = logging.FileHandler(tmp_path / "train.log")
+    monkeypatch.setattr(outcome.log, "handlers", [file])
     try:
         raise error("not mine")
     except Exception as raised:
         found = outcome_outside_training(raised, "running", tmp_path)
+    file.close()
     said = rf"{error.__name__}: not mine \(.*test_outcome.py, line \d+\)"
-    assert re.fullmatch(said, found["error"]) and "Traceback" in caplog.text
+    assert re.fullmatch(said, found["error"])
+    line = f"error: {found['error']}; its traceback is in {tmp_path / 'train.log'}"
+    assert caplog.messages == [line]
+    logged = (tmp_path / "train.log").read_text()
+    assert "Traceback" in logged and logged.endswith(f"{line}\n")
 
 
 @pytest.mark.parametrize(
