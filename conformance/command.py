@@ -60,7 +60,7 @@ from conformance.files import check_writable, write_file
 from conformance.fuzz import Tally, finite, fuzz
 from conformance.minimise import Minimiser
 from conformance.probe import probe
-from conformance.properties import PROPERTIES, SLOW, Cell, Property, check_breaks, examine
+from conformance.properties import PROPERTIES, SLOW, Cell, Property, examine
 
 DTYPES = {name: dtype for dtype, name in SHORT.items()}
 LARGEST_SEED = 10**12  # each call has a seed of its own, of 64 bits
@@ -177,7 +177,6 @@ def run(words: list[str]) -> str | None:
     (text,), options, changes = read(words, ("pkg.module:NAME",), *keys, *DIALECT_KEYS)
     set_up(torch.device(options.device))
     found = target(text, options.dialect, changes)
-    check_breaks(found.backend)
     rows = []
     for dtype in options.dtypes:
         subject = Subject(found.backend, options.device, dtype, options.cases, options.seed)
