@@ -356,9 +356,9 @@ def run_quiz(words: list[str]) -> str | None:
         print(quiz.listed())
         return None
     (text,), options, _ = read(words, ("NUMBER",), "out", "fix", "hint")
+    number, exercise = quiz.numbered(text)
     if not (options.out or options.fix or options.hint):
         raise ValueError("quiz takes a number, and with it out=FOLDER, fix=FILE or hint=true")
-    number, exercise = quiz.numbered(text)
     if options.out:
         for file in quiz.write(number, exercise, Path(options.out)):
             print(file)

@@ -102,6 +102,7 @@ def test_the_package_page_shows_what_the_judge_prints(monkeypatch, tmp_path, cap
     [
         (["0", "hint=true"], "no exercise 0; they go from 1 to"),
         (["one", "hint=true"], "no exercise one"),
+        (["99"], "no exercise 99; they go from 1 to"),  # said what else a number needs
         (["1"], "quiz takes a number, and with it"),
         (["1", "into=x"], "no key 'into'; the keys are: out, fix, hint"),
         (["1", "out=nowhere"], "out=nowhere is not a folder"),
