@@ -83,8 +83,13 @@ def import_object(
     module: str, name: str, *, called: str, find: Callable[[Any, str], Any] = getattr
 ) -> Any:
     """find(module, name), for a module in the current folder or anywhere on Python's path. Raises
-    ValueError, which names the object as `called`, for any error in the module.
+    ValueError, which names the object as `called`, for a file's path and any error in the module.
     """
+    if module.endswith(".py"):
+        folder, file = os.path.split(module)
+        where = f", and PYTHONPATH={folder} before the command" if folder not in ("", ".") else ""
+        way_out = f"{file.removesuffix('.py')}:{name}{where}"
+        raise ValueError(f"{called} names a file; name its module: {way_out}")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:

@@ -551,6 +551,14 @@ def test_a_users_backend_in_twenty_lines(my_module):
         (":BACKEND", "attention=:BACKEND must read pkg.module:NAME"),
         ("my_attention:", "must read pkg.module:NAME"),
         (
+            "my_attention.py:BACKEND",
+            "attention=my_attention.py:BACKEND names a file; name its module: my_attention:BACKEND",
+        ),
+        (
+            "/own/mine.py:X",
+            "its module: mine:X, and PYTHONPATH=/own before the command",
+        ),
+        (
             "not_there:BACKEND",
             "attention=not_there:BACKEND cannot be loaded: ModuleNotFoundError: No module "
             "named 'not_there'",

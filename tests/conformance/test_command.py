@@ -118,6 +118,7 @@ def test_a_student_hears_what_the_course_would_not_have_said(attn_conform, monke
         ("judge README.md README.md", "README.md is no .npz file of arrays"),
         ("judge nope.npz nope.npz", "nope.npz cannot be read: No such file or directory"),
         ("run ATTENTIONS:torch.nn.Linear dialect=fa", "it is a class: name an object of it"),
+        ("run mine.py:attend", "mine.py:attend names a file; name its module: mine:attend"),
         ("run ATTENTIONS:scores", "cannot be loaded: AttributeError"),
         ("probe ATTENTIONS:math.pi", "must be a function or a Backend; it is a float"),
         ("probe", "got nothing where pkg.module:NAME is expected"),
