@@ -24,14 +24,16 @@ Arguments are key=value, lists with commas; all have a default:
     repeats       timed calls of each; fewer if one takes long (20)
     pause         seconds of rest before each timed call (0)
     allow_broken  time backends whose results are wrong, and mark their rows (false)
+    check         false: check no results first, and mark every row as unchecked (true)
     max_length    search the longest sequence instead of timing (false)
     memory_gib    max_length: with this much memory (all)
     limit_s       max_length: no single trial longer than this (20)
     out           write the rows to this JSON file
     append        keep the file's rows, if the same code on the same machine made them
 
-A backend whose results are wrong is not timed, unless allow_broken=true. The check's verdict is
-kept for the same commit, options and machine. Memory is the peak above what was allocated before
+A backend whose results are wrong is not timed, unless allow_broken=true. Both need the check, which
+takes minutes on a GPU. Its verdict is kept for the same commit, options and machine, but not for a
+backend of your own. Memory is the peak above what was allocated before
 the call: q, k, v and the incoming gradient do not count. On a GPU it is the memory of PyTorch's
 allocator, also as reserved; on a CPU, that of the tensors that operators make.
 
@@ -104,6 +106,7 @@ class Options:
     repeats: Count = 20
     pause: float = 0.0
     allow_broken: bool = False
+    check: bool = True
     max_length: bool = False
     memory_gib: list[Annotated[float, 1e-3]] | None = None
     limit_s: Annotated[float, 1e-3] = 20.0
@@ -135,7 +138,8 @@ def wrong_results(
     if file and file.is_file():
         return json.loads(file.read_text())["red"]
     # on a GPU this compiles every kernel, which takes minutes
-    print(f"checking the results of {backend.name} in {dtype_name(dtype)} first", file=sys.stderr)
+    what = f"the results of {backend.name} in {dtype_name(dtype)}"
+    print(f"checking {what} first; check=false leaves that out", file=sys.stderr)
     red = red_properties(backend, device=device, dtype=dtype)
     if file:
         with contextlib.suppress(OSError):  # otherwise it is checked again next time
@@ -214,7 +218,7 @@ def main(options: Options) -> None:
         text: {
             dtype: wrong_results(backend, device=device, dtype=dtype, where=where)
             for dtype in dtypes
-            if dtype in backend.dtypes
+            if options.check and dtype in backend.dtypes
         }
         for text, backend in backends.items()
     }
@@ -236,6 +240,8 @@ def main(options: Options) -> None:
         for row in asked:
             if found := red[row["attention"]].get(dtype):
                 row["broken"] = found
+            if not options.check:
+                row["unchecked"] = True
         if options.max_length:
             for row in asked:
                 rows += search(backends[row["attention"]], row, options, device, dtype)
@@ -306,6 +312,7 @@ def describe(row: Row) -> str:
         f"{row['attention']:<28} {row['dtype']:<8} N={row['seq_len']:<7} D={row['head_dim']:<4}"
         + (f"{row['feature']:<8}" if "feature" in row else "")
         + ("BROKEN " if "broken" in row else "")
+        + ("unchecked " if "unchecked" in row else "")
     )
     if "oom" in row:
         return f"{head} out of memory: {row['oom']['message'][:90]}"

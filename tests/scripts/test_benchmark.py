@@ -411,6 +411,15 @@ def test_a_backend_with_wrong_results_can_be_timed_and_is_marked(run_benchmark, 
     assert output.count("BROKEN") == 2
 
 
+def test_a_backend_whose_results_are_not_checked_is_marked(run_benchmark, monkeypatch):
+    """allow_broken=true refuses nothing, but still checks for minutes on a GPU."""
+    monkeypatch.setattr(benchmark, "wrong_results", None)
+    own = "attention=tests.scripts.test_benchmark:WRONG"
+    rows, output = run_benchmark(own, "check=false", *SMALL)
+    assert [(row["unchecked"], "broken" in row) for row in rows] == [(True, False)] * 2
+    assert output.count("unchecked") == 2
+
+
 def test_a_verdict_is_kept_for_the_same_code_alone(monkeypatch, tmp_path):
     checked, where = [], {"commit": "a", "dirty": False, "versions": {}, "hardware": {}}
     monkeypatch.setenv("TILEGPT_CACHE", str(tmp_path))
