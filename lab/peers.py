@@ -27,6 +27,7 @@ of attention(), which are the same for all. A row has the median, least and most
 FLASH_ATTENTION_4 is also a backend for scripts.benchmark. It needs `pip install flash-attn-4`.
 """
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,7 +58,11 @@ def __getattr__(name: str) -> Backend:
     """FLASH_ATTENTION_4, whose package is loaded where it is used."""
     if name != "FLASH_ATTENTION_4":
         raise AttributeError(f"module {__name__} has no attribute {name}")
-    from flash_attn.cute import flash_attn_func
+    try:
+        from flash_attn.cute import flash_attn_func
+    except ModuleNotFoundError as error:
+        way_out = "pip install flash-attn-4, or leave it out of attention="
+        raise ModuleNotFoundError(f"{error}; {way_out}") from error
 
     def call(
         q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, window: int | None = None
@@ -196,9 +201,11 @@ def measured(
     expected: list[Tensor] = []
     ours, found = next(iter(calls)), {}
     for text, make in calls.items():
+        print(f"{name}: comparing {text}", file=sys.stderr, flush=True)
         step = partial(compared, make, expected)
         found[text] = attempt(step, device, tolerant=text != ours) or {}
     expected.clear()  # the measurements need the memory
+    print(f"{name}: timing", file=sys.stderr, flush=True)
     kinds = [(Measurement, options.repeats, {})]
     if name in options.eager:
         kinds.append((Eager, CALLS, {"rounds": WINDOWS}))
@@ -263,6 +270,8 @@ def main(options: Options) -> None:
     torch._functorch.config.donated_buffer = False
     device, start = pick_device(options.device), time.monotonic()
     backends = {text: parse_backend(text) for text in options.attention}
+    if device.type == "cpu":
+        print("these shapes are a GPU's: one may take an hour on a CPU", file=sys.stderr)
     result: Row = {"environment": measured_on(device), "rows": []}
     for name in SHAPES if "all" in options.shapes else options.shapes:
         if time.monotonic() - start > options.seconds:

@@ -25,7 +25,7 @@ from lab.findings.finding import OWN, curves, finding, finish, plot_groups
 from lab.findings.fp8_forward import BACKEND, BACKWARD
 from scripts.drawing import new_figure
 from scripts.runs import runs_below
-from scripts.tables import Row, by, mean, spread, table
+from scripts.tables import Row, by, mean, most, spread, table
 
 ENDED = ("completed", "diverged", "interrupted")
 SCORE, GRADIENT = "attention/max_score", "grad_norm"
@@ -99,7 +99,7 @@ def in_text(found: Row) -> str:
     columns = {name: spread(name, form) for name, form in names.items()} | {"dq": mean("dq")}
     training = {
         "largest score": spread("largest_score", "{:.0f}"),
-        "largest gradient": mean("largest_gradient"),
+        "largest gradient": most("largest_gradient"),
         "held-out loss": spread("loss", "{:.3f}"),
     }
     return "\n\n".join(
