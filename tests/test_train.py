@@ -419,3 +419,14 @@ def test_of_other_packages_only_warnings_are_shown(tmp_path, monkeypatch):
     assert done.code == 0, done.output
     for text in (done.output, (tmp_path / "run/train.log").read_text()):
         assert "a warning" in text and "step     1/1" in text and "a remark" not in text
+
+
+def test_an_attention_that_stops_being_exact_is_named(tmp_path):
+    """It passes the check before the run."""
+    drifts = ["attention=tests.user_backends:DRIFTS", "steps=40", "eval_every=40"]
+    done = run(*tiny(tmp_path / "run", *drifts))
+    assert done.code == 0, done.output
+    said = r"attention=tests.user_backends:DRIFTS is labelled exact and is not: val/loss \d"
+    assert re.search(said, done.output), done.output
+    done = run(*tiny(tmp_path / "defect", "attention=no_rescale", "steps=2"))
+    assert done.code == 0 and "labelled exact" not in done.output

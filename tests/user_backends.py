@@ -98,3 +98,16 @@ def deaf(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, **arguments) ->
 
 
 DEAF = Backend("deaf", deaf, features=frozenset({"gqa", "window"}))
+
+calls = 0
+
+
+def drifts(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> AttentionOutput:
+    """Exact in its first 30 calls, and in the checks before a run."""
+    global calls
+    calls += 1
+    output = right(q, k, v, causal=causal, scale=scale)
+    return output if calls <= 30 else AttentionOutput(output.out * 1.5)
+
+
+DRIFTS = Backend("drifts", drifts)

@@ -15,6 +15,9 @@ from training.phases import doing
 from training.ranks import ALONE, Ranks
 from training.sharing import on_ranks
 
+# nats: this project's exact attentions differed by at most 0.00008, in bfloat16
+SAME_LOSS = 0.001
+
 
 def evaluate(
     model: GPT,

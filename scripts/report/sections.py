@@ -23,6 +23,7 @@ from scripts.report.page import Card, Figure, Table, Text
 from scripts.report.ranking import Ranking, answer
 from scripts.report.runs import Run, ended, measured
 from scripts.tables import grouped, mean_and_deviation
+from training.evaluate import SAME_LOSS
 from training.resume import changes_in_words
 from training.sweep import COLUMNS, in_order, remark
 
@@ -31,8 +32,7 @@ SPEEDS = (
     "checkpoints. "
     "In the tables it stands beside tokens/s, which is by the wall clock with all of these."
 )
-# this project's exact attentions differed by at most 0.00008 nats, in bfloat16
-SAME_LOSS, FAR_APART = 0.001, 0.05
+FAR_APART = 0.05  # nats
 SCORE_LIMITS = {dtype_name(dtype): limit for dtype, limit in LIMITS.items()}
 NEAR = 0.8  # share of a limit
 HELD_OUT = ("val/loss", "val/loss_exact", "val/accuracy")
