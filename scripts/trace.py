@@ -256,8 +256,9 @@ def pick_backend(name: str) -> Backend:
         traceable = ", ".join(
             name for name, each in BACKENDS.items() if each.observable or plays_ring(each)
         )
+        own = "with observable=True it must call observer= after each; " if ":" in name else ""
         raise ValueError(
-            f"attention={name} shows nothing of its tiles while it runs; these can be "
+            f"attention={name} shows nothing of its tiles while it runs; {own}these can be "
             f"traced: {traceable}"
         )
     return backend

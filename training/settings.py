@@ -149,6 +149,8 @@ def _unread_option(name: str, attention: AttentionConfig, options: list[str]) ->
     own = f"its options: {', '.join(options)}" if options else "it has no options"
     others = [other for other, backend in BACKENDS.items() if name in _options_of(backend)]
     instead = "name an option that it has"
-    if others:
+    if ":" in attention.backend_name:
+        instead = f"declare it in your Backend(..., options={{{name!r}: DEFAULT}})"
+    elif others:
         instead = f"choose an attention that has it: {', '.join(others)}"
     return Unread(f"attention={attention.backend_name} has no option {name} ({own})", instead)

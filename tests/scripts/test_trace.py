@@ -339,6 +339,7 @@ def test_a_run_whose_earlier_layer_broke(tmp_path):
             "traced: tiled, ",
         ),
         (["attention=sdpa"], "these can be traced: tiled, "),
+        (["attention=tests.user_backends:RIGHT"], "with observable=True it must call observer="),
         (
             ["attention=tests.user_backends:NOPE"],
             "attention=tests.user_backends:NOPE cannot be loaded",

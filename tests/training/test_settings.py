@@ -33,6 +33,8 @@ def test_a_setting_is_read_under_some_choices_alone():
         "tiled" in settings["attention.block_kv"].instead
         and "naive" not in settings["attention.block_kv"].instead
     )
+    own = RunConfig(attention=AttentionConfig("tests.user_backends:RIGHT", block_kv=16))
+    assert "options={'block_kv': D" in conditional_settings(own)["attention.block_kv"].instead
     assert conditional_settings(RunConfig()) == {}
 
 
