@@ -116,7 +116,8 @@ BACKEND = Backend(
 @finding
 def main(paths: list[Path], device: torch.device) -> Row:
     training, calls, gradients = [], [], []
-    for run, summary in completed_runs(paths).items():
+    needed = ("options.narrow", "options.delta", OWN)
+    for run, summary in completed_runs(paths, "bf16_accumulators", *needed).items():
         chosen = {name: summary["options"][name] for name in ("narrow", "delta")}
         training.append({"seed": summary["seed"]} | chosen | {"curves": curves(run, OWN)})
         if chosen == {"narrow": "neither", "delta": "exact"}:

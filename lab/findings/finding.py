@@ -54,12 +54,30 @@ def publish(
     draw(found, out.with_suffix(".png"))
 
 
-def completed_runs(folders: Iterable[Path]) -> dict[Path, Row]:
-    """The summary of each completed run. Raises ValueError if there is none."""
+def completed_runs(folders: Iterable[Path], recipe: str, *needed: str) -> dict[Path, Row]:
+    """The summary of each completed run. Raises ValueError if there is none, or as check_recipe()
+    does.
+    """
     found = {path: row for path, row in runs_below(folders).items() if row["status"] == "completed"}
     if not found:
         raise ValueError(f"no completed run in {', '.join(map(str, folders))}")
+    check_recipe(found, recipe, *needed)
     return found
+
+
+def check_recipe(runs: Mapping[Path, Row], recipe: str, *needed: str) -> None:
+    """Raise ValueError if a run lacks a setting or figure that those of the recipe have, such as
+    max_score or options.scaling.
+    """
+    for run, summary in runs.items():
+        for name in needed:
+            value: Any = summary
+            for key in name.split("."):
+                value = (value or {}).get(key)
+            if value is None:
+                raise ValueError(
+                    f"{run} has no {name}: name only runs of the recipe experiment={recipe}"
+                )
 
 
 def curves(run: Path, *columns: str) -> Row:

@@ -148,7 +148,7 @@ BACKEND = Backend(
 @finding
 def main(paths: list[Path], device: torch.device) -> Row:
     training, calls = [], []
-    for run, summary in completed_runs(paths).items():
+    for run, summary in completed_runs(paths, "fp8_forward", "options.scaling", OWN).items():
         case = {"seed": summary["seed"], "scaling": summary["options"]["scaling"]}
         training.append(case | {"curves": curves(run, OWN)})
         if case["scaling"] == "bf16":

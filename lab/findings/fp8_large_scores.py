@@ -21,7 +21,7 @@ import torch
 
 from lab.claims.inputs import relative
 from lab.findings.captured import Captured, called, scores_of
-from lab.findings.finding import OWN, curves, finding, finish, plot_groups
+from lab.findings.finding import OWN, check_recipe, curves, finding, finish, plot_groups
 from lab.findings.fp8_forward import BACKEND, BACKWARD
 from scripts.drawing import new_figure
 from scripts.runs import runs_below
@@ -35,13 +35,11 @@ SEEDS = range(3)
 
 @finding
 def main(paths: list[Path], device: torch.device) -> Row:
-    training = [
-        described(run, summary)
-        for run, summary in sorted(runs_below(paths).items())
-        if summary["status"] in ENDED
-    ]
-    if not training:
+    runs = {run: row for run, row in sorted(runs_below(paths).items()) if row["status"] in ENDED}
+    if not runs:
         raise ValueError(f"no run that trained in {', '.join(map(str, paths))}")
+    check_recipe(runs, "fp8_large_scores", "options.scaling")
+    training = [described(run, summary) for run, summary in runs.items()]
     calls = [
         {"size": size, "seed": seed} | row
         for size, seed in product(SIZES, SEEDS)

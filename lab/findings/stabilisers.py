@@ -23,7 +23,7 @@ import torch
 
 from attention import LIMITS
 from config import RunConfig
-from lab.findings.finding import finding, finish
+from lab.findings.finding import check_recipe, finding, finish
 from scripts.drawing import new_figure
 from scripts.runs import runs_below
 from scripts.tables import Row, by, listed, spread, table
@@ -44,6 +44,9 @@ def main(paths: list[Path], device: torch.device) -> Row:
         for run, summary in runs_below(paths).items()
         if summary["status"] in ("completed", "diverged")
     }
+    # the recipe sets a learning rate, which names some of its runs
+    rated = {run: {"optim": {"lr": config.optim.lr}} for run, (config, _) in ended.items()}
+    check_recipe(rated, "stabilisers", "optim.lr")
     rates = [config.optim.lr for config, _ in ended.values()]
     usual = mode(rates) if rates else None
     runs = [described(run, config, summary, usual) for run, (config, summary) in ended.items()]
@@ -62,6 +65,8 @@ def described(run: Path, config: RunConfig, summary: Row, usual_lr: float | None
     if fuse:
         return row
     rows = [row for row in read_metrics(run / "metrics.jsonl") if BY_HEAD in row]
+    figures = {run: summary | {BY_HEAD: rows or None}}
+    check_recipe(figures, "stabilisers", "max_score", "val/loss", BY_HEAD)
     by_head = torch.tensor([row[BY_HEAD] for row in rows], dtype=torch.float64)  # (rows, layers, H)
     return row | {
         "largest_score": round(summary["max_score"], 2),

@@ -46,7 +46,8 @@ LEAST_TILE = 16  # keys, of the smaller of the two tiles that the detector compa
 
 @finding
 def main(paths: list[Path], device: torch.device) -> Row:
-    folders = completed_runs(paths)
+    needed = ("options.block_kv", "max_score", OWN, EXACT)
+    folders = completed_runs(paths, "tile_size", *needed)
     runs = [described(run, summary) for run, summary in folders.items()]
     size = by_size(runs)
     tile = min((row["block_kv"] for row in size), key=lambda tile: (tile < LEAST_TILE, tile))

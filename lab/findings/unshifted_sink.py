@@ -69,7 +69,8 @@ VARIANTS = {"exact": get_backend("tiled"), "unshifted": BACKEND}
 @finding
 def main(paths: list[Path], device: torch.device) -> Row:
     training, tests = [], []
-    for run, summary in completed_runs(paths).items():
+    runs = completed_runs(paths, "unshifted_sink", "function.sinks", OWN, EXACT)
+    for run, summary in runs.items():
         name = "exact" if summary["attention"] == "tiled" else "unshifted"
         curve, trained = curves(run, OWN, EXACT), weights_of(run, SEQUENCES, device)
         sinks = {"true": "learned", "zero": "zero"}[summary["function"]["sinks"]]

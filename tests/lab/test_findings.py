@@ -284,10 +284,23 @@ def test_stabilisers_of_a_sweep(tmp_path):
     assert (tmp_path / "found_dark.png").is_file()
 
 
-@pytest.mark.parametrize(
-    "module",
-    [tile_size, unshifted_sink, stabilisers, bf16_accumulators, fp8_forward, fp8_large_scores],
-)
+OF_RUNS = [tile_size, unshifted_sink, stabilisers, bf16_accumulators, fp8_forward, fp8_large_scores]
+
+
+@pytest.mark.parametrize("module", OF_RUNS)
+def test_a_run_of_another_recipe(module, tmp_path, monkeypatch):
+    """The complaint names the recipe."""
+    write_run(tmp_path / "run", checkpoint=False)
+    losses = {"val/loss": 3.0, "val/loss_exact": 3.0}
+    summary = {"status": "completed", "attention": "naive", "seed": 0, "options": {}} | losses
+    (tmp_path / "run/summary.json").write_text(json.dumps(summary | {"max_score": 1.0}))
+    monkeypatch.chdir(tmp_path)
+    recipe = module.__name__.rpartition(".")[2]
+    with pytest.raises(SystemExit, match=f"run has no .*runs of the recipe experiment={recipe}$"):
+        module.main(["run"])
+
+
+@pytest.mark.parametrize("module", OF_RUNS)
 def test_a_page_has_the_figures_of_its_file(module):
     """Means with their spread, and errors such as 1.2e-07, as the command prints them."""
     name = module.__name__.rpartition(".")[2]
