@@ -35,7 +35,7 @@ class Options:
 
 @command
 def main(options: Options) -> None:
-    runs = [run for path in options.paths for run in load_json(path)["runs"]]
+    runs = [run for path in options.paths for run in runs_in(path)]
     agreeing = [run for run in runs if "pairs" in run]
     polynomials = [run for run in runs if "pairs" not in run]
     if polynomials:
@@ -43,6 +43,16 @@ def main(options: Options) -> None:
     else:
         draw_pairs(agreeing, options.out)
     print(options.out)
+
+
+def runs_in(path: Path) -> list[Row]:
+    """The runs that a file describes. Raises ValueError if it is missing or of another command."""
+    runs = load_json(path).get("runs")
+    if not runs or not all("pairs" in run or "rows" in run for run in runs):
+        raise ValueError(
+            f"{path} is missing, or no result of scripts.agree or lab.findings.polynomial_exp2"
+        )
+    return runs
 
 
 def kind_of(run: Row) -> str:

@@ -57,6 +57,8 @@ def main(options: Options) -> None:
             raise ValueError(f"{path} is none of {', '.join(f'{name}.json' for name in FINDINGS)}")
         source, figures = FINDINGS[path.stem]
         repeat = load_json(path)
+        if not repeat:
+            raise ValueError(f"{path} is missing, or holds no JSON object")
         sources[path.stem] = {"file": source, "environment": environment_of(repeat)}
         page = {each.name: each for each in figures(load_json(FOLDER / f"{source}.json"))}
         for each in figures(repeat):

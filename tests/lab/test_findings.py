@@ -332,6 +332,12 @@ def test_a_figure_is_drawn_from_its_files(name, tmp_path):
     assert out.is_file() and out.with_stem("drawn_dark").is_file()
 
 
+@pytest.mark.parametrize("name", ["none", "tile_size", "stabilisers"])
+def test_a_figure_of_no_agreement(name, tmp_path):
+    with pytest.raises(SystemExit, match=f"{name}.json is missing, or no result of scripts.agree"):
+        agreement.main([str(RESULTS / f"{name}.json"), f"out={tmp_path / 'drawn.png'}"])
+
+
 def numbers(value):
     """All numbers of a JSON value."""
     if isinstance(value, dict | list):
@@ -383,6 +389,8 @@ def test_a_page_repeats_itself(tmp_path):
     assert all(row["inside"] == len(row["repeat"]) for row in found if "inside" in row)
     with pytest.raises(SystemExit, match="mine.json is none of break_it.json"):
         repeated.main(["mine.json"])
+    with pytest.raises(SystemExit, match="agree.json is missing"):
+        repeated.main([str(tmp_path / "none/agree.json")])
 
 
 def test_the_index_has_the_figures_of_the_repeats():
