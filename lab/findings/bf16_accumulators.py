@@ -1,7 +1,7 @@
 """bfloat16 accumulators: which of their errors are a bias, and how the bias affects training.
 
     python train.py experiment=bf16_accumulators hydra.sweep.dir=multirun/bf16
-    python -m lab.findings.bf16_accumulators multirun/bf16 out=results/bf16_accumulators.json
+    python -m lab.findings.bf16_accumulators multirun/bf16 out=bf16_accumulators.json
 
 The second command takes runs, or folders of runs, and out= the JSON file to write; the figure is
 written beside it.

@@ -1,7 +1,7 @@
 """An fp8 forward pass with a bfloat16 backward pass, emulated by rounding: error and training.
 
     python train.py experiment=fp8_forward hydra.sweep.dir=multirun/fp8
-    python -m lab.findings.fp8_forward multirun/fp8 out=results/fp8_forward.json
+    python -m lab.findings.fp8_forward multirun/fp8 out=fp8_forward.json
 
 The second command takes runs of that recipe, or folders of them, and out= the JSON file to write;
 the figure is written beside it.

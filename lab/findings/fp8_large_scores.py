@@ -1,7 +1,7 @@
 """An fp8 forward pass with large scores: how its backward pass fails, and what training does then.
 
     python train.py experiment=fp8_large_scores hydra.sweep.dir=multirun/fp8scores
-    python -m lab.findings.fp8_large_scores multirun/fp8scores out=results/fp8_large_scores.json
+    python -m lab.findings.fp8_large_scores multirun/fp8scores out=fp8_large_scores.json
 
 The second command takes runs of that recipe, or folders of them, and out= the JSON file to write;
 the figure is written beside it.

@@ -1,6 +1,6 @@
 """Where lazy rescaling is safe: threshold x dtype of p x offset x length, against float64.
 
-    python -m lab.findings.lazy_rescaling out=results/lazy_rescaling.json
+    python -m lab.findings.lazy_rescaling out=lazy_rescaling.json
 
     lengths  numbers of keys (1024,8192,32768)
     seeds    of the inputs (0,1,2)

@@ -1,6 +1,6 @@
 """How a polynomial in place of exp2 changes the output, lse, and a trained model.
 
-    python -m lab.findings.polynomial_exp2 outputs/agree out=results/polynomial_exp2.json
+    python -m lab.findings.polynomial_exp2 multirun/agree/{0,1,2} out=polynomial_exp2.json
 
 The arguments are one or more runs (such as several seeds), and
 

@@ -1,6 +1,6 @@
 """Compare recipes that were run again with the figures of their pages.
 
-    python -m lab.findings.repeated tile_size.json agree.json out=results/findings_repeated_cpu.json
+    python -m lab.findings.repeated tile_size.json agree.json out=repeated.json
 
 The arguments are the JSON files that the pages' commands write (out=), named as there; for
 break_it, the file of lab.condense_runs. Each is compared with its file in results/, figure by

@@ -1,7 +1,7 @@
 """Which stabiliser keeps attention scores down, and how long no_max in float16 survives with it.
 
     python train.py experiment=stabilisers hydra.sweep.dir=multirun/stabilisers/none/exact
-    python -m lab.findings.stabilisers multirun/stabilisers out=results/stabilisers.json
+    python -m lab.findings.stabilisers multirun/stabilisers out=stabilisers.json
 
 The second command takes runs of that recipe, or folders of them: without a stabiliser and with
 optim.qk_clip=5,8,10, optim.z_loss=1e-4,1e-2, optim.weight_decay=0.1,1, model.qk_norm=true,

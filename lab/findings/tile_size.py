@@ -2,7 +2,7 @@
 it without a reference, and how soon exact attention repairs it.
 
     python train.py experiment=tile_size hydra.sweep.dir=multirun/tiles/size
-    python -m lab.findings.tile_size multirun/tiles out=results/tile_size.json
+    python -m lab.findings.tile_size multirun/tiles out=tile_size.json
 
 The second command takes runs of that recipe, or folders of them, and out= the JSON file to write;
 the figure is written beside it.

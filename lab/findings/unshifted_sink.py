@@ -1,7 +1,7 @@
 """A sink that is not shifted by the maximum: when training shows it, and a test that finds it.
 
     python train.py experiment=unshifted_sink hydra.sweep.dir=multirun/sinks
-    python -m lab.findings.unshifted_sink multirun/sinks out=results/unshifted_sink.json
+    python -m lab.findings.unshifted_sink multirun/sinks out=unshifted_sink.json
 
 The second command takes runs of that recipe, or folders of them, and out= the JSON file to write;
 the figure is written beside it.

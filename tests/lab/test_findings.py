@@ -325,6 +325,18 @@ def test_a_page_is_short_and_complete(page):
     assert len(figures) == 2 and all((ROOT / each).is_file() for each in figures)
 
 
+COMMANDS = [*OF_RUNS, agreement, lazy_rescaling, polynomial_exp2, repeated]
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+def test_the_help_of_a_finding_leaves_the_published_results_alone(module):
+    """Its command reads the runs that the pages' commands made, and writes a file of its own."""
+    asked, out = re.search(r"python -m lab\S+ (.*?)\s*out=(\S+)", module.__doc__).groups()
+    assert "/" not in out
+    pages = "".join(path.read_text() for path in (ROOT / "docs/findings").glob("*.md"))
+    assert asked in pages or module is repeated
+
+
 @pytest.mark.parametrize("name", ["agree", "polynomial_exp2"])
 def test_a_figure_is_drawn_from_its_files(name, tmp_path):
     out = tmp_path / "drawn.png"
