@@ -555,7 +555,12 @@ class Adapter:
         if is_tuple != (len(dialect.parts) > 1) or (is_tuple and len(result) < needed):
             what = f"a tuple of {len(result)}" if is_tuple else f"a {type(result).__name__}"
             raise Misfit(f"it returned {what}, and the dialect says returns={dialect.returns}")
-        lse = self.lse(result, batch) if "lse" in dialect.parts else None
+        if "lse" not in dialect.parts:
+            return self.out(result, batch), None
+        if is_tuple and result[dialect.parts.index("lse")] is None:
+            without = ",".join("_" if x == "lse" else x for x in dialect.parts)
+            raise Misfit(f"its lse is None; if it has none to return, add returns={without}")
+        lse = self.lse(result, batch)
         return self.out(result, batch), lse
 
     def requirements(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **_: Any) -> list[str]:

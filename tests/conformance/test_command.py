@@ -112,6 +112,15 @@ def test_a_student_hears_what_the_course_would_not_have_said(attn_conform, monke
             "fuzz ATTENTIONS:flash dialect=fa returns=out device=cpu",
             "it returned a tuple of 2, and the dialect says returns=out; `attn-conform probe",
         ),
+        (
+            "run ATTENTIONS:lse_is_none dialect=backend",
+            "does not fit the dialect: its lse is None; if it has none to return, add "
+            "returns=out,_; `attn-conform probe",
+        ),
+        (
+            "fuzz ATTENTIONS:lse_is_none dialect=backend lse=HT returns=out,lse,_ device=cpu",
+            "its lse is None; if it has none to return, add returns=out,_,_; `attn-conform probe",
+        ),
         ("fuzz naive seed=10000000000000", "seed=10000000000000 must be at most 1000000000000"),
         ("export no/inputs.npz", "no/inputs.npz: its folder does not exist"),
         ("export tests", "tests is a folder: name a file in it"),
