@@ -25,7 +25,7 @@ from config import (
     TokenizerConfig,
 )
 from tests.command import register_once
-from training.command_line import quoted, replay_overrides
+from training.command_line import check_keys, quoted, replay_overrides
 from training.schedule import suit_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -495,3 +495,15 @@ def test_a_rerun_by_hydra_is_refused_with_what_does_it_instead():
     """It would write over the earlier run, without its lock."""
     with pytest.raises(SystemExit, match="DIR/overrides.yaml lists the settings"):
         replay_overrides(["--experimental-rerun", "RUN/.hydra/config.pickle"])
+
+
+def test_a_module_without_its_backend_is_told_how_to_name_one(tmp_path, monkeypatch):
+    """The module is found, not imported: an import takes seconds, and may end the program."""
+    (tmp_path / "my_attention.py").write_text("raise SystemExit(3)\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="my_attention.py, write attention=my_attention:BACKEND; "):
+        check_keys(["attention=my_attention"])
+    for name in ("random", "data", "not_there"):  # Python's, ours, nobody's
+        with pytest.raises(ValueError) as raised:
+            check_keys([f"attention={name}"])
+        assert "BACKEND" not in str(raised.value)

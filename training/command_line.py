@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib.machinery import PathFinder
 from itertools import chain, islice
 from pathlib import Path
 from traceback import extract_tb
@@ -24,7 +25,7 @@ from typing import Any, NoReturn
 from config import FUNCTION_SETTINGS, RunConfig, register, setting_keys
 from training import phases
 from training.interrupt import Ending, end_unread
-from training.own_modules import ROOT
+from training.own_modules import OURS, ROOT
 from training.ranks import PATIENCE, Ranks, leave, of_environment, run_before_restart
 from training.retention import newest_first, no_run
 from training.streams import keep_streams
@@ -259,10 +260,20 @@ def check_choices(group: str, value: str) -> None:
             continue
         close = difflib.get_close_matches(name, CHOICES[group], n=1)
         hint = f"did you mean {close[0]}? " if close else ""
+        if group == "attention" and (file := users_module(name)):
+            hint = f"for the BACKEND in {file}, write attention={name}:BACKEND; "
         raise ValueError(
             f"{group}={value}: there is no {group} '{name}'; {hint}"
             f"the choices are {', '.join(CHOICES[group])}"
         )
+
+
+def users_module(name: str) -> str | None:
+    """The file of a user's module of that name, if there is one. It is not imported."""
+    if name in OURS or name in sys.stdlib_module_names:
+        return None
+    spec = PathFinder.find_spec(name, [*sys.path, os.getcwd()])
+    return spec.origin if spec else None
 
 
 def replay_overrides(arguments: list[str]) -> list[str]:
