@@ -261,6 +261,14 @@ REFUSED = {
         ["attention=tiled:block_q={a: ["],
         ["cannot read 'attention=tiled:block_q={a: ['", "write 'attention="],
     ),
+    "options-as-the-scripts-take-them": (
+        ["attention=tiled:block_q=16,block_kv=8"],
+        ["write attention=tiled attention.block_q=16 attention.block_kv=8"],
+    ),
+    "own-options-as-the-scripts-take-them": (
+        ["attention=mine:BACKEND:floor=1e-3"],
+        ["write attention=mine:BACKEND +attention.options.floor=1e-3"],
+    ),
     "removed": (["~seed"], ["~seed removes a setting", "leave it out, or write seed=VALUE"]),
     "no-key": (["=3"], ["'=3' has no key; write key=value"]),
     "no-value": (["seed="], ["seed=", "Value '' of type 'str' could not be converted to Integer"]),

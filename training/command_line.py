@@ -151,6 +151,8 @@ def check_readable(overrides: Iterable[str], *, sweeps: bool = False) -> None:
             reason = next(line for line in lines if not line.startswith("Error parsing override"))
             as_text = shlex.quote(f"{key}={quoted(value)}")
             way_out = f"if the value is text, write {as_text}" if equals else "write key=value"
+            if settings := as_settings(override):
+                raise ValueError(f"{override}: write {settings}") from None
             raise ValueError(f"Hydra cannot read {override!r} ({reason}); {way_out}") from None
         if parsed.is_delete() and key_of(override) in {*known_keys()} - {*CHOICES}:
             raise ValueError(
@@ -168,6 +170,18 @@ def check_readable(overrides: Iterable[str], *, sweeps: bool = False) -> None:
                 f"{override} has several values, as a sweep has: write python train.py -m "
                 f'{shlex.quote(override)}; if it is one text, write "{key}={quoted(value)}"'
             )
+
+
+def as_settings(override: str) -> str | None:
+    """attention=tiled attention.block_q=16 for attention=tiled:block_q=16, as the scripts take it;
+    None for any other override.
+    """
+    pattern = r"attention=(\w+|[\w.]+:\w+):(\w+=[\w.+-]+(?:,\w+=[\w.+-]+)*)"
+    if not (found := re.fullmatch(pattern, override)):
+        return None
+    # the options of a user's own attention are not in the schema
+    prefix = "+attention.options." if ":" in found[1] else "attention."
+    return " ".join([f"attention={found[1]}", *(prefix + x for x in found[2].split(","))])
 
 
 def refuse_mistakes_in_files(arguments: list[str]) -> None:
