@@ -269,6 +269,10 @@ REFUSED = {
         ["attention=mine:BACKEND:floor=1e-3"],
         ["write attention=mine:BACKEND +attention.options.floor=1e-3"],
     ),
+    "own-option-without-plus": (
+        ["attention=mine:BACKEND", "attention.options.block_q=32"],
+        ["error: there is no attention.options.block_q yet to change: write +attention.options."],
+    ),
     "removed": (["~seed"], ["~seed removes a setting", "leave it out, or write seed=VALUE"]),
     "no-key": (["=3"], ["'=3' has no key; write key=value"]),
     "no-value": (["seed="], ["seed=", "Value '' of type 'str' could not be converted to Integer"]),

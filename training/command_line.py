@@ -490,7 +490,10 @@ def mistake_in_a_file(message: str) -> str:
     if found := re.match(r"In '.*': Could not find '(\w+)/(.*)'\s+Available .*:\s([^:]*)", message):
         group, choice, choices = found.groups()
         return f"there is no {group} '{choice}'; the choices are {', '.join(choices.split())}"
-    # an unknown key in a sweep's params; Hydra's advice to append one is right for own options only
+    pattern = r"Could not override '(attention\.\w*options\..*)'\.\s.* use (\+.*): "
+    if found := re.match(pattern, message):
+        return f"there is no {found[1]} yet to change: write {shlex.quote(found[2])}"
+    # an unknown key in a sweep's params
     if found := re.match(r"Could not override '(?!attention\.\w*options\.)(.*)'", message):
         return no_key(found[1])
     return ""
