@@ -15,10 +15,12 @@ latest is damaged, a run resumes from the newest whole one.
 """
 
 import copy
+import errno
 import json
 import logging
 import math
 import random
+import re
 import shutil
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from attention import dtype_name
 from data.token_file import meta_checksum, sync
@@ -260,19 +262,30 @@ def _write(
     # safetensors and PyTorch report a full disk with errors of their own
     except (OSError, SafetensorError, RuntimeError) as error:
         shutil.rmtree(fresh, ignore_errors=True)
-        raise _write_error(run_dir, error) from error
+        size = sum(x.nbytes for x in tree_leaves([tensors, state]) if isinstance(x, Tensor))
+        raise _write_error(run_dir, error, size) from error
 
 
-def _write_error(run_dir: Path, error: Exception) -> OSError:
-    free_gib = shutil.disk_usage(run_dir).free / GIB if run_dir.exists() else 0.0
+def _write_error(run_dir: Path, error: Exception, size: int) -> OSError:
+    """The error to raise for one that came while a checkpoint of about `size` bytes was written."""
+    free = shutil.disk_usage(run_dir).free if run_dir.exists() else 0
+    # safetensors gives the number of the error in its message, PyTorch gives none
+    told = re.search(r"os error (\d+)", str(error))
+    number = int(told[1]) if told else getattr(error, "errno", None)
     reason = str(error).splitlines()[0]
     # PyTorch's message only gives positions in its file
     if "enforce fail" in str(error):
         reason = f"{TRAINING} could not be written whole"
-    if not isinstance(error, (PermissionError, NotADirectoryError)):
+    if number == errno.EFBIG:
+        reason += "; raise the limit on the size of a file (ulimit -f)"
+    elif number == errno.EDQUOT:
+        reason += "; free some space of your quota there"
+    elif number is None and free > 2 * size:
+        reason += "; it would fit, so look for a limit on the size of a file (ulimit -f) or a quota"
+    elif not isinstance(error, (PermissionError, NotADirectoryError)):
         reason += "; free some space there"
     return OSError(
-        f"cannot write a checkpoint to {run_dir} ({free_gib:.2f} GiB free on that disk): {reason}"
+        f"cannot write a checkpoint to {run_dir} ({free / GIB:.2f} GiB free on that disk): {reason}"
     )
 
 

@@ -1,11 +1,14 @@
 """Checkpoints: exact resume, refusal by name, and survival of every kind of interruption."""
 
+import errno
 import json
 import os
 import random
 import resource
+import shutil
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -311,6 +314,34 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path, limit):
     )
     save(tmp_path, step=3)
     assert read_meta(tmp_path)["step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "free", "way_out"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), 10**9, "free some space there"),
+        (RuntimeError("enforce fail: unexpected pos"), 1000, "free some space there"),
+        (RuntimeError("enforce fail: unexpected pos"), 10**9, "(ulimit -f) or a quota"),
+        (RuntimeError("I/O error: File too large (os error 27)"), 10**9, "a file (ulimit -f)"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), 10**9, "some space of your quota there"),
+        (PermissionError(errno.EACCES, "Permission denied"), 10**9, "denied"),
+    ],
+)
+def test_what_to_do_when_a_checkpoint_cannot_be_written(
+    tmp_path, monkeypatch, error, free, way_out
+):
+    """A regression test: it asked for free space even if only a limit was too low."""
+
+    def fail(*arguments):
+        raise error
+
+    monkeypatch.setattr(torch, "save", fail)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: mock.Mock(free=free))
+    model, optimizer, scaler = build()
+    parts = {"model": model, "optimizer": optimizer, "scaler": scaler, "config": CONFIG}
+    with pytest.raises(OSError, match="cannot write a checkpoint") as raised:
+        save_checkpoint(tmp_path, step=1, tokens=1, **parts)
+    assert str(raised.value).endswith(way_out)
 
 
 def test_an_output_folder_that_cannot_be_written(tmp_path):
