@@ -4,6 +4,7 @@ A resumed run replays the arguments of its first start.
 """
 
 import math
+import shutil
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
@@ -450,6 +451,14 @@ def test_resume_cannot_be_part_of_a_sweep(run_dir, flag):
 def test_resuming_what_is_no_run(tmp_path):
     with pytest.raises(SystemExit, match="is not a run directory: it has no overrides.yaml"):
         replay_overrides([f"resume={tmp_path}"])
+
+
+def test_resuming_the_folder_of_all_runs_names_one(run_dir, tmp_path):
+    outputs = tmp_path / "outputs"
+    shutil.copytree(run_dir, outputs / "2026-11-26/09-30-00")
+    with pytest.raises(SystemExit) as refused:
+        replay_overrides([f"resume={outputs}"])
+    assert str(refused.value).endswith(f"; it holds runs, such as {outputs}/2026-11-26/09-30-00")
 
 
 @pytest.mark.parametrize(

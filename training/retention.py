@@ -49,8 +49,9 @@ def run_of(folder: Path) -> Path:
 def no_run(folder: Path, lacks: str) -> str:
     """Why a folder without the file `lacks` is not a run directory, and which folder may be."""
     hint = ""
-    # pathlib raises errors for a name that is too long
-    if runs := sorted(glob(f"*/{lacks}", root_dir=folder)):
+    # a run lies in outputs/DAY/TIME; pathlib raises errors for a name that is too long
+    found = (sorted(glob(f"{below}/{lacks}", root_dir=folder)) for below in ("*", "*/*"))
+    if runs := next(filter(None, found), None):
         hint = f"; it holds runs, such as {(folder / runs[0]).parent}"
     elif (run := run_of(folder)) != folder:
         hint = f"; it is a checkpoint of the run {run}"
