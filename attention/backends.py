@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from attention.blame import without_gpu
 from attention.defects import DEFECTS
 from attention.exact_variants import EXACT_VARIANTS
 from attention.flex import FLEX
@@ -95,7 +96,7 @@ def import_object(
     try:
         return find(importlib.import_module(module), name)
     except (Exception, SystemExit) as error:
-        reason = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}{without_gpu(error)}"
         raise ValueError(f"{called} cannot be loaded: {reason}") from error
 
 

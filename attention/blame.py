@@ -16,7 +16,16 @@ def is_foreign(error: BaseException) -> bool:
 
 def with_place(error: BaseException) -> str:
     """The error's type, message and place, in one line if the message is."""
-    return f"{type(error).__name__}: {error} ({place(error)})"
+    return f"{type(error).__name__}: {error} ({place(error)}){without_gpu(error)}"
+
+
+def without_gpu(error: BaseException) -> str:
+    """What to add to an error of Triton that found no GPU, as its own message does not say so."""
+    if "0 active drivers" not in str(error):
+        return ""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "; Triton needs a GPU for this, even with TRITON_INTERPRET=1"
+    return "; Triton needs a GPU, or TRITON_INTERPRET=1 set before the start"
 
 
 def place(error: BaseException) -> str:

@@ -262,3 +262,21 @@ def test_refusals_and_broken_promises_come_through():
     assert "must return AttentionOutput(out, lse), it returned Tensor" in verdict(
         lambda q, k, v, **arguments: q
     )
+
+
+@pytest.mark.parametrize(
+    ("interpreted", "way_out"),
+    [
+        ("0", "Triton needs a GPU, or TRITON_INTERPRET=1 set before the start"),
+        ("1", "Triton needs a GPU for this, even with TRITON_INTERPRET=1"),
+    ],
+)
+def test_a_kernel_without_a_gpu(monkeypatch, tmp_path, interpreted, way_out):
+    """Triton's own message does not say what is missing, neither in a call nor in an import."""
+    monkeypatch.setenv("TRITON_INTERPRET", interpreted)
+    raised = "raise RuntimeError('0 active drivers ([]). There should only be one.')"
+    (tmp_path / "needs_a_gpu.py").write_text(raised)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=way_out):
+        get_backend("needs_a_gpu:BACKEND")
+    assert verdict(lambda *tensors, **arguments: exec(raised)).endswith(f"; {way_out}")
