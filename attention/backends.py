@@ -97,6 +97,9 @@ def import_object(
         return find(importlib.import_module(module), name)
     except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {error}{without_gpu(error)}"
+        top = module.partition(".")[0]
+        if isinstance(error, ModuleNotFoundError) and error.name == top:
+            reason += f"; run this in the folder with {top}.py, or set PYTHONPATH to that folder"
         raise ValueError(f"{called} cannot be loaded: {reason}") from error
 
 

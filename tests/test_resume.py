@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import signal
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ import training.checkpoint
 from data.batches import TextData
 from tests.command import (
     QUICK,
+    ROOT,
     checkpoint,
     computed,
     contents,
@@ -35,6 +37,7 @@ from tests.command import (
 )
 from training.checkpoint import Checkpoints, read_meta
 from training.retention import step_of
+from training.trained import load_trained, read_run_config
 
 # everything that has state: two passes a step, dropout, and rows, evaluations and checkpoints out
 # of step with one another
@@ -819,6 +822,27 @@ def test_what_is_no_run_cannot_be_resumed(run_dir, tmp_path):
     for folder in ("checkpoint", "checkpoint.best"):
         shutil.rmtree(run_dir / folder)
     assert "holds no checkpoint" in run(f"resume={run_dir}", "steps=6").complaint()
+
+
+def test_a_run_whose_attention_lies_in_another_folder_says_where(tmp_path, monkeypatch):
+    """A regression test: the error only said that there is no such module."""
+    module, folder = tmp_path / "history.py", tmp_path / "run"
+    module.write_text("from tests.user_backends import RIGHT as BACKEND\n")
+    with monkeypatch.context() as there:
+        there.syspath_prepend(tmp_path)
+        assert run(*tiny(folder, "attention=history:BACKEND", "steps=1")).code == 0
+    monkeypatch.delitem(sys.modules, "history")
+    recorded = folder / ".hydra/hydra.yaml"  # the tests start every run in the same folder
+    began, moved = f"\n    cwd: {ROOT}\n", f"\n    cwd: {tmp_path}\n"
+    assert began in recorded.read_text()
+    recorded.write_text(recorded.read_text().replace(began, moved))
+    todo = "run this in the folder with history.py, or set PYTHONPATH to that folder"
+    where = f"; the run began in {tmp_path}, which has it"
+    assert run(f"resume={folder}", "steps=2").complaint().endswith(f"'history'; {todo}{where}")
+    with pytest.raises(ValueError, match=re.escape(todo + where)):
+        load_trained(folder / "checkpoint", read_run_config(folder), 257)
+    module.unlink()
+    assert run(f"resume={folder}", "steps=2").complaint().endswith(todo)
 
 
 def test_a_folder_of_any_name_can_be_resumed(tmp_path):

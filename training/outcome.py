@@ -15,7 +15,7 @@ from training.interrupt import Ending, Stopped
 from training.memory import describe_out_of_memory, is_out_of_memory, release_memory
 from training.phases import current, in_words
 from training.ranks import why_another_failed
-from training.resume import stop_clock
+from training.resume import stop_clock, where_it_began
 
 log = logging.getLogger("tilegpt")
 
@@ -81,7 +81,7 @@ def outcome_of(
             f"error: {reason}, and cannot end a run; raise an exception of another type there"
         )
         return {"status": "failed", "error": reason}
-    reason = str(error) or type(error).__name__
+    reason = (str(error) or type(error).__name__) + where_it_began(error, run_dir)
     # the message of our ValueError or OSError tells users what to fix; other errors are bugs
     way_out = ""
     if not isinstance(error, (ValueError, OSError)) or is_foreign(error):

@@ -157,6 +157,24 @@ def code_of(chosen: AttentionConfig) -> dict[str, str]:
     return {name: sha256_of(Path(file))[:16] for name, file in files.items() if file}
 
 
+def where_it_began(error: BaseException, run_dir: Path) -> str:
+    """What to add to an error if a module that Python did not find lies where the run began."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ModuleNotFoundError):
+        cause = cause.__cause__
+    if cause is None or not cause.name:
+        return ""
+    try:  # Hydra's file, which only the first start writes
+        recorded = yaml.safe_load((run_dir / ".hydra/hydra.yaml").read_bytes())
+        folder = Path(recorded["hydra"]["runtime"]["cwd"])
+    except (OSError, yaml.YAMLError, LookupError, TypeError):
+        return ""
+    top = cause.name.partition(".")[0]
+    if not (folder / f"{top}.py").is_file() and not (folder / top).is_dir():
+        return ""
+    return f"; the run began in {folder}, which has it"
+
+
 def stop_clock(starts: list[Row]) -> float:
     """Record how long the newest start has run; returns the seconds of all starts."""
     starts[-1]["seconds"] = time.time() - starts[-1]["started"]

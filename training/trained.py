@@ -12,6 +12,7 @@ from data import TrainingData, build_data
 from model import GPT
 from training.checkpoint import load_model_state, read_meta
 from training.device import autocast_to, pick_device, pick_dtype
+from training.resume import where_it_began
 from training.retention import no_run, run_of
 from training.schedule import backend_after, chosen_attention
 
@@ -60,7 +61,11 @@ def load_trained(
     dtype = pick_dtype(config.dtype, device)
     step = read_meta(run)["step"]
     # built with the run's own attention, whose parameters are among the weights
-    made = {"backend": backend_after(chosen_attention(config.attention), step)}
+    try:
+        schedule = chosen_attention(config.attention)
+    except ValueError as error:
+        raise ValueError(f"{error}{where_it_began(error, run_of(run))}") from error
+    made = {"backend": backend_after(schedule, step)}
     made |= {"vocab_size": vocab_size, "attention": config.attention}
     model = GPT(config.model, **made).to(device)
     load_model_state(run, model)
