@@ -116,8 +116,12 @@ def slope(runs: list[Row]) -> Row:
 
 
 def by_arrival(run: Row) -> float:
-    """Tokens per second from the third row, when everything is compiled, to the last."""
+    """Tokens per second from the third row, when everything is compiled, to the last. Raises
+    ValueError if these arrived at once.
+    """
     _, _, (first, begin), *_, (last, end) = run["arrivals"].items()
+    if end == begin:
+        raise ValueError(f"the rows of steps {first} to {last} arrived at once; take more steps")
     return (last - first) * run["tokens"] / run["steps"] / (end - begin)
 
 
