@@ -31,10 +31,10 @@ os.makedirs(out_dir)
 open(os.environ["SEEN"], "a").write(f"{len(tokens)} {os.environ['TRITON_CACHE_DIR']}\\n")
 for step in range(max_iters + 1):
     if step % eval_interval == 0:
-        print(f"step {step}: train loss 5.0000, val loss {5 - step / 100:.4f}")
+        print(f"step {step}: train loss 5.0000, val loss {5 - step / 100:.4f}", flush=True)
     time.sleep(0.02)
     if step % log_interval == 0:
-        print(f"iter {step}: loss 5.0000, time 2.00ms, mfu -100.00%")
+        print(f"iter {step}: loss 5.0000, time 2.00ms, mfu -100.00%", flush=True)
 """
 CONFIGURATOR = """
 from ast import literal_eval
