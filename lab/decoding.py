@@ -35,10 +35,11 @@ from torch import Tensor
 from attention import attention, attention_with_cache, get_backend
 from config import ModelConfig
 from conformance.cases import distance
+from conformance.errors import in_one_line
 from model import GPT, generate
 from model.decoding import captured
 from scripts.arguments import Count, Device, Dtype, Json, Natural, command, default, parse_backend
-from scripts.attention_call import in_one_line, seconds
+from scripts.attention_call import seconds
 from scripts.tables import Row
 from training.device import pick_device, pick_dtype
 from training.environment import measured_on

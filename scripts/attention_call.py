@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attention import Backend, attention, standalone
+from conformance.errors import in_one_line
 from conformance.memory_growth import LiveTensors
 from model.layer_function import alibi_slopes
 from scripts.tables import Row
@@ -308,11 +309,6 @@ def attempt(
             raise
     release_memory(device)
     return failure
-
-
-def in_one_line(error: Exception) -> str:
-    """The error's type and the first line of its message."""
-    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:200]}"
 
 
 def measure_memory(call: Call, d_out: Tensor | None) -> dict[str, int | None]:

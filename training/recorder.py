@@ -11,7 +11,7 @@ from attention import Backend
 from config import LoggerConfig
 from model import sample_text
 from training.command_line import job_overrides, searched_folders
-from training.evaluate import SAME_LOSS
+from training.evaluate import belies_exact
 from training.files import MetricsFile, Row, write_json
 from training.health import AttentionMonitor, to_blame
 from training.loggers import build_logger
@@ -178,12 +178,11 @@ class Recorder:
             log.info(
                 f"peak memory {peak_gib:.3g} GiB, predicted {run.predicted_gib:.3g} ({error:+.1%})"
             )
-        own, exact = summary.get("val/loss"), summary.get("val/loss_exact")
-        claims_exact = summary["exact"] and not summary["defect"]
-        if claims_exact and None not in (own, exact) and abs(exact - own) > SAME_LOSS:
+        if belies_exact(summary):
             log.warning(
                 f"attention={attention_in_words(summary)} is labelled exact and is not: val/loss "
-                f"{own:.4f}, and {exact:.4f} of the same weights under exact attention"
+                f"{summary['val/loss']:.4f}, and {summary['val/loss_exact']:.4f} of the same "
+                "weights under exact attention"
             )
         config, pictures, text = run.config, [], None
         with after_training("loss curve", summary), phase("drawing", "drawing the loss curve"):

@@ -2,7 +2,7 @@
 ended.
 """
 
-from collections.abc import Sequence
+import re
 from itertools import combinations
 from statistics import fmean, median
 
@@ -89,11 +89,11 @@ def findings() -> str:
     """The runs of the findings' recipes on a GPU: a line for each attention."""
     data = load("findings_h200")
     rows = []
-    for runs in grouped(data["runs"], _attention_of).values():
+    for variant, runs in by(data["runs"], "variant").items():
         gradients = [max(filter(None, run["curves"]["grad_norm"])) for run in runs]
         rows.append(
             [
-                _attention_of(runs[0]),
+                re.sub(r"lab\.findings\.|:BACKEND| block_q=\d+", "", variant),
                 spread(finite(runs, "val/loss")),
                 spread(finite(runs, "val/loss_exact")),
                 joined(finite(runs, "max_score"), "{:.0f}"),
@@ -104,21 +104,11 @@ def findings() -> str:
     what = (
         f"{run['parameters']:,} parameters (6 layers, 6 heads of 64), {run['seq_len']:,} tokens, "
         f"{run['tokens'] // run['steps_done']:,} tokens a step, {run['steps_done']:,} steps, "
-        "PyTorch's own source as text. fp8 forward passes have one scale for a tensor."
+        "PyTorch's own source as text. Tiles have 64 keys where no block_kv is named. fp8 forward "
+        "passes have one scale for a tensor."
     )
     head = ["attention", OWN, EXACT, "largest score", "largest norm of the gradient"]
     return section(data, what, table(head, rows))
-
-
-def _attention_of(run: Row) -> str:
-    """A run's attention in words: its name, options and sinks."""
-    name = run["attention"].removeprefix("lab.findings.").removesuffix(":BACKEND")
-    usual = {"block_q", "softmax_dtype", "detach_max", "impl"}
-    options = {key: value for key, value in run["options"].items() if key not in usual}
-    sinks = (run.get("function") or {}).get("sinks")
-    return " ".join(
-        [name, *(f"{key}={value}" for key, value in (options | {"sinks": sinks}).items() if value)]
-    )
 
 
 def text() -> str:
@@ -383,12 +373,8 @@ def nanogpt() -> str:
     return section(data, what, speeds, apart, losses)
 
 
-def nanogpt_wall(names: Sequence[str] = ("nanogpt_wall_h200",)) -> str:
-    """Whole runs of our train.py beside whole runs of nanoGPT's, one table for each file."""
-    return "\n\n".join(nanogpt_wall_table(load(name)) for name in names)
-
-
 def nanogpt_wall_table(data: Row) -> str:
+    """Whole runs of our train.py beside whole runs of nanoGPT's."""
     rows, groups = [], by(data["runs"], "seq_len", "who")
     for ratio in data["ratios"]:
         whole, steps = ratio["seconds"], ratio["tokens_per_sec"]
@@ -405,11 +391,12 @@ def nanogpt_wall_table(data: Row) -> str:
     what = (
         f"Whole runs of `{' '.join(['python train.py', *settings['overrides']])}` and of nanoGPT's "
         f"own train.py, in turns: {settings['model']}, vocabulary {settings['vocab_size']:,}, "
-        f"{settings['tokens']:,} tokens a step, the same text and learning rates, other initial "
-        "weights and batches. Seconds are those of the process: start, compilation, steps, two "
-        "evaluations and a checkpoint. The first round begins with empty compiler caches. Figures "
-        "of the later rounds are medians. Each ratio is that of one round; in brackets are the "
-        "least and the most. The speed of the steps alone comes from the arrival of their rows."
+        f"{settings['tokens']:,} tokens a step. Text and learning rates are the same, initial "
+        "weights and batches are not. Seconds are those of the process: start, compilation, steps, "
+        "two evaluations and a checkpoint. The first round begins with empty compiler caches. "
+        "Figures of the later rounds are medians. Each ratio is that of one round; in brackets are "
+        "the least and the most. Rows of metrics, by their time of arrival, give the speed of the "
+        "steps alone."
     )
     columns = """
         seq_len                            {seq_len:,}
@@ -433,7 +420,7 @@ def nanogpt_wall_table(data: Row) -> str:
 
 def beside_nanogpt() -> str:
     """Both comparisons with nanoGPT: of the steps, and of whole runs."""
-    return f"{nanogpt()}\n\n{nanogpt_wall()}"
+    return f"{nanogpt()}\n\n{nanogpt_wall_table(load('nanogpt_wall_h200'))}"
 
 
 def profile() -> str:
@@ -873,9 +860,9 @@ def four_gpus() -> str:
         "`torchrun --standalone --nproc-per-node=4 -m lab.steps_on_ranks`, as above. Times one GPU "
         "are tokens per second over those of one GPU with one sequence of 131,072 tokens or 32 of "
         "1,024. `python -m scripts.plan` made the predictions before the runs. Whole runs of "
-        "train.py are compared by the wall clock, metrics included, with the slowest of four runs "
-        f"alone (n=1): {runs['data']['more tokens'][0]:.2f} with 128 sequences, "
-        f"{runs['context_131072']['heads'][0]:.2f} by heads, "
+        "train.py, metrics included, are compared with the slowest of four runs alone (n=1). By "
+        f"the wall clock they reach {runs['data']['more tokens'][0]:.2f} with 128 sequences, "
+        f"{runs['context_131072']['heads'][0]:.2f} by heads and "
         f"{runs['context_131072']['ring'][0]:.2f} on a ring."
     )
     columns = """

@@ -23,7 +23,7 @@ from scripts.report.page import Card, Figure, Table, Text
 from scripts.report.ranking import Ranking, answer
 from scripts.report.runs import Run, ended, measured
 from scripts.tables import grouped, mean_and_deviation
-from training.evaluate import SAME_LOSS
+from training.evaluate import belies_exact
 from training.resume import changes_in_words
 from training.sweep import COLUMNS, in_order, remark
 
@@ -75,7 +75,7 @@ def suspicions(runs: list[Run]) -> list[str]:
             continue
         worst = max(judged, key=lambda run: abs(_gap(run)))
         losses = f"{worst.figure('val/loss'):.3f} against {worst.figure('val/loss_exact'):.3f}"
-        if worst.claims_exact and abs(_gap(worst)) > SAME_LOSS:
+        if belies_exact(worst.summary):
             texts.append(
                 f"{variant} is labelled exact and is not: its own val/loss against that of the "
                 f"same weights under exact attention is {losses}."

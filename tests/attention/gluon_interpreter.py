@@ -746,14 +746,17 @@ class Kernel:
                 raise error
 
 
-def fake_gluon() -> dict[str, types.ModuleType]:
-    """The modules that the kernels import, as far as they use them."""
+def no_layout(*_: Any) -> None:
+    """Layouts are not modelled."""
+
+
+def fake_language() -> dict[str, Any]:
+    """The language's functions and types, as far as the kernels use them."""
 
     def lifted(function: Callable) -> Callable:
         return lambda *arguments: Value(function(*(torch.as_tensor(raw(x)) for x in arguments)))
 
-    layout = lambda *_: None  # noqa: E731
-    language = {
+    return {
         "constexpr": lambda value: value,
         **{
             name: getattr(torch, name)
@@ -804,16 +807,20 @@ def fake_gluon() -> dict[str, types.ModuleType]:
                 "NVMMADistributedLayout",
                 "SwizzledSharedLayout",
             ),
-            layout,
+            no_layout,
         ),
-        "NVMMASharedLayout": types.SimpleNamespace(get_default_for=layout),
+        "NVMMASharedLayout": types.SimpleNamespace(get_default_for=no_layout),
     }
+
+
+def fake_gluon() -> dict[str, types.ModuleType]:
+    """The modules that the kernels import, as far as they use them."""
     barrier = {
         "init": init,
         "expect": expect,
         "arrive": arrive,
         "wait": wait,
-        "MBarrierLayout": layout,
+        "MBarrierLayout": no_layout,
     }
     stores = {"async_copy_global_to_shared": await_copy, "store_wait": store_wait}
     stores["async_copy_shared_to_global"] = lambda *arguments: start_store(*arguments, add=False)
@@ -833,7 +840,7 @@ def fake_gluon() -> dict[str, types.ModuleType]:
         "triton._C.libtriton": {"ir": None},
         "triton.experimental": {},
         gluon: {"jit": jit, "constexpr_function": lambda function: function},
-        f"{gluon}.language": language,
+        f"{gluon}.language": fake_language(),
         f"{gluon}.language._core": {"builtin": lambda function: function},
         f"{gluon}.language.nvidia": {},
         f"{gluon}.language.nvidia.hopper": hopper,
@@ -887,7 +894,8 @@ def load_kernels(edit: tuple[str, str, str] | None = None) -> dict[str, types.Mo
 
     edit: (module, old, new), a change of its source, for a test that breaks it.
     """
-    import attention.kernels.hopper.pre_post  # noqa: F401, plain Triton, which has an interpreter of its own
+    # plain Triton, which has an interpreter of its own
+    import attention.kernels.hopper.pre_post  # noqa: F401
 
     ours, prefix = {}, "attention.kernels.hopper."
     names = ("primitives", "forward", "backward", "launch")
