@@ -17,13 +17,13 @@ tokens under the same learning rates. Their initial weights and batches differ.
 Other arguments are settings of our train.py. The defaults are data=torch_source tokenizer=bpe.
 
 A run's seconds are those of its process: start, compilation, steps, an evaluation before and one
-after them, and a checkpoint. Building token files is not counted. Each evaluation passes the same
-number of tokens through both models: nanoGPT evaluates training and held-out text, and we evaluate
-held-out text under our own and under exact attention.
+after them, and a checkpoint. Building token files is not counted. In each evaluation both models
+read the same number of tokens. nanoGPT evaluates training and held-out text. We evaluate held-out
+text twice, under our own and under exact attention.
 
-The speed of the steps alone comes from the times at which rows arrive, every ten steps: from the
-third row to the last one before the last evaluation. Each program has its own compiler caches at
-each length. They are empty in the first round, which is "cold", and filled in later ones.
+Rows arrive every ten steps, and their times give the speed of the steps alone. The third row is the
+first that counts, the last is the one before the last evaluation. Each program has its own compiler
+caches at each length. They are empty in the first round, which is "cold", and filled in later ones.
 """
 
 import os
