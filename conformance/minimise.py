@@ -4,7 +4,10 @@ Each candidate is a case. We write its script, run it here, and compare its erro
 the case. So we shrink exactly what the user gets.
 """
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -20,10 +23,12 @@ from conformance.dialects import Dialect, Target, dialect_of
 from conformance.errors import in_one_line
 from conformance.memory_growth import LINEAR
 from conformance.properties import TENSORS, Cell, why_unusable
-from conformance.script_of_call import INPUTS, VIEWS, Call, write
+from conformance.script_of_call import HEADS_INSIDE, INPUTS, VIEWS, Call, write
 from conformance.script_of_memory import FIGURES, write_memory
 
 OPTIONAL = {"window", "softcap", "alibi_slopes", "document_ids", "key_lengths"}
+# by property, where a script lays out its tensors otherwise
+LAYOUTS = {"strides and views": [*VIEWS], "call history": [HEADS_INSIDE, ""]}
 LITERAL = (int, float, str, bool, type(None))
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)
 
@@ -48,8 +53,12 @@ class Minimiser:
             dtypes = [x for x in SHORT if SHORT[x] == named[1]]
         elif raises:  # its note names no call
             dtypes += [torch.bfloat16, torch.float16]
-        layouts = VIEWS if cell.property == "strides and views" else [""]
+        layouts = LAYOUTS.get(cell.property, [""])
         cases = dict.fromkeys(self.subject.tried) or [self.subject.case(inputs=x) for x in INPUTS]
+        if why_unusable(self.subject.device):
+            if not raises:  # the property was not examined
+                return None
+            cases = list(cases)[-1:]  # the one that made it so; each attempt is a process
         # what the note names comes first
         candidates = product(
             dtypes,
@@ -85,14 +94,19 @@ class Minimiser:
         known = case.inputs in INPUTS and tensor != "dsinks"
         known = known and (tensor != "lse" or "lse" in subject.backend.features)
         gradient = tensor.startswith("d")
+        lost = why_unusable(subject.device)
         try:
-            if not known or not subject.takes(case, backward=gradient):
+            if not known:
                 return None
-            exact = expect(case, dtype, subject.device, with_lse=False)
+            if not lost and not subject.in_dtype(dtype).takes(case, backward=gradient):
+                return None
+            exact = expect(case, dtype, "cpu" if lost else subject.device, with_lse=False)
         except (ValueError, IndexError, RuntimeError):  # shape too small for inputs such as spike
             return None
         budget = exact.budget(tensor)
         text = write(self.target, call, subject.device, budget)
+        if lost:
+            return text if raised_elsewhere(text, call.raises) else None
         try:
             error = executed(text)["error"]
         except Exception as raised:  # a user's function may raise anything
@@ -107,6 +121,20 @@ def unnumbered(line: str) -> str:
     because in_one_line() cuts it after numbers of any length.
     """
     return re.sub(r"\d+", "", line)[:200]
+
+
+def raised_elsewhere(text: str, raises: str) -> bool:
+    """Whether a script ends with this error in a process of its own: the GPU is lost to this one,
+    and every call here would raise it.
+    """
+    # without waiting, the error of a kernel becomes that of a later call
+    wait, path = {"CUDA_LAUNCH_BLOCKING": "1"}, {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", text]
+    ended = subprocess.run(
+        command, env=os.environ | wait | path, capture_output=True, text=True, check=False
+    )
+    # a traceback names the type with its module
+    return any(unnumbered(raises) in unnumbered(line) for line in ended.stderr.splitlines())
 
 
 def executed(text: str) -> dict[str, Any]:

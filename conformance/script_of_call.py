@@ -46,6 +46,9 @@ VIEWS = {
     "[:, :, : x.shape[2]]",
 }
 
+# a second backward pass, whose d_out lies otherwise: what conformance.isolation does
+HEADS_INSIDE = "d_out with the heads inside"
+
 
 class Call(NamedTuple):
     """One call, and its tensor that is compared."""
@@ -54,7 +57,7 @@ class Call(NamedTuple):
     tensor: str
     dtype: torch.dtype
     raises: str = ""  # the exception that is the failure, in one line
-    layout: str = ""  # a key of VIEWS; else contiguous
+    layout: str = ""  # a key of VIEWS, or HEADS_INSIDE; else contiguous
 
 
 def write(target: Target, call: Call, device: str, budget: float) -> str:
@@ -65,7 +68,7 @@ def write(target: Target, call: Call, device: str, budget: float) -> str:
     given = {name: x for name, x in case.optional.items() if name in MASKS}
     masked = dialect.needs_mask(case.num_queries, case.num_keys, causal=case.causal, given=given)
     documents = counted_documents(case) if "document_ids" in case.optional else None
-    tensors = tensors_of(dialect, views=bool(call.layout))
+    tensors = tensors_of(dialect, views=call.layout in VIEWS)
     call_text = dialect.call(tensors, values_of(call, documents), masked=masked)
     output = dialect.output_lse if tensor == "lse" else dialect.output
     shape = f"{case.batch}, {case.num_kv_heads}, {case.num_keys}"
@@ -90,6 +93,7 @@ def write(target: Target, call: Call, device: str, budget: float) -> str:
         f"d_out = d_out.to({device!r})" if gradient and there else "",
         *mask_lines(call, dialect, documents, call_text),
         f"result = {call_text.replace('function', target.function, 1)}",
+        "torch.cuda.synchronize()" if call.raises and there else "",
         f"found = {output(str(case.batch))}",
         *exact_lines(call, masks=hides(case)),
         "difference = torch.where(found == exact, 0.0, (found - exact).abs())",
@@ -105,7 +109,7 @@ def write(target: Target, call: Call, device: str, budget: float) -> str:
 def input_lines(convert: str, layout: str, *, gradient: bool) -> Iterator[str]:
     """Lines that convert q, k and v, and lay them out in memory."""
     leaf = ".requires_grad_()" * gradient
-    if not layout:
+    if layout not in VIEWS:
         yield f"q, k, v = ({convert}{leaf} for x in (q, k, v))"
         return
     view = VIEWS[layout]
@@ -240,5 +244,8 @@ def exact_lines(call: Call, *, masks: bool) -> Iterator[str]:
     yield f"exact = {p} @ {v}"
     if call.tensor != "out":
         x = call.tensor[1]
+        if call.layout == HEADS_INSIDE:
+            yield f"torch.autograd.grad((found.double() * d_out).sum(), {x}, retain_graph=True)"
+            yield "d_out = d_out.transpose(1, 2).contiguous().transpose(1, 2)"
         yield "losses = [(x.double() * d_out).sum() for x in (found, exact)]"
         yield f"found, exact = (torch.autograd.grad(loss, {x})[0] for loss in losses)"

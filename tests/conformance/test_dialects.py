@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from attention import attention
-from conformance import exchange
+from conformance import exchange, minimise
 from conformance.backend_under_test import Subject
 from conformance.cases import ADVERSARIAL, Case
 from conformance.command import cells_of, parse_dialect
@@ -20,7 +20,15 @@ from conformance.dialects import DIALECTS, Adapter, Target, pages_of, target
 from conformance.memory_growth import LINEAR, LiveTensors
 from conformance.minimise import Minimiser, executed, plain, with_options
 from conformance.properties import examine
-from conformance.script_of_call import INPUTS, VIEWS, Call, input_lines, values_of, write
+from conformance.script_of_call import (
+    HEADS_INSIDE,
+    INPUTS,
+    VIEWS,
+    Call,
+    input_lines,
+    values_of,
+    write,
+)
 from conformance.script_of_memory import write_memory
 from conformance.views import LAYOUTS
 
@@ -308,6 +316,42 @@ def test_the_script_of_what_no_plain_call_shows(name, dialect, property, first):
     assert first in script.splitlines()[0] and "conformance" not in script
     with pytest.raises((AssertionError, NotImplementedError)):
         exec(script, {})
+
+
+def smaller_batch(case, subject):
+    return [replace(case, batch=1)] if case.batch > 1 else []
+
+
+def test_a_script_of_a_lost_gpu_runs_in_a_process_of_its_own(monkeypatch):
+    """After some errors every call of the process fails, so what fails there proves nothing."""
+    found = named(f"{MINE}:only_aligned", "fa")
+    subject = Subject(found.backend, "cpu", FP32)
+    cell = examine(subject, "strides and views")
+    assert cell.note.startswith("RuntimeError: misaligned address")
+    monkeypatch.setattr(minimise, "why_unusable", lambda device: "misaligned address")
+    monkeypatch.setattr(minimise, "executed", lambda text: pytest.fail("it ran in this process"))
+    monkeypatch.setattr(minimise, "smaller", smaller_batch)
+    script = minimise.Minimiser(found, subject).script(cell)
+    assert script is not None and "out of B1-" in script and "misaligned, fp32" in script
+    with pytest.raises(RuntimeError, match="misaligned address"):
+        exec(script, {})
+    unexamined = replace(cell, note="not examined: an earlier property left the GPU unusable")
+    assert minimise.Minimiser(found, subject).script(unexamined) is None
+
+
+def test_a_script_of_two_backward_passes():
+    """No single call shows what an attention keeps from an earlier one."""
+    function = f"{MINE}:WrongOnceWarm"
+    found = named(function, "layout=BNHD causal=causal scale=softmax_scale")
+    subject = Subject(found.backend, "cpu", FP32)
+    cell = examine(subject, "call history")
+    assert cell.status == "red" and HEADS_INSIDE in cell.note
+    script = Minimiser(found, subject).script(cell)
+    assert script is not None and HEADS_INSIDE in script.splitlines()[0]
+    with pytest.raises(AssertionError):
+        exec(script, {})
+    right = script.replace("WrongOnceWarm.apply(", "flash(").replace("WrongOnceWarm", "flash")
+    exec(right.replace("found = result", "found = result[0]"), {})
 
 
 def fails_twice(q, k, v, causal=False, scale=None):
