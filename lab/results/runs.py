@@ -890,9 +890,29 @@ def four_gpus() -> str:
         "first rows include the capture of the step's graph. A GPU held "
         f"{square['peak_gib']:.1f} GiB, {square['predicted_gib']:.1f} predicted. One GPU's "
         "speed is the one above, of another "
-        "day. Not measured: a sequence of over a million tokens, eight GPUs."
+        "day. Eight GPUs are not measured."
     )
-    parts = (*profiles(data["profiles"]), two_by_two, of_sweep)
+    what_longest = (
+        f"The longest sequences that were trained on four GPUs (`{data['longest'][0]['command']}`; "
+        "and model=small seq_len=4194304 data.val_fraction=0.15; commit "
+        f"{data['longest'][0]['commit'][:7]}). One step each, n=1. Its seconds include compiling "
+        "Triton's kernels. The prediction leaves out what chunks and inputs on the host cost."
+    )
+    longest = formatted(
+        """
+        model          {model}
+        seq_len        {seq_len:,}
+        s compiling    {seconds_by_phase[compiling]:.0f}
+        s training     {seconds_by_phase[training]:.0f}
+        s whole run    {seconds:.0f}
+        tokens/s       {tokens_per_sec:,.0f}
+        predicted      {predicted_tokens_per_sec:,}
+        peak GiB       {peak_gib:.1f}
+        predicted GiB  {predicted_gib:.1f}
+        """,
+        data["longest"],
+    )
+    parts = (*profiles(data["profiles"]), two_by_two, what_longest, longest, of_sweep)
     return section(data, what, formatted(columns, rows), *parts)
 
 
