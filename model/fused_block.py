@@ -3,7 +3,8 @@
 `fused_block` runs the layers of a Block and has no parameters of its own. It gives the results and
 gradients of `Block.forward`; tests/model/test_fused_block.py compares them.
 
-    on a GPU                 one kernel computes x + branch and the norm after it (model/norm.py)
+    on a GPU                 one kernel computes x + branch and the norm after it (model/norm.py),
+                             one the backward pass of GELU (model/gelu.py)
     checkpoint=elementwise   the backward pass recomputes norms and activations
     checkpoint=attention     it recomputes all but q, k, v and the attention
     checkpoint=block         it recomputes the whole block from its input
@@ -23,8 +24,9 @@ from torch import Tensor
 import model.norm
 from config import ModelConfig
 from model.checkpointing import elementwise_recomputed, in_chunks, kept_on_host, recomputed
+from model.gelu import linear_gelu
 from model.kv_cache import LayerCache
-from model.norm import add_norm_linear
+from model.norm import add_norm, add_norm_linear
 
 if TYPE_CHECKING:
     from attention.context import Shards
@@ -84,6 +86,9 @@ def before_attention(
 def after_attention(block: "Block", x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     """x + proj(out) for the attention's output, and the branch of the MLP."""
     recompute = recomputes_elementwise(block)
+    if not (recompute or block.mlp.gated):
+        x, normed = add_norm(x, block.dropout(block.attention.proj(out)), block.mlp_norm)
+        return x, block.dropout(block.mlp.down(linear_gelu(normed, block.mlp.up)))
     x, hidden = add_norm_linear(
         x,
         block.dropout(block.attention.proj(out)),  # unnamed, so that it is freed after the sum

@@ -14,7 +14,6 @@ query heads, H_kv key/value heads, D head dim.
 """
 
 import copy
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from attention import Backend, Shards, attention, attention_with_cache, build_module
 from config import AttentionConfig, ModelConfig
 from model.fused_block import fused_block, is_fused
+from model.gelu import gelu
 from model.kv_cache import KVCache, LayerCache
 from model.layer_function import layer_functions
 from model.loss import linear_cross_entropy
@@ -163,24 +163,6 @@ class CausalSelfAttention(nn.Module):
         """
         out, _ = attention_with_cache(q, k, v, lengths, backend=self.backend, **self.function)
         return out.transpose(1, 2).flatten(2)
-
-
-def gelu(x: Tensor) -> Tensor:
-    """GELU in the tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415)."""
-    if torch.compiler.is_compiling() and x.device.type == "cuda":
-        return gelu_by_sigmoid(x)
-    return F.gelu(x, approximate="tanh")
-
-
-def gelu_by_sigmoid(x: Tensor) -> Tensor:
-    """gelu(x) as x (1 + tanh(u)) / 2 = x sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x^3).
-
-    For torch.compile: on a GPU its tanh takes more time than the memory traffic, forward and
-    backward.
-    """
-    twice = 2 * math.sqrt(2 / math.pi)
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * torch.sigmoid(wide * (twice + twice * 0.044715 * wide.square()))).to(x.dtype)
 
 
 def mlp_width(config: ModelConfig) -> int:

@@ -76,7 +76,7 @@ def product_kernel(
     y = tl.sum(x * w.to(tl.float32), 1)
     if bias_ptr is not None:
         y += bias.to(tl.float32)
-    if ACTIVATION == "gelu":  # as gelu_by_sigmoid() of model/gpt.py
+    if ACTIVATION == "gelu":  # as gelu_by_sigmoid() of model/gelu.py
         y *= tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))
     if GATED:
         up = tl.sum(x * other.to(tl.float32), 1)

@@ -68,8 +68,8 @@ def call(
 
 
 def model_kernels() -> None:
-    """The kernels of the loss and of the norms."""
-    from model import loss_kernel, norm_kernel
+    """The kernels of the loss, of the norms and of GELU."""
+    from model import gelu_kernel, loss_kernel, norm_kernel
 
     logits = torch.randn(40, 1008, device="cuda", dtype=torch.bfloat16)
     assert (
@@ -77,6 +77,9 @@ def model_kernels() -> None:
         .isfinite()
         .all()
     )
+    for width in (100, 300):
+        d_out, hidden = torch.randn(2, 70, width, device="cuda", dtype=torch.bfloat16)
+        assert all(x.isfinite().all() for x in gelu_kernel.backward(d_out, hidden))
     x, branch = torch.randn(2, 40, 100, device="cuda")
     weight, bias = torch.ones(2, 100, device="cuda")
     total, y, statistics = norm_kernel.forward(

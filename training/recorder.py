@@ -18,7 +18,7 @@ from training.loggers import build_logger
 from training.names import attention_in_words
 from training.outcome import after_training, outcome_of, resume_command, save_summary
 from training.phases import current, phase
-from training.plot import draw_loss_curve, draw_max_scores
+from training.plot import draw_loss_curve, draw_max_scores, import_meanwhile
 from training.resume import stop_clock, write_settings
 from training.run import Run
 from training.step import Stepper, StepResult
@@ -156,6 +156,8 @@ class Recorder:
 
     def end(self, result: StepResult, *, stopped: bool) -> None:
         """Note how the loop ended; its last checkpoint is being saved."""
+        if self.run.ranks.first:
+            import_meanwhile()
         summary = self.summary
         summary["tokens_per_sec"] = self.wall.tokens_per_sec(result.tokens)
         if summary["status"] != "diverged":

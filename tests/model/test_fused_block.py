@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import model.gelu
 import model.norm
 from model.fused_block import fused_block, is_fused
 from model.gpt import GPT, Block
@@ -31,13 +32,18 @@ every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """The kernel that a GPU has, here in Triton's interpreter."""
+    """The kernels that a GPU has, here in Triton's interpreter."""
     if torch.cuda.is_available():
         pytest.skip("needs Triton's interpreter")
     monkeypatch.setattr(
         model.norm,
         "has_kernel",
         lambda x, branch: torch.is_grad_enabled() and model.norm.fits_kernel(x, branch),
+    )
+    monkeypatch.setattr(
+        model.gelu,
+        "has_kernel",
+        lambda x, linear: torch.is_grad_enabled() and model.gelu.fits_kernel(x, linear),
     )
 
 

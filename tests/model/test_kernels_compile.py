@@ -16,6 +16,7 @@ from itertools import product
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from model.gelu_kernel import gelu_backward_kernel
 from model.loss_kernel import cross_entropy_kernel
 from model.norm_kernel import add_norm_backward_kernel, add_norm_kernel
 from model.step_kernel import features_of_a_program, heads_kernel, product_kernel
@@ -37,8 +38,9 @@ def compile(kernel, warps=1, **constants):
 
 for gradient, z_loss in product((False, True), (0.0, 1e-4)):
     compile(
-        cross_entropy_kernel, 8, IGNORED=-100, GRADIENT=gradient, Z_LOSS=z_loss, BLOCK=4096
+        cross_entropy_kernel, 8, IGNORED=-100, GRADIENT=gradient, Z_LOSS=z_loss, BLOCK=8192, RUN=8
     )
+compile(gelu_backward_kernel, 1, ROWS=4, BLOCK=256, STAGES=2)
 for centred, absent in product((False, True), ((), ("bias_ptr",))):
     meta = {"CENTRED": centred, "ROWS": 1, "BLOCK": 1024, **dict.fromkeys(absent)}
     compile(add_norm_kernel, **meta)

@@ -218,7 +218,8 @@ def test_the_kernel_where_a_row_is_sure_of_its_target_or_hopeless(kernel):
     found = logits.clone()
     loss = model.loss.cross_entropy_in_place(found, targets, 251, True)
     torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(found[:, :251].double(), gradient, rtol=1e-5, atol=1e-7)
+    # float32 has steps of 1.2e-7 above 1, where the sum of a sure row lies
+    torch.testing.assert_close(found[:, :251].double(), gradient, rtol=1e-5, atol=2e-7)
     assert found[:, 251:].eq(0).all() and found[2].eq(0).all() and loss[2] == 0
     assert model.loss.cross_entropy_in_place(logits, targets + 10, 251, False).isnan().tolist() == [
         False,
