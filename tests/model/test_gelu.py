@@ -111,7 +111,7 @@ def test_on_a_gpu(dtype, compiled):
     function = torch.compile(linear_gelu, fullgraph=True) if compiled else linear_gelu
     found, own = (step(each, x, linear, d_out, dtype) for each in (function, plain))
     exact = step(plain, x.double(), copy.deepcopy(linear).double(), d_out.double(), FP32)
-    assert_near(found, own, exact, times=1.1)
+    assert_near(found, own, exact, times=1.5)
 
 
 def test_repeats_have_the_same_bits():
