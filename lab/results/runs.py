@@ -618,7 +618,33 @@ def step_trials() -> str:
         f"step, in {each['launches']:,} launches."
         for each in data["profile"]
     ]
-    return section(data, f"{data['what']}.", formatted(columns, data["tokens_per_sec"]), *spent)
+    parts = [section(data, f"{data['what']}.", formatted(columns, data["tokens_per_sec"]), *spent)]
+    data = load("step_trials_h100")
+    first, last = (run["rounds"] for run in data["runs"])
+    rows = [
+        run | {"all": joined(run["rounds"], "{:,}"), "lowest": min(run["least"])}
+        for run in data["runs"]
+    ]
+    pairs = joined([x / y for x, y in zip(last, first, strict=True)], "{:.3f}")
+    runs = formatted("{variant}\ntokens/s  {all}\nlowest row  {lowest:,}", rows)
+    kernels = formatted(
+        """
+        kernel       {kernel}
+        before       {before}
+        us before    {before_us:,.0f}
+        now          {now}
+        us           {us:,.0f}
+        """,
+        [
+            {"now": "one kernel", **row}
+            | {"before_us": 1e3 * row["before_ms"], "us": 1e3 * row["ms"]}
+            for row in data["kernels"]
+        ],
+    )
+    what = f"{data['what']}. Round by round the second is {pairs} times as fast as the first."
+    alone = "The kernels alone, medians of 20 or more calls that take turns on several buffers."
+    parts.append(section(data, what, runs, alone, kernels))
+    return "\n\n".join(parts)
 
 
 def looking() -> str:
