@@ -2,6 +2,8 @@
 
 import re
 
+from attention.blame import without_gpu
+
 LONGEST = 300  # characters of the first line, and of the cause
 NAMED = re.compile(r"\b\w*(?:Error|Exception)\b[:(].*")  # an exception that a message quotes
 
@@ -20,7 +22,7 @@ def in_one_line(error: BaseException) -> str:
     if not cause and further and first.endswith(":"):
         cause = further[-1]
     line = f"{type(error).__name__}: {shortened(first)}"
-    return f"{line} ({shortened(cause)})" if cause else line
+    return (f"{line} ({shortened(cause)})" if cause else line) + without_gpu(error)
 
 
 def shortened(text: str) -> str:

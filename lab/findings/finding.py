@@ -33,7 +33,14 @@ def finding(measure: Callable[[list[Path], torch.device], Row]) -> Callable[...,
 
     def main(options: Options) -> None:
         out = options.out or Path(f"{Path(module['__file__']).stem}.json")
-        publish(out, partial(measure, options.paths), module["in_text"], module["draw"])
+        try:
+            publish(out, partial(measure, options.paths), module["in_text"], module["draw"])
+        except KeyError as error:
+            where = ", ".join(map(str, options.paths))
+            raise ValueError(
+                f"no completed run of {error} in {where}: this finding compares all variants of "
+                "its recipe"
+            ) from error
 
     return command(main, of=measure)
 

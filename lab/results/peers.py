@@ -9,7 +9,7 @@ TITLES = {"lab.peers:FLASH_ATTENTION_4": "FlashAttention-4"}
 
 def both_times() -> str:
     """The device's time and the time of eager calls."""
-    return tables(load("peers_h200"))
+    return "\n\n".join((tables(load("peers_h200")), counters(load("backward_counters_h100"))))
 
 
 def tables(data: Row) -> str:
@@ -68,3 +68,47 @@ def eager_table(rows: list[Row]) -> list[str]:
         for row in rows
     ]
     return [what, formatted(columns, shown)]
+
+
+def counters(data: Row) -> str:
+    """What ncu counted of the backward kernels."""
+    rows = []
+    for row in data["rows"]:
+        found = row["metrics"]
+        # of the four schedulers, in a cycle
+        issues = 4 * found["smsp__issue_active.avg.pct_of_peak_sustained_active"] / 100
+        names = ("barrier", "long_scoreboard", "short_scoreboard", "gmma")
+        ratios = (f"smsp__average_warps_issue_stalled_{x}_per_issue_active.ratio" for x in names)
+        stalls = [issues * found[ratio] for ratio in ratios]
+        millions = {
+            "ms": found["gpu__time_duration.sum"],
+            "passes": found["l1tex__data_pipe_lsu_wavefronts_mem_shared.sum"],
+            "instructions": found["sm__inst_executed.sum"],
+        }
+        rows.append(
+            row
+            | {name: value / 1e6 for name, value in millions.items()}
+            | {
+                "tensor": found["sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed"],
+                "warps": 0.64 * found["sm__warps_active.avg.pct_of_peak_sustained_active"],
+                "stalls": stalls,
+                "barriers": stalls[0] + stalls[1],
+            }
+        )
+    what = (
+        "The backward kernel alone, counted by ncu at the base clock: one causal call of 16,384 "
+        "tokens after two others. Stalled warps are of a multiprocessor, on average."
+    )
+    columns = """
+        attention                     {who}
+        head_dim                      {head_dim}
+        ms                            {ms:.2f}
+        tensor cores busy, %          {tensor:.0f}
+        passes of shared memory, 1e6  {passes:.0f}
+        instructions, 1e6             {instructions:,.0f}
+        warps                         {warps:.0f}
+        stalled at barriers           {barriers:.1f}
+        for shared memory             {stalls[2]:.1f}
+        for products                  {stalls[3]:.1f}
+    """
+    return section(data, what, formatted(columns, rows))

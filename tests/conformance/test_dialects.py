@@ -331,6 +331,7 @@ def test_a_script_of_a_lost_gpu_runs_in_a_process_of_its_own(monkeypatch):
     monkeypatch.setattr(minimise, "why_unusable", lambda device: "misaligned address")
     monkeypatch.setattr(minimise, "executed", lambda text: pytest.fail("it ran in this process"))
     monkeypatch.setattr(minimise, "smaller", smaller_batch)
+    monkeypatch.setitem(minimise.LAYOUTS, "strides and views", ["misaligned"])
     script = minimise.Minimiser(found, subject).script(cell)
     assert script is not None and "out of B1-" in script and "misaligned, fp32" in script
     with pytest.raises(RuntimeError, match="misaligned address"):

@@ -300,6 +300,14 @@ def test_a_run_of_another_recipe(module, tmp_path, monkeypatch):
         module.main(["run"])
 
 
+def test_a_sweep_without_a_variant(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tile_size, "completed_runs", lambda *_: {}["no_rescale"])
+    said = "no completed run of 'no_rescale' in run: this finding compares all variants"
+    with pytest.raises(SystemExit, match=said):
+        tile_size.main(["run"])
+
+
 @pytest.mark.parametrize("module", OF_RUNS)
 def test_a_page_has_the_figures_of_its_file(module):
     """Means with their spread, and errors such as 1.2e-07, as the command prints them."""
