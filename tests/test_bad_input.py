@@ -265,6 +265,14 @@ REFUSED = {
         ["attention=tiled:block_q=16,block_kv=8"],
         ["write attention=tiled attention.block_q=16 attention.block_kv=8"],
     ),
+    "a-list-as-the-scripts-take-it": (
+        ["-m", "attention=naive,tiled:block_q=16,block_kv=8"],
+        [
+            "write -m 'hydra.sweeper.variants.naive={attention:naive}' "
+            "'hydra.sweeper.variants.tiled_block_q_16_block_kv_8={attention:tiled,"
+            "attention.block_q:16,attention.block_kv:8}'"
+        ],
+    ),
     "own-options-as-the-scripts-take-them": (
         ["attention=mine:BACKEND:floor=1e-3"],
         ["write attention=mine:BACKEND +attention.options.floor=1e-3"],

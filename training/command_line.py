@@ -151,7 +151,7 @@ def check_readable(overrides: Iterable[str], *, sweeps: bool = False) -> None:
             reason = next(line for line in lines if not line.startswith("Error parsing override"))
             as_text = shlex.quote(f"{key}={quoted(value)}")
             way_out = f"if the value is text, write {as_text}" if equals else "write key=value"
-            if settings := as_settings(override):
+            if settings := as_settings(override) or as_variants(override):
                 raise ValueError(f"{override}: write {settings}") from None
             raise ValueError(f"Hydra cannot read {override!r} ({reason}); {way_out}") from None
         if parsed.is_delete() and key_of(override) in {*known_keys()} - {*CHOICES}:
@@ -182,6 +182,23 @@ def as_settings(override: str) -> str | None:
     # the options of a user's own attention are not in the schema
     prefix = "+attention.options." if ":" in found[1] else "attention."
     return " ".join([f"attention={found[1]}", *(prefix + x for x in found[2].split(","))])
+
+
+def as_variants(override: str) -> str | None:
+    """A sweep's variants for attention=naive,tiled:block_q=16, as the scripts take a list; None for
+    any other override.
+    """
+    pattern = r"\w+(?::\w+=[\w.+-]+(?:,\w+=[\w.+-]+)*)?"
+    if not re.fullmatch(rf"attention={pattern}(?:,{pattern})+", override):
+        return None
+    variants = []
+    for each in re.split(r",(?=\w+(?:[:,]|$))", override.removeprefix("attention=")):
+        name, _, options = each.partition(":")
+        settings = [f"attention:{name}"]
+        settings += [f"attention.{x.replace('=', ':')}" for x in options.split(",") if x]
+        variant = re.sub(r"\W+", "_", each)
+        variants.append(shlex.quote(f"hydra.sweeper.variants.{variant}={{{','.join(settings)}}}"))
+    return f"-m {' '.join(variants)}"
 
 
 def refuse_mistakes_in_files(arguments: list[str]) -> None:
