@@ -25,18 +25,20 @@ wall time of 20 calls that follow each other without waiting, divided by 20. It 
 of attention(), which are the same for all. A row has the median, least and most of its windows.
 
 FLASH_ATTENTION_4 is also a backend for scripts.benchmark. It needs `pip install flash-attn-4`.
+Documents go to its flash_attn_varlen_func, with their bounds found before the timed calls.
 """
 
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from statistics import geometric_mean, median
 from typing import Annotated, Any, Literal
 
 import torch
 import torch._functorch.config
+import torch.nn.functional as F
 from torch import Tensor
 
 from attention import AttentionOutput, Backend, dtype_name
@@ -59,26 +61,46 @@ def __getattr__(name: str) -> Backend:
     if name != "FLASH_ATTENTION_4":
         raise AttributeError(f"module {__name__} has no attribute {name}")
     try:
-        from flash_attn.cute import flash_attn_func
+        from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
     except ModuleNotFoundError as error:
         way_out = "pip install flash-attn-4, or leave it out of attention="
         raise ModuleNotFoundError(f"{error}; {way_out}") from error
 
     def call(
-        q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, window: int | None = None
-    ) -> AttentionOutput:
+        q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, window: int | None = None,
+        document_ids: Tensor | None = None,
+    ) -> AttentionOutput:  # fmt: skip
         # views: an adapter of conformance.dialects would copy q, k and v, which would be timed too
-        heads_inside = (x.transpose(1, 2) for x in (q, k, v))
+        tensors = [x.transpose(1, 2) for x in (q, k, v)]
         reach = (None, None) if window is None else (window - 1, 0)
-        out, lse, *_ = flash_attn_func(
-            *heads_inside, softmax_scale=scale, causal=causal, window_size=reach, return_lse=True
+        same = {"softmax_scale": scale, "causal": causal, "window_size": reach, "return_lse": True}
+        if document_ids is None:
+            out, lse, *_ = flash_attn_func(*tensors, **same)
+            return AttentionOutput(out.transpose(1, 2), lse)
+        bounds, longest = packed_documents(document_ids)
+        packed = (x.flatten(0, 1) for x in tensors)  # views too, of a single sequence
+        sizes = {"max_seqlen_q": longest, "max_seqlen_k": longest}
+        out, lse, *_ = flash_attn_varlen_func(
+            *packed, cu_seqlens_q=bounds, cu_seqlens_k=bounds, **sizes, **same
         )
-        return AttentionOutput(out.transpose(1, 2), lse)
+        by_sequence = document_ids.shape
+        lse = lse.unflatten(1, by_sequence).transpose(0, 1)
+        return AttentionOutput(out.unflatten(0, by_sequence).transpose(1, 2), lse)
 
-    features = frozenset({"gqa", "non_causal", "cross_length", "lse", "window"})
+    features = frozenset({"gqa", "non_causal", "cross_length", "lse", "window", "document_ids"})
     # leaves out what is red in lab.scorecards: other head dims, and lse with a softcap
     dtypes = (torch.bfloat16, torch.float16)
     return Backend(name, call, dtypes=dtypes, head_dims=(64, 128), features=features)
+
+
+@lru_cache(maxsize=1)
+def packed_documents(document_ids: Tensor) -> tuple[Tensor, int]:
+    """Where the documents of a packed batch begin, and its end, as int32; and the longest of them.
+    Found once for calls with the same tensor, as our kernels do.
+    """
+    starts = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)
+    bounds = F.pad(starts.flatten().nonzero().flatten(), (0, 1), value=starts.numel())
+    return bounds.int(), int(bounds.diff().max())
 
 
 @dataclass(frozen=True)

@@ -51,9 +51,28 @@ def flash_attn_func(
     return out.transpose(1, 2), lse
 
 
+def flash_attn_varlen_func(
+    q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None,
+    causal=False, window_size=(None, None), return_lse=False,
+):  # fmt: skip
+    assert q.dim() == 3 and cu_seqlens_q.dtype == torch.int32
+    assert torch.equal(cu_seqlens_q, cu_seqlens_k)
+    assert max_seqlen_q == max_seqlen_k == cu_seqlens_q.diff().max()
+    pointers[:] = (x.data_ptr() for x in (q, k, v))
+    bounds = cu_seqlens_q.tolist()
+    outs, lses = [], []
+    for first, last in zip(bounds, bounds[1:], strict=False):
+        heads_first = (x[None, first:last].transpose(1, 2) for x in (q, k, v))
+        out, lse = attention(*heads_first, scale=softmax_scale, causal=causal, backend="naive")
+        outs.append(out[0].transpose(0, 1))
+        lses.append(lse[0])
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
 def test_flash_attention_4_is_called_as_it_is_written(monkeypatch):
     package, module = ModuleType("flash_attn"), ModuleType("flash_attn.cute")
     module.flash_attn_func = flash_attn_func
+    module.flash_attn_varlen_func = flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
     peer = peers.FLASH_ATTENTION_4
@@ -62,8 +81,19 @@ def test_flash_attention_4_is_called_as_it_is_written(monkeypatch):
         found, expected = (attention(q, k, k, backend=each, **mask) for each in (peer, "naive"))
         torch.testing.assert_close(found.out, expected.out)
         torch.testing.assert_close(found.lse, expected.lse)
-    attention(q, k, k, backend=peer)
-    assert pointers == [x.data_ptr() for x in (q, k, k)], "a copy would be timed too"
+    ids = torch.tensor([[0] * 7 + [5] * 20 + [0] * 13, [0] * 40])
+    found, expected = (
+        attention(q, k, k, backend=each, document_ids=ids) for each in (peer, "naive")
+    )
+    torch.testing.assert_close(found.out, expected.out)
+    torch.testing.assert_close(found.lse, expected.lse)
+    for documents in (None, ids[:1]):
+        one = [x[:1] for x in (q, k, k)]
+        attention(*one, backend=peer, document_ids=documents)
+        assert pointers == [x.data_ptr() for x in one], "a copy would be timed too"
+    misses = peers.packed_documents.cache_info().misses
+    attention(*one, backend=peer, document_ids=documents)
+    assert peers.packed_documents.cache_info().misses == misses, "the bounds are found once"
     with pytest.raises(ValueError, match="head_dim"):
         attention(q[..., :32], k[..., :32], k[..., :32], backend=peer)
 
