@@ -1,5 +1,5 @@
 """The backward pass of GELU in one kernel, which also sums the gradient over the
-tokens. It reads or writes each tensor once.
+tokens. Each tensor is read or written once.
 
 Dimensions: T tokens, C features.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 from model.norm_kernel import multiprocessors
 
 # tokens and features that a program holds at a time, and its warps. On an H100, with 32,768 rows of
-# 3,072, the best of 19 choices, within 4% of most others
+# 3,072, most of 18 other choices took 2 to 10% longer
 ROWS, BLOCK, WARPS, STAGES = 4, 256, 1, 2
 PROGRAMS = 12  # on each multiprocessor; each adds up the gradient of the bias over its rows
 
