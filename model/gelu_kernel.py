@@ -36,7 +36,7 @@ def gelu_backward_kernel(
         d_out = tl.load(d_out_ptr + start + offset, mask=mask, other=0.0).to(tl.float32)
         x = tl.load(hidden_ptr + start + offset, mask=mask, other=0.0).to(tl.float32)
         # gelu(x) = x s(x), s = sigmoid(a x + b x^3); see gelu_by_sigmoid()
-        a, b = 1.5957691216057308, 0.07135481282  # 2 sqrt(2 / pi), and 0.044715 a
+        a, b = 1.5957691216057308, 0.07135481627260025  # 2 sqrt(2 / pi), and 0.044715 a
         square = x * x
         s = tl.sigmoid(x * (a + b * square))
         d_hidden = d_out * (s + x * s * (1 - s) * (a + 3 * b * square))
