@@ -78,4 +78,4 @@ def test_the_kernels_of_the_model_compile_for_sm_90(tmp_path):
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(done.stdout.splitlines()) == 21
+    assert len(done.stdout.splitlines()) == 22
