@@ -22,7 +22,9 @@ def in_one_line(error: BaseException) -> str:
     if not cause and further and first.endswith(":"):
         cause = further[-1]
     line = f"{type(error).__name__}: {shortened(first)}"
-    return (f"{line} ({shortened(cause)})" if cause else line) + without_gpu(error)
+    line = f"{line} ({shortened(cause)})" if cause else line
+    way_out = without_gpu(error)
+    return f"{line.removesuffix('.')}{way_out}" if way_out else line
 
 
 def shortened(text: str) -> str:

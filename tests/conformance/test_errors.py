@@ -70,3 +70,10 @@ def test_a_note_quotes_the_exception_that_the_compiler_met(caplog):
     assert cell.status == "red" and "when making fake tensor call" in cell.note
     assert "(RuntimeError(" in cell.note and "16" in cell.note and "\n" not in cell.note
     assert len(cell.note) < 2 * LONGEST + 50
+
+
+def test_triton_without_a_gpu_has_a_way_out(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    error = RuntimeError("0 active drivers ([]). There should only be one.")
+    said = "RuntimeError: 0 active drivers ([]). There should only be one; Triton needs a GPU, or "
+    assert in_one_line(error) == said + "TRITON_INTERPRET=1 set before the start"
