@@ -7,7 +7,6 @@ settings of train.py go there.
 
 import difflib
 import functools
-import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -19,7 +18,7 @@ import yaml
 
 from attention import BACKENDS, Backend, get_backend
 from config import RunConfig, check_int64
-from training.command_line import check_keys, compose, key_of
+from training.command_line import check_keys, compose, key_of, split
 from training.files import check_writable
 from training.interrupt import one_line
 from training.settings import settle
@@ -149,13 +148,6 @@ def convert_one(key: str, kind: Any, text: str) -> Any:
         raise ValueError(f"{key}={text} must be {names[kind]}") from None
     check_int64(key, value)
     return value
-
-
-def split(text: str) -> list[str]:
-    """Split at the commas between values, not those between options of one value:
-    naive,tiled:block_q=8,impl=x has two values.
-    """
-    return re.split(r",(?![^,:=]*=)", text)
 
 
 def compose_new(*overrides: str, asked: Iterable[str]) -> RunConfig:

@@ -47,6 +47,8 @@ CHOICES = {
 }
 
 # options of a group that all of its choices share
+# an attention as the scripts take it: its name, and after a colon its options
+WITH_OPTIONS = r"(\w+|[\w.]+:\w+)(?::(\w+=[\w.+-]+(?:,\w+=[\w.+-]+)*))?"
 SHARED_OPTIONS = {
     "attention": ("switch_at", "switch_to", "switch_options", *FUNCTION_SETTINGS),
     "data": ("val_fraction", "max_documents", "documents", "cache_dir"),
@@ -151,7 +153,7 @@ def check_readable(overrides: Iterable[str], *, sweeps: bool = False) -> None:
             reason = next(line for line in lines if not line.startswith("Error parsing override"))
             as_text = shlex.quote(f"{key}={quoted(value)}")
             way_out = f"if the value is text, write {as_text}" if equals else "write key=value"
-            if settings := as_settings(override) or as_variants(override):
+            if settings := as_settings(override):
                 raise ValueError(f"{override}: write {settings}") from None
             raise ValueError(f"Hydra cannot read {override!r} ({reason}); {way_out}") from None
         if parsed.is_delete() and key_of(override) in {*known_keys()} - {*CHOICES}:
@@ -173,32 +175,35 @@ def check_readable(overrides: Iterable[str], *, sweeps: bool = False) -> None:
 
 
 def as_settings(override: str) -> str | None:
-    """attention=tiled attention.block_q=16 for attention=tiled:block_q=16, as the scripts take it;
-    None for any other override.
+    """How train.py takes what the scripts take: attention=tiled attention.block_q=16 for
+    attention=tiled:block_q=16, and a sweep's variants for a list. None for any other override.
     """
-    pattern = r"attention=(\w+|[\w.]+:\w+):(\w+=[\w.+-]+(?:,\w+=[\w.+-]+)*)"
-    if not (found := re.fullmatch(pattern, override)):
+    key, _, value = override.partition("=")
+    found = [re.fullmatch(WITH_OPTIONS, each) for each in split(value)]
+    if key != "attention" or None in found:
         return None
-    # the options of a user's own attention are not in the schema
-    prefix = "+attention.options." if ":" in found[1] else "attention."
-    return " ".join([f"attention={found[1]}", *(prefix + x for x in found[2].split(","))])
-
-
-def as_variants(override: str) -> str | None:
-    """A sweep's variants for attention=naive,tiled:block_q=16, as the scripts take a list; None for
-    any other override.
-    """
-    pattern = r"\w+(?::\w+=[\w.+-]+(?:,\w+=[\w.+-]+)*)?"
-    if not re.fullmatch(rf"attention={pattern}(?:,{pattern})+", override):
+    chosen = {each[0]: (each[1], each[2].split(",") if each[2] else []) for each in found if each}
+    if len(found) == 1:
+        [(name, options)] = chosen.values()
+        # the options of a user's own attention are not in the schema
+        prefix = "+attention.options." if ":" in name else "attention."
+        return " ".join([f"attention={name}", *(prefix + option for option in options)])
+    if any(":" in name for name, _ in chosen.values()):
         return None
     variants = []
-    for each in re.split(r",(?=\w+(?:[:,]|$))", override.removeprefix("attention=")):
-        name, _, options = each.partition(":")
-        settings = [f"attention:{name}"]
-        settings += [f"attention.{x.replace('=', ':')}" for x in options.split(",") if x]
-        variant = re.sub(r"\W+", "_", each)
-        variants.append(shlex.quote(f"hydra.sweeper.variants.{variant}={{{','.join(settings)}}}"))
+    for text, (name, options) in chosen.items():
+        settings = [f"attention.{option.replace('=', ':')}" for option in options]
+        settings = ",".join([f"attention:{name}", *settings])
+        variant = re.sub(r"\W+", "_", text)
+        variants.append(shlex.quote(f"hydra.sweeper.variants.{variant}={{{settings}}}"))
     return f"-m {' '.join(variants)}"
+
+
+def split(text: str) -> list[str]:
+    """Split at the commas between values, not those between options of one value:
+    naive,tiled:block_q=8,impl=x has two values.
+    """
+    return re.split(r",(?![^,:=]*=)", text)
 
 
 def refuse_mistakes_in_files(arguments: list[str]) -> None:
