@@ -85,22 +85,17 @@ def before_attention(
 
 def after_attention(block: "Block", x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     """x + proj(out) for the attention's output, and the branch of the MLP."""
-    recompute = recomputes_elementwise(block)
-    if not (recompute or block.mlp.gated):
-        x, normed = add_norm(x, block.dropout(block.attention.proj(out)), block.mlp_norm)
-        return x, block.dropout(block.mlp.down(linear_gelu(normed, block.mlp.up)))
-    x, hidden = add_norm_linear(
-        x,
-        block.dropout(block.attention.proj(out)),  # unnamed, so that it is freed after the sum
-        block.mlp_norm,
-        block.mlp.up,
-        recompute=recompute,
-    )
-
-    def contract(hidden: Tensor) -> Tensor:
-        return block.mlp.down(block.mlp.activate(hidden))
-
-    return x, block.dropout((elementwise_recomputed(contract) if recompute else contract)(hidden))
+    mlp = block.mlp
+    # proj(out) is unnamed, so that it is freed after the sum
+    if recomputes_elementwise(block):
+        x, hidden = add_norm_linear(
+            x, block.dropout(block.attention.proj(out)), block.mlp_norm, mlp.up, recompute=True
+        )
+        contract = elementwise_recomputed(lambda hidden: mlp.down(mlp.activate(hidden)))
+        return x, block.dropout(contract(hidden))
+    x, normed = add_norm(x, block.dropout(block.attention.proj(out)), block.mlp_norm)
+    activated = mlp.activate(mlp.up(normed)) if mlp.gated else linear_gelu(normed, mlp.up)
+    return x, block.dropout(mlp.down(activated))
 
 
 def recomputes_elementwise(block: "Block") -> bool:
