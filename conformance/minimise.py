@@ -23,12 +23,13 @@ from conformance.dialects import Dialect, Target, dialect_of
 from conformance.errors import in_one_line
 from conformance.memory_growth import LINEAR
 from conformance.properties import TENSORS, Cell, why_unusable
-from conformance.script_of_call import HEADS_INSIDE, INPUTS, VIEWS, Call, write
+from conformance.script_of_call import INPUTS, VIEWS, Call, write
 from conformance.script_of_memory import FIGURES, write_memory
+from conformance.views import HEADS_INSIDE
 
 OPTIONAL = {"window", "softcap", "alibi_slopes", "document_ids", "key_lengths"}
 # by property, where a script lays out its tensors otherwise
-LAYOUTS = {"strides and views": [*VIEWS], "call history": [HEADS_INSIDE, ""]}
+LAYOUTS_OF = {"strides and views": [*VIEWS], "call history": [HEADS_INSIDE, ""]}
 LITERAL = (int, float, str, bool, type(None))
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)
 
@@ -53,11 +54,9 @@ class Minimiser:
             dtypes = [x for x in SHORT if SHORT[x] == named[1]]
         elif raises:  # its note names no call
             dtypes += [torch.bfloat16, torch.float16]
-        layouts = LAYOUTS.get(cell.property, [""])
+        layouts = LAYOUTS_OF.get(cell.property, [""])
         cases = dict.fromkeys(self.subject.tried) or [self.subject.case(inputs=x) for x in INPUTS]
         if why_unusable(self.subject.device):
-            if not raises:  # the property was not examined
-                return None
             cases = list(cases)[-1:]  # the one that made it so; each attempt is a process
         # what the note names comes first
         candidates = product(
@@ -95,9 +94,9 @@ class Minimiser:
         known = known and (tensor != "lse" or "lse" in subject.backend.features)
         gradient = tensor.startswith("d")
         lost = why_unusable(subject.device)
+        if not known or (lost and not call.raises):
+            return None
         try:
-            if not known:
-                return None
             if not lost and not subject.in_dtype(dtype).takes(case, backward=gradient):
                 return None
             exact = expect(case, dtype, "cpu" if lost else subject.device, with_lse=False)
@@ -127,7 +126,7 @@ def raised_elsewhere(text: str, raises: str) -> bool:
     """Whether a script ends with this error in a process of its own: the GPU is lost to this one,
     and every call here would raise it.
     """
-    # without waiting, the error of a kernel becomes that of a later call
+    # the host must wait for each kernel, or a later call reports its error as another
     wait, path = {"CUDA_LAUNCH_BLOCKING": "1"}, {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", text]
     ended = subprocess.run(

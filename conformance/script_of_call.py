@@ -18,6 +18,7 @@ from conformance.dialects import (
     pages_of,
     sequence_bounds,
 )
+from conformance.views import HEADS_INSIDE
 
 # what conformance.cases.ADVERSARIAL does, as a line of code each
 INPUTS = {
@@ -46,9 +47,6 @@ VIEWS = {
     "[:, :, : x.shape[2]]",
 }
 
-# a second backward pass, whose d_out lies otherwise: what conformance.isolation does
-HEADS_INSIDE = "d_out with the heads inside"
-
 
 class Call(NamedTuple):
     """One call, and its tensor that is compared."""
@@ -57,7 +55,8 @@ class Call(NamedTuple):
     tensor: str
     dtype: torch.dtype
     raises: str = ""  # the exception that is the failure, in one line
-    layout: str = ""  # a key of VIEWS, or HEADS_INSIDE; else contiguous
+    # a key of VIEWS; HEADS_INSIDE, of d_out in a second backward pass; else contiguous
+    layout: str = ""
 
 
 def write(target: Target, call: Call, device: str, budget: float) -> str:

@@ -263,7 +263,9 @@ EXPLAINED = {
     ("JAX", "wider calls"): Reason("a row without a key gives the mean of the values", "new"),
 }  # fmt: skip
 
-JAX_SCRIPT = '''\
+# by property
+JAX_SCRIPTS = {
+    "wider calls": '''\
 """out of a query that sees no key: written by hand, as attn-conform's scripts call torch."""
 
 import jax.numpy as np
@@ -276,6 +278,7 @@ error = abs(found[0, 0]).max()
 print(f"out: error {error:.3g}, allowed 0")
 assert error == 0
 '''
+}
 
 
 @dataclass
@@ -465,7 +468,7 @@ def measure_jax(python: str) -> Row:
         "seconds": round(time.perf_counter() - start, 1),
         **Counter(cell.status for cell in cells),
         "red_cells": [
-            red_cell("JAX", "fp32", cell, JAX_SCRIPT if cell.property == "wider calls" else None)
+            red_cell("JAX", "fp32", cell, JAX_SCRIPTS.get(cell.property))
             for cell in cells
             if cell.status == "red"
         ],

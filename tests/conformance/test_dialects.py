@@ -21,7 +21,6 @@ from conformance.memory_growth import LINEAR, LiveTensors
 from conformance.minimise import Minimiser, executed, plain, with_options
 from conformance.properties import examine
 from conformance.script_of_call import (
-    HEADS_INSIDE,
     INPUTS,
     VIEWS,
     Call,
@@ -30,7 +29,7 @@ from conformance.script_of_call import (
     write,
 )
 from conformance.script_of_memory import write_memory
-from conformance.views import LAYOUTS
+from conformance.views import HEADS_INSIDE, LAYOUTS
 
 MINE = "tests.user_attentions"
 SDPA = "torch.nn.functional:scaled_dot_product_attention"
@@ -331,7 +330,7 @@ def test_a_script_of_a_lost_gpu_runs_in_a_process_of_its_own(monkeypatch):
     monkeypatch.setattr(minimise, "why_unusable", lambda device: "misaligned address")
     monkeypatch.setattr(minimise, "executed", lambda text: pytest.fail("it ran in this process"))
     monkeypatch.setattr(minimise, "smaller", smaller_batch)
-    monkeypatch.setitem(minimise.LAYOUTS, "strides and views", ["misaligned"])
+    monkeypatch.setitem(minimise.LAYOUTS_OF, "strides and views", ["misaligned"])
     script = minimise.Minimiser(found, subject).script(cell)
     assert script is not None and "out of B1-" in script and "misaligned, fp32" in script
     with pytest.raises(RuntimeError, match="misaligned address"):
