@@ -38,11 +38,11 @@ from typing import Annotated, Any, Literal
 
 import torch
 import torch._functorch.config
-import torch.nn.functional as F
 from torch import Tensor
 
 from attention import AttentionOutput, Backend, dtype_name
 from conformance.cases import distance
+from conformance.dialects import sequence_bounds
 from scripts.arguments import Count, Device, Dtype, Json, command, default, parse_backend
 from scripts.attention_call import Call, Measurement, attempt, take_turns
 from scripts.tables import Row, by, text_table
@@ -95,12 +95,11 @@ def __getattr__(name: str) -> Backend:
 
 @lru_cache(maxsize=1)
 def packed_documents(document_ids: Tensor) -> tuple[Tensor, int]:
-    """Where the documents of a packed batch begin, and its end, as int32; and the longest of them.
-    Found once for calls with the same tensor, as our kernels do.
+    """The bounds of the documents, and the length of the longest. Calls with the same tensor find
+    them once, as our kernels do.
     """
-    starts = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)
-    bounds = F.pad(starts.flatten().nonzero().flatten(), (0, 1), value=starts.numel())
-    return bounds.int(), int(bounds.diff().max())
+    bounds = sequence_bounds(*document_ids.shape, document_ids, document_ids.device)
+    return bounds, int(bounds.diff().max())
 
 
 @dataclass(frozen=True)
