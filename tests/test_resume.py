@@ -825,7 +825,7 @@ def test_what_is_no_run_cannot_be_resumed(run_dir, tmp_path):
 
 
 def test_a_run_whose_attention_lies_in_another_folder_says_where(tmp_path, monkeypatch):
-    """A regression test: the error only said that there is no such module."""
+    """A regression test. The error named the module, and not the folder that has it."""
     module, folder = tmp_path / "history.py", tmp_path / "run"
     module.write_text("from tests.user_backends import RIGHT as BACKEND\n")
     with monkeypatch.context() as there:

@@ -394,7 +394,7 @@ def nanogpt_wall_table(data: Row) -> str:
         f"{settings['tokens']:,} tokens a step. Text and learning rates are the same, initial "
         "weights and batches are not. Seconds are those of the process: start, compilation, steps, "
         "two evaluations and a checkpoint. The first round begins with empty compiler caches. "
-        "Figures of the later rounds are medians. Each ratio is that of one round; in brackets are "
+        "Figures of the later rounds are medians. Every round has its own ratio, and brackets show "
         "the least and the most. Rows of metrics, by their time of arrival, give the speed of the "
         "steps alone."
     )
@@ -618,33 +618,32 @@ def step_trials() -> str:
         f"step, in {each['launches']:,} launches."
         for each in data["profile"]
     ]
-    parts = [section(data, f"{data['what']}.", formatted(columns, data["tokens_per_sec"]), *spent)]
-    data = load("step_trials_h100")
+    kernels = section(data, f"{data['what']}.", formatted(columns, data["tokens_per_sec"]), *spent)
+    return f"{kernels}\n\n{step_of_today(load('step_trials_h100'))}"
+
+
+def step_of_today(data: Row) -> str:
+    """A version's step beside an earlier one's, and the kernels that changed."""
     first, last = (run["rounds"] for run in data["runs"])
+    pairs = joined([x / y for x, y in zip(last, first, strict=True)], "{:.3f}")
     rows = [
-        run | {"all": joined(run["rounds"], "{:,}"), "lowest": min(run["least"])}
+        [run["variant"], joined(run["rounds"], "{:,}"), f"{min(run['least']):,}"]
         for run in data["runs"]
     ]
-    pairs = joined([x / y for x, y in zip(last, first, strict=True)], "{:.3f}")
-    runs = formatted("{variant}\ntokens/s  {all}\nlowest row  {lowest:,}", rows)
-    kernels = formatted(
-        """
-        kernel       {kernel}
-        before       {before}
-        us before    {before_us:,.0f}
-        now          {now}
-        us           {us:,.0f}
-        """,
-        [
-            {"now": "one kernel", **row}
-            | {"before_us": 1e3 * row["before_ms"], "us": 1e3 * row["ms"]}
-            for row in data["kernels"]
-        ],
+    columns = """
+        kernel     {kernel}
+        before     {before}
+        ms before  {before_ms:.3f}
+        now        {now}
+        ms         {ms:.3f}
+    """
+    return section(
+        data,
+        f"{data['what']} Round by round the second is {pairs} times as fast as the first.",
+        table(["", "tokens/s", "lowest row"], rows),
+        "The kernels alone, medians of 20 or more calls that take turns on several buffers.",
+        formatted(columns, data["kernels"]),
     )
-    what = f"{data['what']}. Round by round the second is {pairs} times as fast as the first."
-    alone = "The kernels alone, medians of 20 or more calls that take turns on several buffers."
-    parts.append(section(data, what, runs, alone, kernels))
-    return "\n\n".join(parts)
 
 
 def looking() -> str:
@@ -907,9 +906,15 @@ def four_gpus() -> str:
         f"size) took {sweep['seconds']} seconds. The jobs took {sum(sweep['jobs'])} seconds "
         f"together, so {busy:.1f} ran at a time."
     )
-    square = data["two_by_two"]
+    more = two_by_two(data["two_by_two"], alone), *longest_on_four(data["longest"])
+    parts = (*profiles(data["profiles"]), *more, of_sweep)
+    return section(data, what, formatted(columns, rows), *parts)
+
+
+def two_by_two(square: Row, alone: dict[int, float]) -> str:
+    """Two ranks for each of two sequences. alone: one GPU's tokens per second at each length."""
     times = joined([x / alone[square["seq_len"]] for x in square["tokens_per_sec"]], "{:.2f}")
-    two_by_two = (
+    return (
         f"2 x 2 ranks (`{square['command']}`, commit {square['commit'][:7]}) share "
         f"{square['batch']} sequences of {square['seq_len']:,} tokens. Four rows of two steps had "
         f"{times} times one GPU's tokens/s; {square['predicted_times']:.2f} was predicted. The "
@@ -918,14 +923,17 @@ def four_gpus() -> str:
         "speed is the one above, of another "
         "day. Eight GPUs are not measured."
     )
-    what_longest = (
-        f"The longest sequences that were trained on four GPUs (`{data['longest'][0]['command']}`; "
-        "and model=small seq_len=4194304 data.val_fraction=0.15; commit "
-        f"{data['longest'][0]['commit'][:7]}). One step each, n=1. Its seconds include compiling "
-        "Triton's kernels. The prediction leaves out what chunks and inputs on the host cost."
+
+
+def longest_on_four(runs: list[Row]) -> tuple[str, str]:
+    """The longest sequences, beside the predictions made before the runs."""
+    what = (
+        f"The longest sequences that four GPUs trained on: `{runs[0]['command']}`, and the same "
+        "with model=small seq_len=4194304 data.val_fraction=0.15. Commit "
+        f"{runs[0]['commit'][:7]}, one step each, n=1. Tokens/s count the compilation of Triton's "
+        "kernels. The prediction leaves out what chunks and inputs on the host cost."
     )
-    longest = formatted(
-        """
+    columns = """
         model          {model}
         seq_len        {seq_len:,}
         s compiling    {seconds_by_phase[compiling]:.0f}
@@ -935,11 +943,8 @@ def four_gpus() -> str:
         predicted      {predicted_tokens_per_sec:,}
         peak GiB       {peak_gib:.1f}
         predicted GiB  {predicted_gib:.1f}
-        """,
-        data["longest"],
-    )
-    parts = (*profiles(data["profiles"]), two_by_two, what_longest, longest, of_sweep)
-    return section(data, what, formatted(columns, rows), *parts)
+    """
+    return what, formatted(columns, runs)
 
 
 def profiles(found: list[Row]) -> tuple[str, str]:
