@@ -31,7 +31,10 @@ def gelu_by_sigmoid(x: Tensor) -> Tensor:
     """
     twice = 2 * math.sqrt(2 / math.pi)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * torch.sigmoid(wide * (twice + twice * 0.044715 * wide.square()))).to(x.dtype)
+    out = wide * torch.sigmoid(wide * (twice + twice * 0.044715 * wide.square()))
+    # in torch 2.11 a compiled autograd.Function has zero gradients if its output went through a
+    # conversion that changes nothing
+    return out if out.dtype == x.dtype else out.to(x.dtype)
 
 
 def linear_gelu(x: Tensor, linear: nn.Linear) -> Tensor:
