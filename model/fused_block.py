@@ -4,7 +4,8 @@
 gradients of `Block.forward`; tests/model/test_fused_block.py compares them.
 
     on a GPU                 one kernel computes x + branch and the norm after it (model/norm.py),
-                             one the backward pass of GELU (model/gelu.py)
+                             and GELU is part of the MLP's products, or its backward pass is one
+                             kernel (model/gelu.py)
     checkpoint=elementwise   the backward pass recomputes norms and activations
     checkpoint=attention     it recomputes all but q, k, v and the attention
     checkpoint=block         it recomputes the whole block from its input
@@ -24,7 +25,7 @@ from torch import Tensor
 import model.norm
 from config import ModelConfig
 from model.checkpointing import elementwise_recomputed, in_chunks, kept_on_host, recomputed
-from model.gelu import linear_gelu
+from model.gelu import gelu_mlp
 from model.kv_cache import LayerCache
 from model.norm import add_norm, add_norm_linear
 
@@ -94,8 +95,7 @@ def after_attention(block: "Block", x: Tensor, out: Tensor) -> tuple[Tensor, Ten
         contract = elementwise_recomputed(lambda hidden: mlp.down(mlp.activate(hidden)))
         return x, block.dropout(contract(hidden))
     x, normed = add_norm(x, block.dropout(block.attention.proj(out)), block.mlp_norm)
-    activated = mlp.activate(mlp.up(normed)) if mlp.gated else linear_gelu(normed, mlp.up)
-    return x, block.dropout(mlp.down(activated))
+    return x, block.dropout(mlp(normed) if mlp.gated else gelu_mlp(normed, mlp.up, mlp.down))
 
 
 def recomputes_elementwise(block: "Block") -> bool:

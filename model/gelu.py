@@ -1,9 +1,11 @@
-"""GELU, and a faster form of its backward pass for training on a GPU.
+"""The MLP with GELU, and faster forms of it for training on a GPU.
 
-torch.compile computes the gradient of a linear layer's output twice: once to write it, once to sum
-it over the tokens for the bias. One kernel does both (model/gelu_kernel.py).
+On a Hopper GPU, GELU is part of the products before and after it (model/mlp_kernel.py). Elsewhere
+one kernel computes its backward pass (model/gelu_kernel.py): torch.compile would compute the
+gradient of a linear layer's output twice, once to write it, once to sum it over the tokens for the
+bias.
 
-Dimensions: C features.
+Dimensions: C features of x, F of the hidden layer.
 """
 
 import math
@@ -37,21 +39,120 @@ def gelu_by_sigmoid(x: Tensor) -> Tensor:
     return out if out.dtype == x.dtype else out.to(x.dtype)
 
 
-def linear_gelu(x: Tensor, linear: nn.Linear) -> Tensor:
-    """gelu(linear(x)). The kernel takes its place if it can; see has_kernel()."""
-    if not has_kernel(x, linear):
-        return gelu(linear(x))
+def gelu_mlp(x: Tensor, up: nn.Linear, down: nn.Linear) -> Tensor:
+    """down(gelu(up(x))), from x (..., C) to (..., C). The kernels take their place where they can;
+    see has_product_kernel() and has_kernel().
+    """
+    if has_product_kernel(x, up, down):
+        return GeluMLP.apply(x, up.weight, up.bias, down.weight, down.bias)
+    if not has_kernel(x, up):
+        return down(gelu(up(x)))
     # GeluWithBias has the gradient of the bias
-    hidden = F.linear(x, linear.weight, linear.bias.detach())
-    return GeluWithBias.apply(hidden, linear.bias)
+    hidden = F.linear(x, up.weight, up.bias.detach())
+    return down(GeluWithBias.apply(hidden, up.bias))
 
 
-def has_kernel(x: Tensor, linear: nn.Linear) -> bool:
-    return TRITON and torch.is_grad_enabled() and x.is_cuda and fits_kernel(x, linear)
+def has_kernel(x: Tensor, up: nn.Linear) -> bool:
+    return TRITON and torch.is_grad_enabled() and x.is_cuda and fits_kernel(x, up)
 
 
-def fits_kernel(x: Tensor, linear: nn.Linear) -> bool:
-    return linear.bias is not None and x.dtype != torch.float64
+def fits_kernel(x: Tensor, up: nn.Linear) -> bool:
+    return up.bias is not None and x.dtype != torch.float64
+
+
+def has_product_kernel(x: Tensor, up: nn.Linear, down: nn.Linear) -> bool:
+    return has_kernel(x, up) and is_hopper(x.device) and fits_product_kernel(x, up, down)
+
+
+def is_hopper(device: torch.device) -> bool:
+    from attention.kernels.select import obstacle_of_the_place
+
+    return not obstacle_of_the_place(device)
+
+
+# for torch.compile. Its assume_constant_result() does the same, and loads all of its modules
+is_hopper._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def fits_product_kernel(x: Tensor, up: nn.Linear, down: nn.Linear) -> bool:
+    """x must be in the dtype of the products: under autocast the norm before the MLP returns it."""
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else up.weight.dtype
+    return (
+        up.bias is not None
+        and down.bias is not None
+        and x.dtype == dtype
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.numel() > 0
+        # whole tiles; each quarter of a tile needs a product
+        and up.in_features % 64 == 0
+        and up.in_features >= 256
+        and up.out_features % 256 == 0
+    )
+
+
+class GeluMLP(torch.autograd.Function):
+    """gelu_mlp() with GELU in the products around it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor
+    ) -> Tensor:
+        ctx.dtypes = [parameter.dtype for parameter in (up, up_bias, down, down_bias)]
+        up, down = up.to(x.dtype), down.to(x.dtype)
+        hidden, activated = linear_gelu(x, up, up_bias)
+        ctx.save_for_backward(x, hidden, activated, up, down)
+        return F.linear(activated, down, down_bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, ...]:
+        x, hidden, activated, up, down = ctx.saved_tensors
+        d_hidden, d_up_bias = product_gelu_backward(d_y, down, hidden)
+        d_x = d_hidden @ up
+        x, activated, d_hidden, d_y = (t.flatten(0, -2) for t in (x, activated, d_hidden, d_y))
+        gradients = (
+            d_hidden.mT @ x,
+            d_up_bias,
+            d_y.mT @ activated,
+            d_y.sum(0, dtype=torch.float32),
+        )
+        return d_x, *(t.to(dtype) for t, dtype in zip(gradients, ctx.dtypes, strict=True))
+
+
+# operators, each one node for torch.compile. They return new tensors, not views
+@torch.library.custom_op("tilegpt::linear_gelu", mutates_args=())
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
+    """x weight^T + bias, and GELU of it, both (..., F). weight (F, C) has the dtype of x."""
+    if x.is_cuda:
+        from model.mlp_kernel import forward
+
+        return forward(x.contiguous(), weight.contiguous(), bias)
+    hidden = F.linear(x, weight, bias.to(x.dtype))
+    return [hidden, F.gelu(hidden, approximate="tanh")]
+
+
+@linear_gelu.register_fake
+def _(x, weight, bias):
+    shape = *x.shape[:-1], weight.shape[0]
+    return [x.new_empty(shape), x.new_empty(shape)]
+
+
+@torch.library.custom_op("tilegpt::product_gelu_backward", mutates_args=())
+def product_gelu_backward(d_y: Tensor, weight: Tensor, hidden: Tensor) -> list[Tensor]:
+    """The gradient of hidden (..., F) from d_y weight, that of GELU's result; and its sum over all
+    tokens, (F,) in float32. d_y (..., C), weight (C, F).
+    """
+    if d_y.is_cuda:
+        from model.mlp_kernel import backward
+
+        return backward(d_y.contiguous(), weight.contiguous(), hidden)
+    d_hidden = torch.ops.aten.gelu_backward(d_y @ weight, hidden, approximate="tanh")
+    return [d_hidden, d_hidden.flatten(0, -2).sum(0, dtype=torch.float32)]
+
+
+@product_gelu_backward.register_fake
+def _(d_y, weight, hidden):
+    return [torch.empty_like(hidden), hidden.new_empty(hidden.shape[-1], dtype=torch.float32)]
 
 
 class GeluWithBias(torch.autograd.Function):
@@ -71,7 +172,6 @@ class GeluWithBias(torch.autograd.Function):
         return d_hidden, d_bias.to(ctx.dtype)
 
 
-# an operator, one node for torch.compile. It returns new tensors, not views
 @torch.library.custom_op("tilegpt::gelu_backward", mutates_args=())
 def gelu_backward(d_out: Tensor, hidden: Tensor) -> list[Tensor]:
     """The gradient of hidden (..., C), and its sum over all tokens, (C,) in float32."""

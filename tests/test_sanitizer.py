@@ -19,6 +19,7 @@ from attention import attention, get_backend
 from attention.kernels.select import why_not_hopper
 
 ROOT = Path(__file__).parents[1]
+MODEL, HOPPER = ROOT / "model", ROOT / "attention" / "kernels" / "hopper"
 CALLS = [
     {},
     {"num_keys": 200, "num_queries": 130, "causal": False},
@@ -29,7 +30,12 @@ CALLS = [
 # What racecheck reports of the Hopper kernels although it is ordered (docs/hopper.md says how):
 # numbers that a warp stores and one of its threads then hands over at a barrier in memory, and what
 # Triton's own code for divided warps keeps in shared memory.
-ORDERED = ("_rows.index(item % STAGES).store(", "def forward_kernel(", "def backward_kernel(")
+ORDERED = (
+    "_rows.index(item % STAGES).store(",
+    "def forward_kernel(",
+    "def backward_kernel(",
+    "def mlp_kernel(",
+)
 ORDERED_IN_THE_BACKWARD = (
     "word.store(",
     "word.load(",
@@ -92,10 +98,20 @@ def model_kernels() -> None:
         assert all(gradient.isfinite().all() for gradient in gradients)
 
 
+def mlp_kernel() -> None:
+    from model.mlp_kernel import backward, forward
+
+    x, d_y = torch.randn(2, 300, 256, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16)
+    results = forward(x, weight, torch.ones(512, device="cuda"))
+    results += backward(d_y, weight.mT.contiguous(), results[0])
+    assert all(x.isfinite().all() for x in results)
+
+
 def main(what: str) -> None:
     for name in what.split(","):
-        if name == "model":
-            model_kernels()
+        if name in ("model", "mlp"):
+            (model_kernels if name == "model" else mlp_kernel)()
             continue
         for options in CALLS:
             for head_dim in (64, 128) if name == "hopper" else (40, 64, 128):
@@ -104,12 +120,13 @@ def main(what: str) -> None:
             call(name, **options)
 
 
-def unexplained(report: str, folder: Path) -> list[str]:
+def unexplained(report: str) -> list[str]:
     """The reported pairs of accesses of which neither is in a line of ORDERED."""
+    files = {path.name: path for folder in (MODEL, HOPPER) for path in folder.glob("*.py")}
     pairs = re.split(r"(?=Error: Race reported)", report)[1:]
     lines = [
         [
-            (folder / name).read_text().splitlines()[int(number) - 1]
+            files[name].read_text().splitlines()[int(number) - 1]
             for name, number in re.findall(r" in (\w+\.py):(\d+)", pair)
         ]
         for pair in pairs
@@ -126,8 +143,7 @@ def unexplained(report: str, folder: Path) -> list[str]:
 
 
 def test_a_word_is_ordered_in_the_backward_alone():
-    folder = ROOT / "attention" / "kernels" / "hopper"
-    source = (folder / "primitives.py").read_text().splitlines()
+    source = (HOPPER / "primitives.py").read_text().splitlines()
     word, other = (
         next(i for i, line in enumerate(source, 1) if text in line)
         for text in ("word.store(", "mbarrier.expect(")
@@ -139,13 +155,13 @@ def test_a_word_is_ordered_in_the_backward_alone():
             f"primitives.py:{line}\n and Read access in forward.py:1\n"
         )
 
-    assert not unexplained(report("backward_kernel", word), folder)
+    assert not unexplained(report("backward_kernel", word))
     for kernel, line in (
         ("forward_kernel", word),
         ("forward_kernel", other),
         ("backward_kernel", other),
     ):
-        assert len(unexplained(report(kernel, line), folder)) == 1
+        assert len(unexplained(report(kernel, line))) == 1
 
 
 @pytest.mark.gpu
@@ -155,11 +171,11 @@ def test_a_word_is_ordered_in_the_backward_alone():
     reason="compute-sanitizer is not installed (it comes with the CUDA toolkit)",
 )
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-@pytest.mark.parametrize("what", ["portable,model", "hopper"])
+@pytest.mark.parametrize("what", ["portable,model", "hopper", "mlp"])
 def test_the_sanitizer_finds_nothing(what, tool):
     from tests.command import python_path  # not in the process that it watches
 
-    if what == "hopper" and (
+    if what in ("hopper", "mlp") and (
         why := why_not_hopper(device=torch.device("cuda"), dtype=torch.bfloat16, head_dim=64)
     ):
         pytest.skip(why)
@@ -173,9 +189,9 @@ def test_the_sanitizer_finds_nothing(what, tool):
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    if what == "hopper" and tool == "racecheck":
+    if what in ("hopper", "mlp") and tool == "racecheck":
         assert "RACECHECK SUMMARY" in done.stdout
-        assert not unexplained(done.stdout, ROOT / "attention" / "kernels" / "hopper")
+        assert not unexplained(done.stdout)
     else:
         assert ("0 errors" if tool == "memcheck" else "0 hazards") in done.stdout, done.stdout[
             -3000:

@@ -1,6 +1,8 @@
-"""GELU by sigmoid, and the kernel of its backward pass, against PyTorch's operators.
+"""GELU by sigmoid, the kernel of its backward pass, and the MLP with GELU in its products, against
+PyTorch's operators.
 
-The GPU's kernel runs here in Triton's interpreter.
+The portable kernel runs here in Triton's interpreter. The one for Hopper runs on a GPU only; here
+its operators are plain PyTorch.
 """
 
 import copy
@@ -12,7 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import model.gelu
-from model.gelu import gelu_backward, gelu_by_sigmoid, linear_gelu
+from model.gelu import (
+    fits_product_kernel,
+    gelu_backward,
+    gelu_by_sigmoid,
+    gelu_mlp,
+    linear_gelu,
+    product_gelu_backward,
+)
 from tests.selection import diagonal
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -39,32 +48,69 @@ def test_gelu_is_the_same_by_sigmoid(dtype):
 
 
 @pytest.fixture
+def products(monkeypatch):
+    """Takes the path of a Hopper GPU, whose operators are plain PyTorch here. Returns a list of the
+    sizes that took it.
+    """
+    taken = []
+
+    def fits(x: Tensor, up: nn.Linear, down: nn.Linear) -> bool:
+        found = fits_product_kernel(x, up, down)
+        if found:
+            taken.append((up.in_features, up.out_features))
+        return found
+
+    monkeypatch.setattr(model.gelu, "has_product_kernel", fits)
+    return taken
+
+
+@pytest.fixture
 def kernel(monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("needs Triton's interpreter")
     monkeypatch.setattr(model.gelu, "has_kernel", model.gelu.fits_kernel)
 
 
-def example(shape: tuple[int, int, int]) -> tuple[Tensor, nn.Linear, Tensor]:
-    """x, a layer with a bias that counts, and a gradient of the result."""
+class Layers(nn.Module):
+    """x -> hidden -> width, whose biases count."""
+
+    def __init__(self, width: int, hidden: int, **where):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden, **where), nn.Linear(hidden, width, **where)
+        for linear in (self.up, self.down):
+            nn.init.normal_(linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """With the kernels, where they can run."""
+        return gelu_mlp(x, self.up, self.down)
+
+    def plain(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+def example(shape: tuple[int, int, int], width: int = 16, **where) -> tuple[Tensor, Layers, Tensor]:
+    """x (B, N, width), layers, and a gradient of the result. shape: B, N, hidden."""
     torch.manual_seed(0)
-    linear = nn.Linear(16, shape[-1])
-    nn.init.normal_(linear.bias)
-    return 2 * torch.randn(*shape[:2], 16), linear, torch.randn(shape)
+    layers = Layers(width, shape[-1], **where)
+    x, d_y = torch.randn(2, *shape[:2], width, **where)
+    return 2 * x, layers, d_y
 
 
-def step(function, x: Tensor, linear: nn.Linear, d_out: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """The result, and the gradients of x, weight and bias, in autocast to dtype."""
-    x = x.detach().requires_grad_()
+def step(function, x: Tensor, layers: Layers, d_y: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """The result, and the gradients of x, weights and biases, in autocast to dtype."""
     narrow = dtype in (BF16, FP16)
+    # the norm before an MLP returns the dtype of autocast
+    x = (x.to(dtype) if narrow else x).detach().requires_grad_()
     with torch.autocast(x.device.type, dtype if narrow else None, enabled=narrow):
-        out = function(x, linear)
-    loss = (out.to(d_out.dtype) * d_out).sum()
-    return [out.detach(), *torch.autograd.grad(loss, [x, *linear.parameters()])]
+        y = function(x)
+    loss = (y.to(d_y.dtype) * d_y).sum()
+    return [y.detach(), *torch.autograd.grad(loss, [x, *layers.parameters()])]
 
 
-def plain(x: Tensor, linear: nn.Linear) -> Tensor:
-    return F.gelu(linear(x), approximate="tanh")
+def exact(x: Tensor, layers: Layers, d_y: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    wide = copy.deepcopy(layers).double()
+    x = (x.to(dtype) if dtype in (BF16, FP16) else x).double()
+    return step(wide.plain, x, wide, d_y.double(), FP32)
 
 
 def assert_near(
@@ -79,39 +125,109 @@ def assert_near(
 
 @pytest.mark.parametrize(("dtype", "shape"), diagonal(DTYPES, SHAPES))
 def test_the_kernel_differs_by_rounding_alone(dtype, shape, kernel):
-    x, linear, d_out = example(shape)
-    found, own = (step(each, x, linear, d_out, dtype) for each in (linear_gelu, plain))
-    exact = step(plain, x.double(), copy.deepcopy(linear).double(), d_out.double(), FP32)
+    x, layers, d_y = example(shape)
+    found, own = (step(each, x, layers, d_y, dtype) for each in (layers, layers.plain))
     # Triton's interpreter rounds to bfloat16 towards zero
-    assert_near(found, own, exact, times=1.5)
+    assert_near(found, own, exact(x, layers, d_y, dtype), times=1.5)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_gelu_in_the_products_differs_by_rounding_alone(dtype, products):
+    x, layers, d_y = example((2, 33, 512), width=256)
+    found, own = (step(each, x, layers, d_y, dtype) for each in (layers, layers.plain))
+    assert_near(found, own, exact(x, layers, d_y, dtype), times=1.5)
+    assert products == [(256, 512)]
+
+
+def test_which_layers_have_gelu_in_their_products():
+    x = torch.zeros(1, 3, 320, dtype=BF16)
+    sizes = {"in_features": 320, "out_features": 512, "dtype": BF16}
+
+    def fits(x: Tensor = x, down_bias: bool = True, **changes) -> bool:
+        up = nn.Linear(**sizes | changes)
+        down = nn.Linear(up.out_features, up.in_features, bias=down_bias, dtype=up.weight.dtype)
+        return fits_product_kernel(x, up, down)
+
+    assert fits()
+    assert not fits(bias=False) and not fits(down_bias=False)
+    assert not fits(in_features=300) and not fits(in_features=192)  # 300 is no multiple of 64
+    assert not fits(out_features=500)
+    assert not fits(x.float(), dtype=FP32)
+    assert not fits(dtype=FP32)  # outside autocast, products would be in float32
+    with torch.autocast("cpu", BF16):
+        assert fits(dtype=FP32)
+        assert not fits(x.half(), dtype=FP32)
+    assert not fits(x[:, :0])
 
 
 def test_a_bias_is_needed(kernel):
-    x, _, d_out = example(SHAPES[1])
-    linear = nn.Linear(16, 20, bias=False)
-    found, expected = (step(each, x, linear, d_out, FP32) for each in (linear_gelu, plain))
+    x, layers, d_y = example(SHAPES[1])
+    layers.up = nn.Linear(16, 20, bias=False)
+    found, expected = (step(each, x, layers, d_y, FP32) for each in (layers, layers.plain))
     torch.testing.assert_close(found, expected)
 
 
-def test_it_compiles_in_one_graph(kernel):
-    x, linear, d_out = example(SHAPES[1])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_it_compiles_in_one_graph(dtype, kernel):
+    compare_compiled(*example(SHAPES[1]), dtype)
+
+
+def test_gelu_in_the_products_compiles_in_one_graph(products):
+    compare_compiled(*example((1, 3, 256), width=256), BF16)
+
+
+def compare_compiled(x: Tensor, layers: Layers, d_y: Tensor, dtype: torch.dtype) -> None:
     torch._dynamo.reset()
-    compiled = torch.compile(linear_gelu, backend="aot_eager", fullgraph=True)
-    found, expected = (step(each, x, linear, d_out, BF16) for each in (compiled, linear_gelu))
+    compiled = torch.compile(layers, backend="aot_eager", fullgraph=True)
+    found, expected = (step(each, x, layers, d_y, dtype) for each in (compiled, layers))
     torch.testing.assert_close(found, expected)
+
+
+# the second suits the kernel for Hopper: tokens that fill no tile, a program with several tiles
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("shape", "width"), [((3, 1111, 1000), 256), ((3, 7777, 768), 320)])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_on_a_gpu(dtype, shape, width, compiled):
+    x, layers, d_y = example(shape, width, device="cuda")
+    torch._dynamo.reset()
+    function = torch.compile(layers, fullgraph=True) if compiled else layers
+    found, own = (step(each, x, layers, d_y, dtype) for each in (function, layers.plain))
+    assert_near(found, own, exact(x, layers, d_y, dtype), times=1.5)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_on_a_gpu(dtype, compiled):
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(
+    ("rows", "width", "hidden"), [(1, 256, 256), (129, 320, 512), (70_000, 768, 3072)]
+)
+def test_the_products_on_a_gpu(dtype, rows, width, hidden):
+    """The kernel for Hopper alone, against float32; and its bits, repeated."""
+    from model import mlp_kernel
+
+    if not model.gelu.is_hopper(torch.device("cuda", 0)):
+        pytest.skip("needs a Hopper GPU")
     torch.manual_seed(0)
-    linear = nn.Linear(256, 1000, device="cuda")
-    x, d_out = torch.randn(3, 1111, 256, device="cuda"), torch.randn(3, 1111, 1000, device="cuda")
-    function = torch.compile(linear_gelu, fullgraph=True) if compiled else linear_gelu
-    found, own = (step(each, x, linear, d_out, dtype) for each in (function, plain))
-    exact = step(plain, x.double(), copy.deepcopy(linear).double(), d_out.double(), FP32)
-    assert_near(found, own, exact, times=1.5)
+    x, d_y = torch.randn(2, rows, width, device="cuda", dtype=dtype)
+    up, down = torch.randn(2, hidden, width, device="cuda", dtype=dtype) / width**0.5
+    down, bias = down.mT.contiguous(), torch.randn(hidden, device="cuda")
+    before, activated = mlp_kernel.forward(x, up, bias)
+    d_before, d_bias = mlp_kernel.backward(d_y, down, before)
+    wide = before.double().requires_grad_()
+    expected = F.gelu(wide, approximate="tanh")
+    expected.backward((d_y.double() @ down.double()).to(dtype).double())
+    rounding = torch.finfo(dtype).eps
+    for found, exact in (
+        (before, x.double() @ up.double().mT + bias),
+        (activated, expected.detach()),
+        (d_before, wide.grad),
+        (d_bias, wide.grad.sum(0)),
+    ):
+        assert (found.double() - exact).norm() <= 0.5 * rounding * exact.norm()
+    for _ in range(50):
+        again = (*mlp_kernel.forward(x, up, bias), *mlp_kernel.backward(d_y, down, before))
+        first = (before, activated, d_before, d_bias)
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
 
 
 def test_repeats_have_the_same_bits():
@@ -121,5 +237,8 @@ def test_repeats_have_the_same_bits():
 
 
 def test_a_fake_result_is_like_a_real_one():
-    hidden = torch.randn(2, 5, 20).bfloat16()
+    hidden, x = torch.randn(2, 5, 20).bfloat16(), torch.randn(2, 5, 8).bfloat16()
     torch.library.opcheck(gelu_backward, (torch.randn_like(hidden), hidden))
+    weight, bias = torch.randn(20, 8).bfloat16(), torch.randn(20)
+    torch.library.opcheck(linear_gelu, (x, weight, bias))
+    torch.library.opcheck(product_gelu_backward, (x, weight.mT.contiguous(), hidden))

@@ -3,6 +3,7 @@ compiler refuses, and no GPU runs these tests in CI.
 """
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
-# every kernel, with each constant that adds code or takes it away
+COMPILER = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs Triton's compiler, not a GPU"
+)
+# every portable kernel, with each constant that adds code or takes it away
 COMPILE = """
 from itertools import product
 import triton
@@ -63,19 +67,68 @@ compile(heads_kernel, **heads, QK_NORM=True)
 compile(heads_kernel, **heads, QK_NORM=False, **dict.fromkeys(("cos_ptr", "sin_ptr")))
 """
 
+# the kernel in Gluon, forward and backward
+MLP = """
+import json
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from attention.kernels.hopper.offline import disassemble, tensordesc
+from attention.kernels.offline import assemble
+from model.mlp_kernel import mlp_kernel
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="needs Triton's compiler, not a GPU"
-)
-@pytest.mark.slow
-def test_the_kernels_of_the_model_compile_for_sm_90(tmp_path):
+names = mlp_kernel.arg_names
+for dtype in (torch.bfloat16, torch.float16):
+    for backward in (False, True):
+        constants = {"K": 768, "STAGES": 3 if backward else 4, "BACKWARD": backward}
+        constants["bias_ptr" if backward else "partial_ptr"] = None
+        types = dict.fromkeys(names, "i32") | dict.fromkeys(("bias_ptr", "partial_ptr"), "*fp32")
+        types |= {name: tensordesc((64, 64), dtype) for name in names if name.endswith("_desc")}
+        types["weight_desc"] = tensordesc((64, 256) if backward else (256, 64), dtype)
+        types |= dict.fromkeys(constants, "constexpr")
+        values = {(names.index(name),): value for name, value in constants.items()}
+        aligned = ("width", "bias_ptr", "partial_ptr")
+        attributes = {
+            (names.index(name),): [["tt.divisibility", 16]]
+            for name in aligned if name not in constants
+        }
+        source = GluonASTSource(mlp_kernel, types, constexprs=values, attrs=attributes)
+        binary = triton.compile(
+            source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}
+        )
+        made = assemble(binary.asm["ptx"], 90)
+        products = disassemble(made.cubin).count("HGMMA")
+        print(json.dumps([made.spilled, made.warnings, binary.metadata.shared, products]))
+"""
+
+
+def lines_of(code: str, folder: Path) -> list[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE],
+        [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        env=environment | {"TRITON_CACHE_DIR": str(folder)},
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(done.stdout.splitlines()) == 22
+    return done.stdout.splitlines()
+
+
+@COMPILER
+@pytest.mark.slow
+def test_the_kernels_of_the_model_compile_for_sm_90(tmp_path):
+    assert len(lines_of(COMPILE, tmp_path)) == 22
+
+
+@COMPILER
+@pytest.mark.slow
+def test_the_products_of_the_mlp_do_not_wait_for_each_other(tmp_path):
+    rows = [json.loads(line) for line in lines_of(MLP, tmp_path)]
+    assert len(rows) == 4
+    for spilled, warnings, shared, products in rows:
+        # what is spilled is outside the loops of products
+        assert spilled <= 84 and not warnings
+        assert shared <= 232_448
+        assert products >= 40
