@@ -105,7 +105,9 @@ class CausalSelfAttention(nn.Module):
     def function(self) -> dict[str, Any]:
         """The arguments of attention() under any backend; see layer_functions()."""
         tensors = {"alibi_slopes": self.alibi_slopes, "sinks": self.sinks}
-        return self._function | {name: x for name, x in tensors.items() if x is not None}
+        # on the right: a graph that torch 2.11 compiles does not check which keys a dict has that
+        # stands left of |, so a later layer would run without its window
+        return {name: x for name, x in tensors.items() if x is not None} | self._function
 
     def heads(self, qkv: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, H, N, D), k and v (B, H_kv, N, D), with QK-norm and RoPE applied."""
