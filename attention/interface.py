@@ -112,7 +112,8 @@ class ScoreMod:
     fn(score, b, h, i, j, params) -> (changed, derivative): elementwise, where derivative is
     d changed / d score. b, h: indices of sequence and query head. i: position of the query among
     the keys, query index + M - N; j: position of the key. All broadcast to score. A changed score
-    of -inf hides the key.
+    of -inf hides the key. Its numbers are params or variables around it, not defaults of
+    parameters: once compiled, torch 2.11 keeps the first ones (pytorch#178365).
     kernel: the same function for attention=triton: pkg.module:NAME of a @triton.jit function
     (score, b, h, i, j, params_ptr), as in attention/kernels/score_mods.py.
     params: numbers for fn, in float32 (float64 for float64 q) and on the device of q; params_ptr

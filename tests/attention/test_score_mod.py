@@ -166,12 +166,13 @@ def test_flex_compiles_for_a_second_number():
     """
     attend = compiled(flex_attention)
     q, k, v = (torch.randn(1, 1, 128, 16) for _ in range(3))
+
+    def capped(softcap):
+        # from the variable around it, as in flex(): torch 2.11 would keep the first default of a
+        # parameter, pytorch#178365
+        return lambda score, b, h, i, j: softcap * torch.tanh(score / softcap)
+
     for softcap in (2.0, 5.0):
-
-        def change(score, b, h, i, j, softcap=softcap):
-            return softcap * torch.tanh(score / softcap)
-
         expected = torch.softmax(softcap * torch.tanh(q @ k.mT / 4 / softcap), -1) @ v
-        torch.testing.assert_close(
-            attend(q, k, v, score_mod=change), expected, rtol=1e-5, atol=1e-5
-        )
+        found = attend(q, k, v, score_mod=capped(softcap))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
