@@ -711,6 +711,7 @@ SPILLS = {
     ("forward", 64): (0, 4),
     ("backward", 64): (56, 516),
     ("backward", 64, "wide"): (68, 516),
+    ("backward", 64, "top_wide"): (68, 516),
     ("backward", 128): (52, 0),
     # a score modifier's numbers and derivative take registers
     ("forward", 64, "sinks"): (0, 8),
