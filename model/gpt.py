@@ -105,8 +105,8 @@ class CausalSelfAttention(nn.Module):
     def function(self) -> dict[str, Any]:
         """The arguments of attention() under any backend; see layer_functions()."""
         tensors = {"alibi_slopes": self.alibi_slopes, "sinks": self.sinks}
-        # on the right: a graph that torch 2.11 compiles does not check which keys a dict has that
-        # stands left of |, so a later layer would run without its window
+        # on the right: graphs of torch 2.11 do not check the keys of a dict that stands left of |.
+        # The graph of a layer without a window would serve a layer with one too
         return {name: x for name, x in tensors.items() if x is not None} | self._function
 
     def heads(self, qkv: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -213,7 +213,8 @@ def test_compiled(name, key, batch):
     torch.compiler.reset()
     model = build(name, **FUNCTIONS[key])
     compiled = model.compiled(backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(*batch).loss, model(*batch).loss)
+    for _ in range(2):  # the second step tries the last layer's graph first
+        torch.testing.assert_close(compiled(*batch).loss, model(*batch).loss)
 
 
 def test_who_judges():
