@@ -30,7 +30,7 @@ from scripts import recall
 from scripts.cross_eval_matrix import draw as draw_cross_eval
 from scripts.plan import predict_run
 from scripts.tables import Row, by, grouped
-from training.names import name_runs
+from training.names import WATCHING, name_runs
 
 OWN, EXACT = "held-out loss, own attention", "same weights, exact attention"
 
@@ -214,7 +214,8 @@ def attentions() -> str:
         "Two runs shared a GPU. So the tokens/s are of the steps of shorter runs on an H200: 100 "
         "steps, each run alone on a GPU, with softcap in the Hopper kernels. Sigmoid attention "
         "with seeds 1 and 2 also ran on an H200, in blocks of 512 queries, which only saves "
-        "memory. A dash was not measured. [The report](../docs/attentions.html) has the curves."
+        "memory. A dash was not measured. The runs of SSSL are newer: under torch 2.11 the former "
+        "had the window in the wrong layers. [The report](../docs/attentions.html) has the curves."
     )
     rows = losses(small, "memory/peak_gib")
     for row in rows:
@@ -234,8 +235,14 @@ def attentions() -> str:
 
 
 def by_variant(data: Row) -> dict[str, list[Row]]:
-    """The runs of a sweep by the names that a report gives them."""
-    named = zip(name_runs(data["runs"]), data["runs"], strict=True)
+    """The runs of sweeps by the names that a report gives them, without settings that change only
+    what is recorded.
+    """
+    asked = [
+        run | {"overrides": [x for x in run["overrides"] if not x.startswith(WATCHING)]}
+        for run in data["runs"]
+    ]
+    named = zip(name_runs(asked), data["runs"], strict=True)
     groups = grouped(named, lambda pair: pair[0].variant)
     return {name: [run for _, run in pairs] for name, pairs in groups.items()}
 
@@ -420,7 +427,8 @@ def nanogpt_wall_table(data: Row) -> str:
 
 def beside_nanogpt() -> str:
     """Both comparisons with nanoGPT: of the steps, and of whole runs."""
-    return f"{nanogpt()}\n\n{nanogpt_wall_table(load('nanogpt_wall_h200'))}"
+    walls = (nanogpt_wall_table(load(f"nanogpt_wall_{gpu}")) for gpu in ("h200", "h100"))
+    return "\n\n".join([nanogpt(), *walls])
 
 
 def profile() -> str:
@@ -619,17 +627,22 @@ def step_trials() -> str:
         for each in data["profile"]
     ]
     kernels = section(data, f"{data['what']}.", formatted(columns, data["tokens_per_sec"]), *spent)
-    return f"{kernels}\n\n{step_of_today(load('step_trials_h100'))}"
+    later = (two_versions(load(name)) for name in ("step_trials_h100", "step_mlp_h100"))
+    return "\n\n".join([kernels, *later])
 
 
-def step_of_today(data: Row) -> str:
-    """A version's step beside an earlier one's, and the kernels that changed."""
-    first, last = (run["rounds"] for run in data["runs"])
-    pairs = joined([x / y for x, y in zip(last, first, strict=True)], "{:.3f}")
-    rows = [
-        [run["variant"], joined(run["rounds"], "{:,}"), f"{min(run['least']):,}"]
-        for run in data["runs"]
-    ]
+def two_versions(data: Row) -> str:
+    """A version's step beside an earlier one's, at one or more lengths, and the kernels that
+    changed.
+    """
+    rows = []
+    for first, last in by(data["runs"], "seq_len").values():
+        pairs = zip(last["rounds"], first["rounds"], strict=True)
+        ratios = joined([x / y for x, y in pairs], "{:.3f}")
+        for run, ratio in ((first, ""), (last, ratios)):
+            rounds = joined(run["rounds"], "{:,}")
+            rows.append([f"{run['seq_len']:,}", run["variant"], rounds, ratio])
+            rows[-1].append(f"{min(run['least']):,}")
     columns = """
         kernel     {kernel}
         before     {before}
@@ -639,8 +652,8 @@ def step_of_today(data: Row) -> str:
     """
     return section(
         data,
-        f"{data['what']} Round by round the second is {pairs} times as fast as the first.",
-        table(["", "tokens/s", "lowest row"], rows),
+        f"`{data['command']}`. {data['what']}",
+        table(["seq_len", "", "tokens/s", "times as fast, by round", "lowest row"], rows),
         "The kernels alone, medians of 20 or more calls that take turns on several buffers.",
         formatted(columns, data["kernels"]),
     )
