@@ -9,7 +9,7 @@ TITLES = {"lab.peers:FLASH_ATTENTION_4": "FlashAttention-4"}
 
 def both_times() -> str:
     """The device's time and the time of eager calls."""
-    shapes = (tables(load(f"peers_{gpu}")) for gpu in ("h200", "h100"))
+    shapes = (tables(load(name)) for name in ("peers_h200", "peers_h100"))
     return "\n\n".join([*shapes, counters(load("backward_counters_h100"))])
 
 

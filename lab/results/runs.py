@@ -427,7 +427,8 @@ def nanogpt_wall_table(data: Row) -> str:
 
 def beside_nanogpt() -> str:
     """Both comparisons with nanoGPT: of the steps, and of whole runs."""
-    walls = (nanogpt_wall_table(load(f"nanogpt_wall_{gpu}")) for gpu in ("h200", "h100"))
+    names = ("nanogpt_wall_h200", "nanogpt_wall_h100")
+    walls = (nanogpt_wall_table(load(name)) for name in names)
     return "\n\n".join([nanogpt(), *walls])
 
 
