@@ -4,8 +4,8 @@
 gradients of `Block.forward`; tests/model/test_fused_block.py compares them.
 
     on a GPU                 one kernel computes x + branch and the norm after it (model/norm.py),
-                             and GELU is part of the MLP's products, or its backward pass is one
-                             kernel (model/gelu.py)
+                             and the MLP's products compute GELU, or one kernel its backward pass
+                             (model/gelu.py)
     checkpoint=elementwise   the backward pass recomputes norms and activations
     checkpoint=attention     it recomputes all but q, k, v and the attention
     checkpoint=block         it recomputes the whole block from its input
@@ -84,8 +84,12 @@ def before_attention(
     return x, (elementwise_recomputed(heads) if recompute else heads)(qkv)
 
 
-def after_attention(block: "Block", x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """x + proj(out) for the attention's output, and the branch of the MLP."""
+def after_attention(
+    block: "Block", x: Tensor, out: Tensor, *, repeated: bool = False
+) -> tuple[Tensor, Tensor]:
+    """x + proj(out) for the attention's output, and the branch of the MLP. repeated: see
+    gelu_mlp().
+    """
     mlp = block.mlp
     # proj(out) is unnamed, so that it is freed after the sum
     if recomputes_elementwise(block):
@@ -95,7 +99,8 @@ def after_attention(block: "Block", x: Tensor, out: Tensor) -> tuple[Tensor, Ten
         contract = elementwise_recomputed(lambda hidden: mlp.down(mlp.activate(hidden)))
         return x, block.dropout(contract(hidden))
     x, normed = add_norm(x, block.dropout(block.attention.proj(out)), block.mlp_norm)
-    return x, block.dropout(mlp(normed) if mlp.gated else gelu_mlp(normed, mlp.up, mlp.down))
+    y = mlp(normed) if mlp.gated else gelu_mlp(normed, mlp.up, mlp.down, repeated=repeated)
+    return x, block.dropout(y)
 
 
 def recomputes_elementwise(block: "Block") -> bool:
@@ -123,7 +128,7 @@ def recomputed_block(
     def after(x: Tensor, out: Tensor) -> Tensor:
         if world > 1:
             out = to_tokens(shards, out, config.head_dim)
-        x, branch = after_attention(block, x, out)
+        x, branch = after_attention(block, x, out, repeated=checkpoint != "none")
         return x + branch
 
     if checkpoint != "none" and config.recomputes_halves:

@@ -1,9 +1,9 @@
 """The MLP with GELU, and faster forms of it for training on a GPU.
 
-On a Hopper GPU, GELU is part of the products before and after it (model/mlp_kernel.py). Elsewhere
-one kernel computes its backward pass (model/gelu_kernel.py): torch.compile would compute the
-gradient of a linear layer's output twice, once to write it, once to sum it over the tokens for the
-bias.
+In 16 bits on a Hopper GPU, the products before and after GELU compute it (model/mlp_kernel.py), for
+the sizes of fits_product_kernel(). Elsewhere one kernel computes its backward pass
+(model/gelu_kernel.py). torch.compile would compute the gradient of a linear layer's output twice:
+once to write it, once to sum it over the tokens for the bias.
 
 Dimensions: C features of x, F of the hidden layer.
 """
@@ -39,11 +39,14 @@ def gelu_by_sigmoid(x: Tensor) -> Tensor:
     return out if out.dtype == x.dtype else out.to(x.dtype)
 
 
-def gelu_mlp(x: Tensor, up: nn.Linear, down: nn.Linear) -> Tensor:
-    """down(gelu(up(x))), from x (..., C) to (..., C). The kernels take their place where they can;
-    see has_product_kernel() and has_kernel().
+def gelu_mlp(x: Tensor, up: nn.Linear, down: nn.Linear, *, repeated: bool = False) -> Tensor:
+    """down(gelu(up(x))), from x (..., C) to (..., C). Kernels take its place where they can: see
+    has_product_kernel() and has_kernel().
+
+    repeated: whether the backward pass runs this again. Then down is a product of its own, which
+    checkpointing leaves out the second time.
     """
-    if has_product_kernel(x, up, down):
+    if not repeated and has_product_kernel(x, up, down):
         return GeluMLP.apply(x, up.weight, up.bias, down.weight, down.bias)
     if not has_kernel(x, up):
         return down(gelu(up(x)))
@@ -61,34 +64,45 @@ def fits_kernel(x: Tensor, up: nn.Linear) -> bool:
 
 
 def has_product_kernel(x: Tensor, up: nn.Linear, down: nn.Linear) -> bool:
-    return has_kernel(x, up) and is_hopper(x.device) and fits_product_kernel(x, up, down)
+    return has_kernel(x, up) and fits_product_kernel(x, up, down, hopper_multiprocessors(x.device))
 
 
-def is_hopper(device: torch.device) -> bool:
+def hopper_multiprocessors(device: torch.device) -> int:
+    """0 where the kernels for Hopper cannot run."""
     from attention.kernels.select import obstacle_of_the_place
 
-    return not obstacle_of_the_place(device)
+    if obstacle_of_the_place(device):
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 # for torch.compile. Its assume_constant_result() does the same, and loads all of its modules
-is_hopper._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+hopper_multiprocessors._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def fits_product_kernel(x: Tensor, up: nn.Linear, down: nn.Linear) -> bool:
-    """x must be in the dtype of the products: under autocast the norm before the MLP returns it."""
+def fits_product_kernel(
+    x: Tensor, up: nn.Linear, down: nn.Linear, multiprocessors: int = 132
+) -> bool:
+    """Whether the kernel for Hopper takes these dtypes and sizes, and keeps the GPU busy. Under
+    autocast, x must have the dtype of the products, as the norm before an MLP returns it.
+    """
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else up.weight.dtype
-    return (
-        up.bias is not None
-        and down.bias is not None
-        and x.dtype == dtype
-        and x.dtype in (torch.bfloat16, torch.float16)
-        and x.numel() > 0
+    if (
+        up.bias is None
+        or down.bias is None
+        or x.dtype != dtype
+        or x.dtype not in (torch.bfloat16, torch.float16)
         # whole tiles; each quarter of a tile needs a product
-        and up.in_features % 64 == 0
-        and up.in_features >= 256
-        and up.out_features % 256 == 0
-    )
+        or up.in_features % 64
+        or up.in_features < 256
+        or up.out_features % 256
+    ):
+        return False
+    tokens, columns = x.numel() // up.in_features, up.out_features // 256
+    # a program keeps its columns, so some multiprocessors may stay without one
+    programs = multiprocessors // columns * columns
+    return tokens // 128 * columns >= programs >= 0.85 * multiprocessors > 0
 
 
 class GeluMLP(torch.autograd.Function):
@@ -105,7 +119,7 @@ class GeluMLP(torch.autograd.Function):
         return F.linear(activated, down, down_bias.to(x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         x, hidden, activated, up, down = ctx.saved_tensors
         d_hidden, d_up_bias = product_gelu_backward(d_y, down, hidden)
         d_x = d_hidden @ up
@@ -126,7 +140,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
     if x.is_cuda:
         from model.mlp_kernel import forward
 
-        return forward(x.contiguous(), weight.contiguous(), bias)
+        return forward(x, weight, bias)
     hidden = F.linear(x, weight, bias.to(x.dtype))
     return [hidden, F.gelu(hidden, approximate="tanh")]
 
@@ -145,14 +159,14 @@ def product_gelu_backward(d_y: Tensor, weight: Tensor, hidden: Tensor) -> list[T
     if d_y.is_cuda:
         from model.mlp_kernel import backward
 
-        return backward(d_y.contiguous(), weight.contiguous(), hidden)
+        return backward(d_y, weight, hidden)
     d_hidden = torch.ops.aten.gelu_backward(d_y @ weight, hidden, approximate="tanh")
     return [d_hidden, d_hidden.flatten(0, -2).sum(0, dtype=torch.float32)]
 
 
 @product_gelu_backward.register_fake
 def _(d_y, weight, hidden):
-    return [torch.empty_like(hidden), hidden.new_empty(hidden.shape[-1], dtype=torch.float32)]
+    return [hidden.new_empty(hidden.shape), hidden.new_empty(hidden.shape[-1], dtype=torch.float32)]
 
 
 class GeluWithBias(torch.autograd.Function):

@@ -6,14 +6,14 @@ gradient of that layer's output from the gradient of the MLP's.
 
 A program stays on its multiprocessor, keeps a block of COLUMNS features and takes one block of 128
 tokens after the other. One warp, the producer, requests copies of tiles to shared memory. Two
-consumers of four warps multiply 64 tokens each. A tile's activations are computed under the
-products of the next tile, a quarter of the columns at a time: until then its numbers wait in
-registers, rounded, two in a register.
+consumers of four warps multiply 64 tokens each. While the tensor cores multiply the next tile, a
+consumer computes the activations of this one, a quarter of the columns at a time. Until then its
+numbers wait in registers, rounded, two in a register.
 
 Dimensions: T tokens, K features of x or d_y, F features of hidden.
 """
 
-from functools import cache, partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from attention.kernels.hopper.primitives import (
     rounded,
     store_box,
 )
-from attention.kernels.launch import Launch, multiprocessors, tiles_of
+from attention.kernels.launch import Launch, multiprocessors, place_of, tiles_of
 
 ROWS = gl.constexpr(64)  # tokens of a consumer
 CONSUMERS = gl.constexpr(2)
@@ -111,7 +111,7 @@ def add_bias(x, bias_ptr):
 @gluon.jit
 def sigmoid(x):
     """The s of gelu(x) = x s: see gelu_by_sigmoid() in model/gelu.py."""
-    # -2 sqrt(2 / pi), and 0.044715 times that, in base 2
+    # -2 sqrt(2 / pi) log2(e) for exp2, and 0.044715 times that
     power = gl.exp2(x * (-2.302208198144325 - 0.10294323897942917 * (x * x)))
     return gl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=r,r", [1.0 + power], gl.float32, is_pure=True, pack=1
@@ -177,8 +177,9 @@ def produce(
                 load_box(weight_desc, [column, step * STEP], full, ring.buffer(item))
             item += 1
             if BACKWARD:  # noqa: SIM102, a constant around a value
-                # the hidden values of a tile are needed under the products of the next tile. An
-                # earlier request would wait for a place, and the products for this warp
+                # the consumers need a tile's hidden values while they multiply the next tile. If
+                # this warp requested them earlier, it would wait for a free slot, and the products
+                # would wait for this warp
                 if (step % section == 0) & (step < 4 * section):
                     if step == 3 * section:
                         hidden_item = request_hidden(
@@ -273,9 +274,8 @@ def finish(
     part, sums, row, column, visit, hidden_desc, out_desc, hidden_ring, NUMBER: gl.constexpr,
     SELF: gl.constexpr, BACKWARD: gl.constexpr,
 ):  # fmt: skip
-    """Finish quarter NUMBER of the tile that was multiplied before. The first tile has none
-    before.
-    """
+    """Finish quarter NUMBER of the tile before. The first tile has none before it."""
+    # the branch also keeps ptxas from mixing quarters: without it registers spill
     if visit >= 0:
         place: gl.constexpr = NUMBER * QUARTER
         if BACKWARD:
@@ -300,7 +300,8 @@ def consume(
     visit = gl.to_tensor(-1)
     row = gl.to_tensor(0)
     section: gl.constexpr = K // STEP // 4
-    # one consumer's activations meet the other's products: slots between theirs, as measured
+    # the second consumer computes its activations this many slots later, so that one multiplies
+    # while the other computes them. The numbers are measured: lab/notes/mlp.md
     shift: gl.constexpr = SELF * (section // 2 if BACKWARD else section - 1)
     a, b, c, d = quarters(zeros, None, dtype)
     sum_a = zero_sums()
@@ -353,7 +354,7 @@ def consume(
         store_sums(partial_ptr + column + 3 * QUARTER, sum_d, first, width)
 
 
-# lengths are not specialised, so another length does not recompile
+# the number of tokens is not specialised, so another number does not recompile
 @gluon.jit(do_not_specialize=["blocks"])
 def mlp_kernel(
     x_desc, weight_desc, hidden_desc, out_desc, bias_ptr, partial_ptr, width, blocks,
@@ -392,14 +393,14 @@ def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     )
 
 
-@cache
+@lru_cache(maxsize=1024)
 def launcher(
-    rows: int, width_in: int, width_out: int, kind: tuple, device: torch.device, *, backward: bool
-) -> Launch:  # fmt: skip
-    """The launch for inputs of this size and kind (dtypes and alignment)."""
+    rows: int, width_in: int, width_out: int, kind: tuple, place: tuple, *, backward: bool
+) -> Launch:
+    """The launch for inputs of this size and kind (dtypes and alignment). place: see place_of()."""
     height, step, width = ROWS.value, STEP.value, COLUMNS.value
     blocks, columns = tiles_of(rows, height * CONSUMERS.value), width_out // width
-    groups = min(blocks, max(1, multiprocessors(device) // columns))
+    groups = min(blocks, max(1, multiprocessors(place[0]) // columns))
     of_x = partial(descriptor, rows=height, columns=step)
     of_hidden = partial(descriptor, rows=height, columns=QUARTER.value)
     box = (step, width) if backward else (width, step)
@@ -411,28 +412,35 @@ def launcher(
     )  # fmt: skip
 
 
+def readable(x: Tensor) -> Tensor:
+    """x as rows that a descriptor can address."""
+    x = x.contiguous().flatten(0, -2)
+    return x.clone() if x.data_ptr() % 16 else x
+
+
 def forward(x: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
-    """hidden and activated (..., F). x (..., K) and weight (F, K) are contiguous and of one dtype,
-    bias (F,) of any.
+    """hidden and activated (..., F), for x (..., K), weight (F, K) of the same dtype, and bias (F,)
+    of any.
     """
     shape = x.shape[:-1]
-    x = x.flatten(0, -2)
+    x, weight = readable(x), readable(weight)
     hidden = x.new_empty(len(x), len(weight))
     activated = torch.empty_like(hidden)
     kind = (x.dtype, bias.dtype, bias.data_ptr() % 16)
-    launch = launcher(len(x), *weight.shape[::-1], kind, x.device, backward=False)
-    launch(x, weight, hidden, activated, bias, None)
+    launch = launcher(len(x), *weight.shape[::-1], kind, place_of(x.device), backward=False)
+    launch(x, weight, hidden, activated, bias.contiguous(), None)
     return [hidden.unflatten(0, shape), activated.unflatten(0, shape)]
 
 
 def backward(d_y: Tensor, weight: Tensor, hidden: Tensor) -> list[Tensor]:
-    """d_hidden (..., F), and its sum over the tokens, (F,) in float32. d_y (..., K), weight (K, F)
-    and hidden (..., F) are contiguous and of one dtype. Sums have the same order every time.
+    """d_hidden (..., F), and its sum over the tokens, (F,) in float32, for d_y (..., K), weight
+    (K, F) and hidden (..., F) of one dtype. Sums have the same order every time.
     """
-    rows = hidden.flatten(0, -2)
-    d_y = d_y.flatten(0, -2)
+    shape = hidden.shape[:-1]
+    d_y, weight, hidden = readable(d_y), readable(weight), readable(hidden)
     d_hidden = torch.empty_like(hidden)
-    launch = launcher(len(d_y), *weight.shape, (d_y.dtype,), d_y.device, backward=True)
+    kind, place = (d_y.dtype,), place_of(d_y.device)
+    launch = launcher(len(d_y), *weight.shape, kind, place, backward=True)
     sums = d_y.new_empty(4 * CONSUMERS.value * launch.grid[1], weight.shape[1], dtype=torch.float32)
-    launch(d_y, weight, rows, d_hidden.flatten(0, -2), None, sums)
-    return [d_hidden, sums.sum(0)]
+    launch(d_y, weight, hidden, d_hidden, None, sums)
+    return [d_hidden.unflatten(0, shape), sums.sum(0)]

@@ -27,9 +27,9 @@ CALLS = [
     {"window": 70},
     {"documents": 60},
 ]
-# What racecheck reports of the Hopper kernels although it is ordered (docs/hopper.md says how):
-# numbers that a warp stores and one of its threads then hands over at a barrier in memory, and what
-# Triton's own code for divided warps keeps in shared memory.
+# What racecheck reports of the Hopper kernels, and of the MLP's, although it is ordered
+# (docs/hopper.md says how): numbers that a warp stores and one of its threads then hands over at a
+# barrier in memory, and what Triton's own code for divided warps keeps in shared memory.
 ORDERED = (
     "_rows.index(item % STAGES).store(",
     "def forward_kernel(",
@@ -101,9 +101,10 @@ def model_kernels() -> None:
 def mlp_kernel() -> None:
     from model.mlp_kernel import backward, forward
 
-    x, d_y = torch.randn(2, 300, 256, device="cuda", dtype=torch.bfloat16)
-    weight = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16)
-    results = forward(x, weight, torch.ones(512, device="cuda"))
+    # 12 blocks of tokens for 11 programs of each block of columns: one has two tiles
+    x, d_y = torch.randn(2, 1500, 256, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(3072, 256, device="cuda", dtype=torch.bfloat16)
+    results = forward(x, weight, torch.ones(3072, device="cuda"))
     results += backward(d_y, weight.mT.contiguous(), results[0])
     assert all(x.isfinite().all() for x in results)
 

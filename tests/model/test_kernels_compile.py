@@ -124,11 +124,11 @@ def test_the_kernels_of_the_model_compile_for_sm_90(tmp_path):
 
 @COMPILER
 @pytest.mark.slow
-def test_the_products_of_the_mlp_do_not_wait_for_each_other(tmp_path):
+def test_the_kernel_of_the_mlp_compiles_without_serialised_products(tmp_path):
     rows = [json.loads(line) for line in lines_of(MLP, tmp_path)]
     assert len(rows) == 4
     for spilled, warnings, shared, products in rows:
-        # what is spilled is outside the loops of products
+        # Triton 3.9 spills most, 84 bytes; in the machine code of 3.6 they are outside the loops
         assert spilled <= 84 and not warnings
         assert shared <= 232_448
-        assert products >= 40
+        assert products >= 40  # two consumers, five places, four products a slot
