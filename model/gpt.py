@@ -105,9 +105,9 @@ class CausalSelfAttention(nn.Module):
     def function(self) -> dict[str, Any]:
         """The arguments of attention() under any backend; see layer_functions()."""
         tensors = {"alibi_slopes": self.alibi_slopes, "sinks": self.sinks}
-        # on the right: graphs of torch 2.11 do not check the keys of a dict that stands left of |.
-        # The graph of a layer without a window would serve a layer with one too
-        return {name: x for name, x in tensors.items() if x is not None} | self._function
+        # not a | b: graphs of torch 2.11 do not check the keys of a dict that stands left of |. The
+        # graph of a layer without a window would serve a layer with one too
+        return {**self._function, **{name: x for name, x in tensors.items() if x is not None}}
 
     def heads(self, qkv: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, H, N, D), k and v (B, H_kv, N, D), with QK-norm and RoPE applied."""

@@ -46,7 +46,8 @@ def own_modules() -> Iterator[None]:
 
 
 def _loaded() -> list[str]:
-    return [name for name in sys.modules if name.partition(".")[0] in OURS]
+    # a list first: another thread may be importing, as training.plot does beside a checkpoint
+    return [name for name in list(sys.modules) if name.partition(".")[0] in OURS]
 
 
 def _is_ours(module: ModuleType) -> bool:
