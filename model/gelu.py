@@ -80,9 +80,7 @@ def hopper_multiprocessors(device: torch.device) -> int:
 hopper_multiprocessors._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def fits_product_kernel(
-    x: Tensor, up: nn.Linear, down: nn.Linear, multiprocessors: int = 132
-) -> bool:
+def fits_product_kernel(x: Tensor, up: nn.Linear, down: nn.Linear, multiprocessors: int) -> bool:
     """Whether the kernel for Hopper takes these dtypes and sizes, and keeps the GPU busy. Under
     autocast, x must have the dtype of the products, as the norm before an MLP returns it.
     """
@@ -170,7 +168,7 @@ def _(d_y, weight, hidden):
 
 
 class GeluWithBias(torch.autograd.Function):
-    """gelu(hidden), where hidden is a product to which bias (C,) was added. The gradient of the
+    """gelu(hidden), where hidden is a product to which bias (F,) was added. The gradient of the
     bias comes from here, so it must not come from that sum too.
     """
 
@@ -188,7 +186,7 @@ class GeluWithBias(torch.autograd.Function):
 
 @torch.library.custom_op("tilegpt::gelu_backward", mutates_args=())
 def gelu_backward(d_out: Tensor, hidden: Tensor) -> list[Tensor]:
-    """The gradient of hidden (..., C), and its sum over all tokens, (C,) in float32."""
+    """The gradient of hidden (..., F), and its sum over all tokens, (F,) in float32."""
     from model.gelu_kernel import backward
 
     return backward(d_out.contiguous(), hidden.contiguous())
