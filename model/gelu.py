@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.loss import TRITON
+from model.loss import TRITON, product_dtype
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -69,11 +69,10 @@ def has_product_kernel(x: Tensor, up: nn.Linear, down: nn.Linear) -> bool:
 
 def hopper_multiprocessors(device: torch.device) -> int:
     """0 where the kernels for Hopper cannot run."""
+    from attention.kernels.launch import multiprocessors
     from attention.kernels.select import obstacle_of_the_place
 
-    if obstacle_of_the_place(device):
-        return 0
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return 0 if obstacle_of_the_place(device) else multiprocessors(device)
 
 
 # for torch.compile. Its assume_constant_result() does the same, and loads all of its modules
@@ -84,12 +83,10 @@ def fits_product_kernel(x: Tensor, up: nn.Linear, down: nn.Linear, multiprocesso
     """Whether the kernel for Hopper takes these dtypes and sizes, and keeps the GPU busy. Under
     autocast, x must have the dtype of the products, as the norm before an MLP returns it.
     """
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else up.weight.dtype
     if (
         up.bias is None
         or down.bias is None
-        or x.dtype != dtype
+        or x.dtype != product_dtype(x, up.weight.dtype)
         or x.dtype not in (torch.bfloat16, torch.float16)
         # whole tiles; each quarter of a tile needs a product
         or up.in_features % 64
@@ -117,7 +114,7 @@ class GeluMLP(torch.autograd.Function):
         return F.linear(activated, down, down_bias.to(x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, ...]:
         x, hidden, activated, up, down = ctx.saved_tensors
         d_hidden, d_up_bias = product_gelu_backward(d_y, down, hidden)
         d_x = d_hidden @ up
@@ -151,8 +148,9 @@ def _(x, weight, bias):
 
 @torch.library.custom_op("tilegpt::product_gelu_backward", mutates_args=())
 def product_gelu_backward(d_y: Tensor, weight: Tensor, hidden: Tensor) -> list[Tensor]:
-    """The gradient of hidden (..., F) from d_y weight, that of GELU's result; and its sum over all
-    tokens, (F,) in float32. d_y (..., C), weight (C, F).
+    """The gradient of hidden (..., F), and its sum over all tokens, (F,) in float32.
+
+    d_y (..., C), weight (C, F). d_y weight is the gradient of gelu(hidden).
     """
     if d_y.is_cuda:
         from model.mlp_kernel import backward

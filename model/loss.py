@@ -42,6 +42,12 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return total / (targets != IGNORED).sum().clamp(min=1)
 
 
+def product_dtype(x: Tensor, otherwise: torch.dtype) -> torch.dtype:
+    """The dtype of a product of x under autocast, and `otherwise` without it."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else otherwise
+
+
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0
 ) -> Tensor:
@@ -55,12 +61,7 @@ def linear_cross_entropy(
     z_loss adds z_loss times the mean of logsumexp(logits)^2 over the targets that are not ignored
     (PaLM, arXiv:2204.02311, section 5).
     """
-    kind = x.device.type
-    dtype = (
-        torch.get_autocast_dtype(kind)
-        if torch.is_autocast_enabled(kind)
-        else torch.promote_types(x.dtype, weight.dtype)
-    )
+    dtype = product_dtype(x, torch.promote_types(x.dtype, weight.dtype))
     with_gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     total = LinearCrossEntropy.apply(
         x.flatten(0, 1), weight, targets.flatten(), dtype, with_gradients, z_loss

@@ -1,5 +1,4 @@
-"""GELU beside a matrix product on a Hopper GPU: the MLP's first layer with its activation, and the
-gradient of that layer's output from the gradient of the MLP's.
+"""Matrix products of the MLP that also compute GELU, for Hopper GPUs.
 
     forward     hidden = x weight^T + bias,  activated = gelu(hidden)
     backward    d_hidden = (d_y weight) * gelu'(hidden), and its sum over the tokens
@@ -230,9 +229,7 @@ def multiply(
 
 
 @gluon.jit
-def multiply_more(
-    acc, item, count, ring, x_tiles, SELF: gl.constexpr, BACKWARD: gl.constexpr
-):  # fmt: skip
+def multiply_more(acc, item, count, ring, x_tiles, SELF: gl.constexpr, BACKWARD: gl.constexpr):
     for _ in range(0, count):
         acc = multiply(acc, item, ring, x_tiles, SELF, BACKWARD, False)
         item += 1
@@ -271,10 +268,14 @@ def differentiate(part, row, column, out_desc, hidden_ring, item, SELF: gl.const
 
 @gluon.jit
 def finish(
-    part, sums, row, column, visit, hidden_desc, out_desc, hidden_ring, NUMBER: gl.constexpr,
-    SELF: gl.constexpr, BACKWARD: gl.constexpr,
+    part, sums, row, column, visit, where, NUMBER: gl.constexpr, SELF: gl.constexpr,
+    BACKWARD: gl.constexpr,
 ):  # fmt: skip
-    """Finish quarter NUMBER of the tile before. The first tile has none before it."""
+    """Finish quarter NUMBER of the tile before. The first tile has none before it.
+
+    where: hidden_desc, out_desc and hidden_ring.
+    """
+    hidden_desc, out_desc, hidden_ring = where
     # the branch also keeps ptxas from mixing quarters: without it registers spill
     if visit >= 0:
         place: gl.constexpr = NUMBER * QUARTER
@@ -303,6 +304,7 @@ def consume(
     # the second consumer computes its activations this many slots later, so that one multiplies
     # while the other computes them. The numbers are measured: lab/notes/mlp.md
     shift: gl.constexpr = SELF * (section // 2 if BACKWARD else section - 1)
+    where = (hidden_desc, out_desc, hidden_ring)
     a, b, c, d = quarters(zeros, None, dtype)
     sum_a = zero_sums()
     sum_b = zero_sums()
@@ -311,21 +313,13 @@ def consume(
     for block in range(gl.program_id(1), blocks, gl.num_programs(1)):
         acc = multiply(zeros, item, ring, x_tiles, SELF, BACKWARD, True)
         acc, item = multiply_more(acc, item + 1, shift, ring, x_tiles, SELF, BACKWARD)
-        sum_a = finish(
-            a, sum_a, row, column, visit, hidden_desc, out_desc, hidden_ring, 0, SELF, BACKWARD
-        )
+        sum_a = finish(a, sum_a, row, column, visit, where, 0, SELF, BACKWARD)
         acc, item = multiply_more(acc, item, section, ring, x_tiles, SELF, BACKWARD)
-        sum_b = finish(
-            b, sum_b, row, column, visit, hidden_desc, out_desc, hidden_ring, 1, SELF, BACKWARD
-        )
+        sum_b = finish(b, sum_b, row, column, visit, where, 1, SELF, BACKWARD)
         acc, item = multiply_more(acc, item, section, ring, x_tiles, SELF, BACKWARD)
-        sum_c = finish(
-            c, sum_c, row, column, visit, hidden_desc, out_desc, hidden_ring, 2, SELF, BACKWARD
-        )
+        sum_c = finish(c, sum_c, row, column, visit, where, 2, SELF, BACKWARD)
         acc, item = multiply_more(acc, item, section, ring, x_tiles, SELF, BACKWARD)
-        sum_d = finish(
-            d, sum_d, row, column, visit, hidden_desc, out_desc, hidden_ring, 3, SELF, BACKWARD
-        )
+        sum_d = finish(d, sum_d, row, column, visit, where, 3, SELF, BACKWARD)
         rest: gl.constexpr = K // STEP - 3 * section - shift - 1
         acc, item = multiply_more(acc, item, rest, ring, x_tiles, SELF, BACKWARD)
         acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -333,18 +327,10 @@ def consume(
         a, b, c, d = quarters(acc, bias_ptr if BACKWARD else bias_ptr + column, dtype)
         visit += 1
         row = block * ROWS * CONSUMERS + ROWS * SELF
-    sum_a = finish(
-        a, sum_a, row, column, visit, hidden_desc, out_desc, hidden_ring, 0, SELF, BACKWARD
-    )
-    sum_b = finish(
-        b, sum_b, row, column, visit, hidden_desc, out_desc, hidden_ring, 1, SELF, BACKWARD
-    )
-    sum_c = finish(
-        c, sum_c, row, column, visit, hidden_desc, out_desc, hidden_ring, 2, SELF, BACKWARD
-    )
-    sum_d = finish(
-        d, sum_d, row, column, visit, hidden_desc, out_desc, hidden_ring, 3, SELF, BACKWARD
-    )
+    sum_a = finish(a, sum_a, row, column, visit, where, 0, SELF, BACKWARD)
+    sum_b = finish(b, sum_b, row, column, visit, where, 1, SELF, BACKWARD)
+    sum_c = finish(c, sum_c, row, column, visit, where, 2, SELF, BACKWARD)
+    sum_d = finish(d, sum_d, row, column, visit, where, 3, SELF, BACKWARD)
     tma.store_wait(0)
     if BACKWARD:
         first = (gl.program_id(1) * CONSUMERS + SELF) * 4

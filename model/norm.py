@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from config import ModelConfig
 from model.checkpointing import elementwise_recomputed
-from model.loss import TRITON
+from model.loss import TRITON, product_dtype
 
 NORM_EPS = 1e-5
 MAX_WIDTH = 8192  # the longest row that a program holds in its registers
@@ -54,9 +54,7 @@ def add_norm_linear(
 
 def arguments(x: Tensor, norm: nn.Module) -> tuple:
     """The operator's arguments after x and the branch."""
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    return *norm_arguments(norm), dtype
+    return *norm_arguments(norm), product_dtype(x, x.dtype)
 
 
 def norm_arguments(norm: nn.Module) -> tuple[Tensor, Tensor | None, float, bool]:
