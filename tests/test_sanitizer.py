@@ -27,9 +27,9 @@ CALLS = [
     {"window": 70},
     {"documents": 60},
 ]
-# What racecheck reports of the Hopper kernels, and of the MLP's, although it is ordered
-# (docs/hopper.md says how): numbers that a warp stores and one of its threads then hands over at a
-# barrier in memory, and what Triton's own code for divided warps keeps in shared memory.
+# Racecheck reports these lines of the Hopper kernels and the MLP's. docs/hopper.md says why their
+# accesses are ordered. A warp stores numbers, and one of its threads hands them over at a barrier.
+# Triton's own code for divided warps keeps words in shared memory.
 ORDERED = (
     "_rows.index(item % STAGES).store(",
     "def forward_kernel(",

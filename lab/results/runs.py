@@ -653,7 +653,7 @@ def two_versions(data: Row) -> str:
     """
     return section(
         data,
-        f"`{data['command']}`, {data['what']}",
+        f"{data['what']} The command is `{data['command']}`.",
         table(["seq_len", "", "tokens/s", "times as fast, by round", "lowest row"], rows),
         "The kernels alone, medians of 20 or more calls that take turns on several buffers.",
         formatted(columns, data["kernels"]),
