@@ -88,6 +88,7 @@ def triton_attention(
     few = kernel != "hopper" and return_max_score is False and not (block_q or block_kv)
     few = few and softmax == "online" and cu_seqlens is None and has_few_queries(q, k, v)
     mask = {"document_ids": document_ids, "key_lengths": key_lengths, "cu_seqlens": cu_seqlens}
+    packed = window is None and (document_ids is not None or cu_seqlens is not None)
     lo, hi, causal, window = key_intervals(q, k, causal, window, few, **mask)
     if few:
         masks = lo, hi, params, causal, window
@@ -96,14 +97,21 @@ def triton_attention(
             out, lse = with_sinks(out, lse, sinks)
         return AttentionOutput(out[..., :value_dim] if narrower else out, lse)
     sinks = None if sinks is None else sinks.float().contiguous()
+    starts = None
+    if packed and q.is_cuda and kernel != "portable" and can_start_blocks(q, k, lo):
+        from attention.kernels.intervals import block_starts
+
+        starts = block_starts(lo)
     tensors = q, k, v, lo, hi, params
     settings = causal, scale, mod, softmax, block_q, block_kv, kernel, flag(return_max_score)
     if torch.compiler.is_compiling():
-        out, lse, max_score = op.flash_attention(*tensors, *settings, False, sinks)
+        out, lse, max_score = op.flash_attention(*tensors, *settings, False, sinks, starts)
     elif torch.is_grad_enabled():
-        out, lse, max_score = op.FlashAttention.apply(*tensors, sinks, settings)
+        out, lse, max_score = op.FlashAttention.apply(*tensors, sinks, starts, settings)
     else:
-        out, lse, max_score = op.flash_attention_forward(*tensors, *settings, sinks=sinks)
+        out, lse, max_score = op.flash_attention_forward(
+            *tensors, *settings, sinks=sinks, starts=starts
+        )
     if narrower:
         out = out[..., :value_dim]
     if return_max_score is False:
@@ -144,6 +152,11 @@ def key_intervals(
         lo, hi = intervals(document_ids, *sizes, causal, window, q.device)
     # the intervals already contain a two-sided window and lengths, so causal must not add to them
     return lo, hi, causal and not sided and not by_length, None
+
+
+def can_start_blocks(q: Tensor, k: Tensor, lo: Tensor) -> bool:
+    """Whether block_starts() takes the intervals of this call."""
+    return lo.shape[0] == q.shape[0] and q.shape[2] == k.shape[2]
 
 
 def has_few_queries(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -37,6 +37,7 @@ GPU, INTERPRETER = (
     Blocks(rows=64, search=512, num_warps=1),
 )
 BOUNDS = 128  # per program of query_ranges_kernel
+ALIGNED = 128  # rows of a block of block_starts()
 
 plans: Plans[Launch] = Plans()
 
@@ -212,18 +213,111 @@ def _(
     return empty_intervals(None, num_queries, device)
 
 
+@triton.jit
+def is_long(lo_ptr, first, row, N, ALIGNED: tl.constexpr):
+    """Whether rows first : first + ALIGNED see the keys from `first` on, and `row` too."""
+    last = first + (ALIGNED - 1)
+    known = (first >= 0) & (first <= row) & (last < N)
+    return (
+        known
+        & (tl.load(lo_ptr + first, mask=known, other=-1) == first)
+        & (tl.load(lo_ptr + last, mask=known, other=-1) == first)
+    )
+
+
+@triton.jit
+def starts_block(lo_ptr, row, N, ALIGNED: tl.constexpr):
+    """Whether a block starts at each row; see block_starts()."""
+    inside = row < N
+    first = tl.load(lo_ptr + row, mask=inside, other=-1)
+    before = tl.load(lo_ptr + row - 1, mask=inside & (row > 0), other=-1)
+    counted_from = tl.where(is_long(lo_ptr, first, row, N, ALIGNED), first, 0)
+    ended = (before != first) & is_long(lo_ptr, before, row - 1, N, ALIGNED)
+    return inside & (((row - counted_from) % ALIGNED == 0) | ended)
+
+
+@triton.jit(do_not_specialize=["N", "blocks"])
+def block_starts_kernel(
+    lo_ptr, starts_ptr, stride_interval, N, blocks, ALIGNED: tl.constexpr, BLOCKS: tl.constexpr
+):  # fmt: skip
+    """One program finds the starts among the rows of BLOCKS blocks of one sequence."""
+    batch = tl.cast(tl.program_id(1), tl.int64)
+    lo_ptr += batch * stride_interval
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    row = block[:, None] * ALIGNED + tl.arange(0, 2 * ALIGNED)[None, :]
+    row = tl.where(starts_block(lo_ptr, row, N, ALIGNED), row, N)
+    # a start for the last block too, if the one before it has all its rows
+    last = (blocks - 1) * ALIGNED
+    own_end = (block + 1) * ALIGNED
+    end = tl.min(tl.where(row >= own_end[:, None], row, N), 1)
+    end = tl.where((end == N) & (own_end == last), last, end)
+    starts_ptr += (batch * blocks + block) * 4
+    before = own_end - (ALIGNED + 1)
+    for piece in tl.static_range(3):
+        start = tl.minimum(tl.min(tl.where(row > before[:, None], row, N), 1), end)
+        if piece == 0:
+            start = tl.where(start == N, last, start)
+        tl.store(starts_ptr + piece, start, mask=block < blocks)
+        before = start
+    tl.store(starts_ptr + 3, end, mask=block < blocks)
+
+
+@operator("block_starts")
+def block_starts(lo: Tensor) -> Tensor:
+    """Divide sequences of packed documents into blocks of up to ALIGNED rows. Those of a long
+    document are counted from its start, so that they see no other document, and no part of a tile
+    of keys.
+
+    lo: (B, N) int32, as in intervals(), for as many keys as queries; without a window it is where a
+    row's document starts. A block starts every ALIGNED rows of a document that has at least as
+    many, and where it ends; everywhere else at multiples of ALIGNED. One more may start at the last
+    multiple, so that one starts at or after each.
+
+    Returns (B, blocks, 4) int32, for every ALIGNED rows of a sequence: the rows at which blocks
+    start among them, of which there are one to three, and behind these, up to the end, the first
+    start after them, or N.
+    """
+    batch, length = lo.shape
+    blocks = tiles_of(length, ALIGNED)
+    starts = lo.new_empty(batch, blocks, 4)
+    kind = place_of(lo.device), layout(lo), ALIGNED
+    launch = plans.get(kind)
+    if launch is None:
+        launch = plans[kind] = Launch(
+            block_starts_kernel, (tiles_of(blocks, 4), batch),
+            (batch_stride(lo), length, blocks), ALIGNED=ALIGNED, BLOCKS=4, num_warps=4,
+        )  # fmt: skip
+    launch(lo, starts)
+    return starts
+
+
+@torch.library.register_fake("tilegpt::block_starts")
+def _(lo: Tensor) -> Tensor:
+    return lo.new_empty(lo.shape[0], tiles_of(lo.shape[1], ALIGNED), 4)
+
+
 @triton.jit(do_not_specialize=["N", "bounds", "step"])
 def query_ranges_kernel(
-    lo_ptr, hi_ptr, ranges_ptr, stride_interval, N, bounds, step, BLOCK_KV, BLOCK: tl.constexpr
-):
+    lo_ptr, hi_ptr, starts_ptr, ranges_ptr, stride_interval, N, bounds, step, BLOCK_KV,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program finds BLOCK of a sequence's bounds by binary search; a tile of keys has four.
     step: the largest power of two up to N.
     """
     batch = tl.cast(tl.program_id(1), tl.int64)
     bound = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     start = bound // 4 * BLOCK_KV
+    stop = start + BLOCK_KV
+    if starts_ptr is not None:
+        # the last of four numbers is not a tile's start
+        listed = (bound < bounds) & (bound // 4 % 4 < 3)
+        starts_ptr += batch * (bounds // 4) + bound // 4
+        start = tl.load(starts_ptr, mask=listed, other=0)
+        # keys past its stop belong to another tile, but are in this one
+        stop = tl.load(starts_ptr + 1, mask=listed, other=0)
+        stop = tl.where(bound % 4 == 3, stop, start + BLOCK_KV)
     # for integers, value > start means value >= start + 1
-    target = tl.where(bound % 2 == 0, start + 1, start + BLOCK_KV)
+    target = tl.where(bound % 2 == 0, start + 1, stop)
     values_ptr = tl.where(bound % 4 < 2, hi_ptr, lo_ptr) + batch * stride_interval
     below = tl.zeros([BLOCK], tl.int32)  # at least this many values are below the target
     while step > 0:
@@ -242,10 +336,15 @@ class QueryRanges:
     non-decreasing, so each bound is a binary search. first is the first query with hi > the tile's
     start; full_first is the first with hi >= its stop. full_last is the number of queries with lo
     <= start, last the number with lo < stop.
+
+    starts: of block_starts(), if the tiles start there; then each of its numbers counts as a tile.
+    No query sees all of a tile that stops before block_kv keys.
     """
 
-    def __init__(self, lo: Tensor, num_keys: int, block_kv: int):
+    def __init__(self, lo: Tensor, num_keys: int, block_kv: int, starts: Tensor | None = None):
         (batch, num_queries), tiles = lo.shape, tiles_of(num_keys, block_kv)
+        if starts is not None:
+            tiles *= 4
         self.shape = (batch, tiles, 4)
         self.batch_stride = 0 if batch == 1 else 4 * tiles
         self.launch = Launch(
@@ -261,7 +360,7 @@ class QueryRanges:
             BLOCK=BOUNDS,
         )
 
-    def __call__(self, lo: Tensor, hi: Tensor) -> Tensor:
+    def __call__(self, lo: Tensor, hi: Tensor, starts: Tensor | None = None) -> Tensor:
         ranges = lo.new_empty(self.shape)
-        self.launch(lo, hi, ranges)
+        self.launch(lo, hi, starts, ranges)
         return ranges

@@ -116,6 +116,7 @@ def _forward(
     look: Tensor | None = None,
     wide: bool = False,
     sinks: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out (B, H, N, D), lse (B, H, N) and max_score (B, H) float32, for q (B, H, N, D); k, v (B,
     H_kv, M, D).
@@ -125,13 +126,14 @@ def _forward(
     softmax: a name in SOFTMAXES. block_q, block_kv: the tile, or 0 for the table's. kernel_choice:
     auto, portable or hopper, see select.py (inductor uses the name `kernel`). max_score is computed
     where `look` holds True. wide: out in float32. sinks: (H,) float32, a logit of each head in the
-    denominator.
+    denominator. starts: of block_starts(), if lo and hi are those of packed documents; kernels
+    that gain nothing from it ignore it.
     """
     dtype = torch.float32 if wide else q.dtype
     looked = look is not None and bool(look)
     settings = causal, scale, score_mod, softmax, block_q, block_kv
     given = q, k, v
-    tensors = (*given, lo, hi, params, sinks)
+    tensors = (*given, lo, hi, starts, params, sinks)
     kind = kind_of(q.device, tensors, kernel_choice, looked, wide, *settings)
     copies, launch = forward_plans.get(kind, (True, None))
     if copies:
@@ -142,9 +144,9 @@ def _forward(
     top = torch.empty_like(lse) if looked else None  # each row's largest score
     if launch is None:
         kernels = kernels_for(kernel_choice, q, scale, score_mod, softmax, block_q or block_kv)
-        launch = kernels.Forward(q, k, out, top, lo, *settings)
+        launch = kernels.Forward(q, k, out, top, lo, starts, *settings)
         forward_plans[kind] = differ(given, (q, k, v)), launch
-    launch(q, k, v, out, lse, top, lo, hi, params, sinks)
+    launch(q, k, v, out, lse, top, lo, hi, starts, params, sinks)
     if out.dtype != dtype:
         out = out.to(dtype)
     return out, lse, largest(lse, top)
@@ -167,7 +169,7 @@ def _(
     q: Tensor, k: Tensor, v: Tensor, lo: Tensor | None, hi: Tensor | None, params: Tensor | None,
     causal: bool, scale: float, score_mod: str, softmax: str, block_q: int, block_kv: int,
     kernel_choice: str = "portable", look: Tensor | None = None, wide: bool = False,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None, starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     lse, max_score = (q.new_empty(q.shape[:dims], dtype=torch.float32) for dims in (3, 2))
     return empty_heads(q.shape, q, torch.float32 if wide else None), lse, max_score
@@ -195,6 +197,7 @@ def flash_attention_backward(
     packed: bool = False,
     wide: bool = False,
     sinks: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> list[Tensor]:
     """dq, dk, dv in the dtypes and shapes of q, k, v, from the inputs and results of
     flash_attention; then, with sinks, d_sinks (H,) float32.
@@ -209,7 +212,7 @@ def flash_attention_backward(
         kernel_choice = "portable"  # the Hopper kernels sum dq in any order
     settings = causal, scale, score_mod, softmax, block_q, block_kv
     given = d_out, q, k, v, out
-    tensors = (*given, d_lse, lse, lo, hi, params)
+    tensors = (*given, d_lse, lse, lo, hi, starts, params)
     kind = kind_of(q.device, tensors, kernel_choice, packed, wide, *settings)
     copies, launch = backward_plans.get(kind, (True, None))
     if copies:
@@ -218,9 +221,9 @@ def flash_attention_backward(
     dq, dk, dv = unpacked(gradients, q.shape[1], k.shape[1])
     if launch is None:
         kernels = kernels_for(kernel_choice, q, scale, score_mod, softmax, block_q or block_kv)
-        launch = kernels.Backward(d_out, q, k, out, dq, dk, dv, lo, *settings)
+        launch = kernels.Backward(d_out, q, k, out, dq, dk, dv, lo, starts, *settings)
         backward_plans[kind] = differ(given, (d_out, q, k, v, out)), launch
-    delta = launch(d_out, d_lse, q, k, v, out, lse, dq, dk, dv, lo, hi, params)
+    delta = launch(d_out, d_lse, q, k, v, out, lse, dq, dk, dv, lo, hi, starts, params)
     gradients = gradients if dq.dtype == dtype else [x.to(dtype) for x in gradients]
     if sinks is None:
         return gradients
@@ -240,18 +243,18 @@ def _(
     params: Tensor | None, causal: bool, scale: float, score_mod: str, softmax: str, block_q: int,
     block_kv: int,
     kernel_choice: str = "portable", packed: bool = False, wide: bool = False,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None, starts: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     gradients = empty_gradients(q, k, v, packed, torch.float32 if wide else None)
     return gradients if sinks is None else [*gradients, torch.empty_like(sinks)]
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, lo, hi, params, *settings, look, wide, sinks = inputs
+    q, k, v, lo, hi, params, *settings, look, wide, sinks, starts = inputs
     ctx.settings = settings
     ctx.packed = is_packed(q, k, v)  # now: saved tensors may come back with other strides
     ctx.set_materialize_grads(False)  # no zeros for an unused gradient of lse
-    ctx.save_for_backward(q, k, v, *output[:2], lo, hi, params, sinks)
+    ctx.save_for_backward(q, k, v, *output[:2], lo, hi, params, sinks, starts)
 
 
 class FirstDerivative(torch.autograd.Function):
@@ -271,17 +274,18 @@ class FirstDerivative(torch.autograd.Function):
 def _backward(
     ctx, d_out: Tensor | None, d_lse: Tensor | None, _: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    q, k, v, out, *others, sinks = ctx.saved_tensors
+    q, k, v, out, *others, sinks, starts = ctx.saved_tensors
     d_out = torch.zeros_like(out) if d_out is None else d_out
     # grad mode is on here only with create_graph=True
     run = FirstDerivative.apply if torch.is_grad_enabled() else flash_attention_backward
-    gradients = run(d_out, d_lse, q, k, v, out, *others, *ctx.settings, ctx.packed, False, sinks)
+    last = ctx.packed, False, sinks, starts
+    gradients = run(d_out, d_lse, q, k, v, out, *others, *ctx.settings, *last)
     d_sinks = None
     if sinks is not None:
         *gradients, d_sinks = gradients
     # no gradient for lo, hi, params, the settings, look and wide
     rest = [None] * (len(ctx.settings) + 5)
-    return *unpacked(gradients, q.shape[1], k.shape[1]), *rest, d_sinks
+    return *unpacked(gradients, q.shape[1], k.shape[1]), *rest, d_sinks, None
 
 
 torch.library.register_autograd("tilegpt::flash_attention", _backward, setup_context=_save)
@@ -294,15 +298,15 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs are flash_attention's tensors, its sinks, and a tuple of its settings, because
-        autograd looks at each input.
+        """Inputs are flash_attention's tensors, its sinks and starts, and a tuple of its settings,
+        because autograd looks at each input.
         """
-        *tensors, sinks, settings = inputs
-        output = flash_attention_forward(*tensors, *settings, sinks=sinks)
-        _save(ctx, (*tensors, *settings, False, sinks), output)
+        *tensors, sinks, starts, settings = inputs
+        output = flash_attention_forward(*tensors, *settings, sinks=sinks, starts=starts)
+        _save(ctx, (*tensors, *settings, False, sinks, starts), output)
         return output
 
     @staticmethod
     def backward(ctx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        dq, dk, dv, *_, d_sinks = _backward(ctx, *gradients)
-        return dq, dk, dv, None, None, None, d_sinks, None
+        dq, dk, dv, *_, d_sinks, _ = _backward(ctx, *gradients)
+        return dq, dk, dv, None, None, None, d_sinks, None, None

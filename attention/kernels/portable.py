@@ -119,8 +119,10 @@ class Forward:
 
     def __init__(
         self, q: Tensor, k: Tensor, out: Tensor, top: Tensor | None, lo: Tensor | None,
-        causal: bool, scale: float, score_mod: str, softmax: str, block_q: int, block_kv: int,
+        _: Tensor | None, causal: bool, scale: float, score_mod: str, softmax: str, block_q: int,
+        block_kv: int,
     ):  # fmt: skip
+        """_: starts, which only the Hopper kernels use."""
         (batch, num_heads, num_queries, _), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
         groups, equal = num_heads // num_kv_heads, not causal and lo is None
         meta = constants("forward", q, causal, lo, score_mod, block_q, block_kv)
@@ -137,7 +139,7 @@ class Forward:
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, top: Tensor | None,
-        lo: Tensor | None, hi: Tensor | None, params: Tensor | None,
+        lo: Tensor | None, hi: Tensor | None, _: Tensor | None, params: Tensor | None,
         sinks: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Fill out (B, H, N, D) and lse (B, H, N); fill top (B, H, N), if given, with each row's
@@ -151,8 +153,8 @@ class Backward:
 
     def __init__(
         self, d_out: Tensor, q: Tensor, k: Tensor, out: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
-        lo: Tensor | None, causal: bool, scale: float, score_mod: str, softmax: str, block_q: int,
-        block_kv: int,
+        lo: Tensor | None, _: Tensor | None, causal: bool, scale: float, score_mod: str,
+        softmax: str, block_q: int, block_kv: int,
     ):  # fmt: skip
         batch, num_heads, num_queries, head_dim = q.shape
         num_kv_heads, num_keys = k.shape[1:3]
@@ -196,7 +198,7 @@ class Backward:
     def __call__(
         self, d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
         lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, lo: Tensor | None, hi: Tensor | None,
-        params: Tensor | None,
+        _: Tensor | None, params: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """Fill dq, dk and dv. Returns delta (B, H, N)."""
         delta = torch.empty_like(lse)

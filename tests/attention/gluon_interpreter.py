@@ -79,8 +79,8 @@ class Value:
     dtype = property(lambda self: self.data.dtype)
     type = property(lambda self: types.SimpleNamespace(layout=None))
 
-    def to(self, dtype: torch.dtype) -> "Value":
-        return Value(self.data.to(dtype))
+    def to(self, dtype: Any) -> "Value | Pointer":
+        return Pointer(NOTED[int(self.data)]) if dtype is Pointer else Value(self.data.to(dtype))
 
     def reshape(self, shape: list[int]) -> "Value":
         return Value(self.data.reshape(shape))
@@ -135,6 +135,9 @@ for name, function in {
     operator(name, function)
 
 
+NOTED: dict[int, torch.Tensor] = {}  # by address
+
+
 class Pointer:
     """Into a tensor's memory, by elements."""
 
@@ -143,6 +146,13 @@ class Pointer:
 
     def __add__(self, offset: Any) -> "Pointer":
         return Pointer(self.base, raw(offset) + self.offset)
+
+    def to(self, dtype: torch.dtype) -> Value:
+        """The address. Read back, it points to all that follows in the tensor's storage."""
+        length = self.base.untyped_storage().nbytes() // self.base.element_size()
+        start = self.base.storage_offset()
+        NOTED[self.base.data_ptr()] = self.base.as_strided((length - start,), (1,))
+        return Value(torch.tensor(self.base.data_ptr(), dtype=dtype))
 
     def locations(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
         where = torch.as_tensor(self.offset)
@@ -229,6 +239,7 @@ class Shared:
     def __init__(self, data: torch.Tensor):
         self.data = data
 
+    shape = property(lambda self: list(self.data.shape))
     dtype = property(lambda self: self.data.dtype)
 
     def index(self, i: Any) -> "Shared":
@@ -787,6 +798,7 @@ def fake_language() -> dict[str, Any]:
         "expand_dims": lambda x, axis: Value(raw(x).unsqueeze(axis)),
         "convert_layout": lambda x, layout: x,
         "to_tensor": Value,
+        "pointer_type": lambda dtype: Pointer,
         "thread_barrier": lambda: None,  # a partition is one thread
         "static_range": range,
         "static_assert": check_constants,

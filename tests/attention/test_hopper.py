@@ -19,8 +19,9 @@ from torch import Tensor
 
 from attention import BACKENDS, AttentionOutput, Backend, attention, get_backend, kernel_choice
 from attention.interface import OWN_SINKS, ScoreMod
-from attention.kernels import score_change
+from attention.kernels import can_start_blocks, score_change
 from attention.kernels import select as choice
+from attention.kernels.intervals import block_starts
 from attention.kernels.launch import shares_of
 from attention.kernels.select import choose_kernel, why_not_hopper
 from attention.mask import MASKS, visible_keys
@@ -60,15 +61,16 @@ class Interpreted(torch.autograd.Function):
         sinks: Tensor | None,
         lo: Tensor | None,
         hi: Tensor | None,
+        starts: Tensor | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
     ):
         out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan)
-        settings = lo, causal, scale, mod
+        settings = lo, starts, causal, scale, mod
         run = launch.Forward(q, k, out, None, *settings)
-        run(q, k, v, out, lse, None, lo, hi, params, sinks)
-        ctx.save_for_backward(lo, hi, q, k, v, out, lse, params, sinks)
+        run(q, k, v, out, lse, None, lo, hi, starts, params, sinks)
+        ctx.save_for_backward(lo, hi, starts, q, k, v, out, lse, params, sinks)
         ctx.settings = launch, causal, scale, mod
         return out, lse
 
@@ -76,7 +78,7 @@ class Interpreted(torch.autograd.Function):
     def backward(ctx, d_out: Tensor, d_lse: Tensor):
         from attention.kernels.op import empty_gradients, gradient_of_sinks, is_packed, unpacked
 
-        lo, hi, q, k, v, out, lse, params, sinks = ctx.saved_tensors
+        lo, hi, starts, q, k, v, out, lse, params, sinks = ctx.saved_tensors
         launch, *settings = ctx.settings
         grads = unpacked(
             [x.fill_(torch.nan) for x in empty_gradients(q, k, v, is_packed(q, k, v))],
@@ -84,10 +86,10 @@ class Interpreted(torch.autograd.Function):
             k.shape[1],
         )
         d_out = d_out.contiguous()
-        run = launch.Backward(d_out, q, k, out, *grads, lo, *settings)
-        delta = run(d_out, d_lse.contiguous(), q, k, v, out, lse, *grads, lo, hi, params)
+        run = launch.Backward(d_out, q, k, out, *grads, lo, starts, *settings)
+        delta = run(d_out, d_lse.contiguous(), q, k, v, out, lse, *grads, lo, hi, starts, params)
         d_sinks = None if sinks is None else gradient_of_sinks(sinks, lse, delta)
-        return *([None] * 5), d_sinks, None, None, *grads
+        return *([None] * 5), d_sinks, None, None, None, *grads
 
 
 def interpreted_backend(edit: tuple[str, str, str] | None = None) -> Backend:
@@ -104,15 +106,18 @@ def interpreted_backend(edit: tuple[str, str, str] | None = None) -> Backend:
         sinks: Tensor | None = None,
         **mask,
     ) -> AttentionOutput:
-        lo = hi = None
+        lo = hi = starts = None
         mod = score_change(q.device, softcap, alibi_slopes, score_mod)
-        if any(each is not None for each in mask.values()):
+        given = {name for name, each in mask.items() if each is not None}
+        if given:
             visible = visible_keys(q, k, causal=causal, **mask)
             # as attention.kernels hands them on
             lo, hi = visible.lo.int(), visible.hi.int()
-            wide = (mask.get(name) for name in ("key_lengths", "cu_seqlens"))
-            causal = causal and all(each is None for each in wide)
-        inputs = causal, scale, *mod, sinks, lo, hi, q, k, v
+            causal = causal and not {"key_lengths", "cu_seqlens"} & given
+            packed = "window" not in given and {"document_ids", "cu_seqlens"} & given
+            if packed and can_start_blocks(q, k, lo):
+                starts = block_starts(lo)
+        inputs = causal, scale, *mod, sinks, lo, hi, starts, q, k, v
         return AttentionOutput(*Interpreted.apply(launcher(edit), *inputs))
 
     features = {"gqa", "non_causal", "cross_length", "two_sided_window", "lse", *MASKS}
@@ -208,6 +213,32 @@ INTERPRETED_CASES = [
     ),
     Case(num_queries=320, num_keys=640, head_dim=64, optional={"cu_seqlens": True}),
     Case(num_queries=400, num_keys=350, head_dim=128, optional={"cu_seqlens": True}),
+    # blocks start where long documents do, or just after them
+    *(
+        Case(
+            num_heads=4,
+            num_kv_heads=kv_heads,
+            num_queries=780,
+            num_keys=780,
+            head_dim=size,
+            causal=causal,
+            optional={"cu_seqlens": True} | optional,
+        )
+        for size, kv_heads, causal, optional in (
+            (64, 4, True, {}),
+            (64, 2, False, {"softcap": 2.0, "alibi_slopes": True}),
+            (128, 4, False, {}),
+            (128, 1, True, {}),
+            (128, 4, True, {"sinks": True, "window": 150}),
+        )
+    ),
+    Case(
+        batch=3,
+        num_queries=310,
+        num_keys=310,
+        head_dim=128,
+        optional={"document_ids": True, "softcap": 2.0},
+    ),
     *(
         Case(
             batch=2,
@@ -249,7 +280,7 @@ def test_interpreted_largest_scores(head_dim, num_queries, num_keys, causal, win
     lo, hi = (visible.lo.int(), visible.hi.int()) if window else (None, None)
     out, (lse, top) = torch.empty_like(q), torch.full((2, 1, 2, num_queries), torch.nan)
     scale = head_dim**-0.5
-    run = launcher().Forward(q, k, out, top, lo, causal, scale)
+    run = launcher().Forward(q, k, out, top, lo, None, causal, scale)
     run(q, k, v, out, lse, top, lo, hi)
     scores = (q.float() @ k.float().mT * scale).masked_fill(~visible.mask(), -torch.inf)
     torch.testing.assert_close(top, scores.amax(-1), rtol=1e-5, atol=1e-5)
@@ -274,7 +305,7 @@ def test_interpreted_float32_results(head_dim, shares, monkeypatch):
     )
     visible = visible_keys(q, k, causal=True, window=120)
     lo, hi = visible.lo.int(), visible.hi.int()
-    settings, launch = (lo, False, head_dim**-0.5), launcher()
+    settings, launch = (lo, None, False, head_dim**-0.5), launcher()
     lse = torch.empty(q.shape[:3])
 
     def results(dtype: torch.dtype) -> list[Tensor]:
@@ -857,6 +888,26 @@ DEVICE_CASES = [
             (1, 16, 1100, 1300, False, {}),
             (1, 16, 1500, 1500, True, {"window": 300}),
             (2, 8, 1500, 1500, True, {"document_ids": True}),
+        )
+    ),
+    # many blocks that start where documents do, more than programs
+    *(
+        Case(
+            batch=batch,
+            num_heads=16,
+            num_kv_heads=kv_heads,
+            num_queries=num_queries,
+            num_keys=num_queries,
+            head_dim=size,
+            causal=causal,
+            optional=optional,
+        )
+        for size in (64, 128)
+        for batch, kv_heads, num_queries, causal, optional in (
+            (3, 16, 1777, True, {"document_ids": True}),
+            (2, 4, 1500, False, {"document_ids": True}),
+            (1, 16, 2500, True, {"cu_seqlens": True}),
+            (1, 2, 2500, False, {"cu_seqlens": True, "window": (300, 100)}),
         )
     ),
     *(

@@ -6,6 +6,7 @@ Dimensions: B batch, N queries, M keys.
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from attention import attention, get_backend
 from attention.kernels import intervals as kernels
-from attention.kernels.intervals import Blocks, QueryRanges, intervals
+from attention.kernels.intervals import ALIGNED, Blocks, QueryRanges, block_starts, intervals
 from attention.mask import visible_keys
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -121,6 +122,62 @@ def test_an_edge_is_found_wherever_it_lies(causal, window):
     """Sequence p of the batch has two documents, the second from position p on."""
     at = torch.arange(36, device=DEVICE)
     check_in_small_blocks(at >= at[:, None], 36, 36, causal, window, 7)
+
+
+def expected_starts(lo: list[int]) -> list[int]:
+    """The rows where blocks start, one after the other."""
+    length, starts = len(lo), [0]
+    long = [lo[row : row + ALIGNED] == [row] * ALIGNED for row in range(length)]
+    while starts[-1] < length:
+        start = starts[-1]
+        first = lo[start]
+        stop = (start // ALIGNED + 1) * ALIGNED
+        if first <= start and long[first]:
+            last = max(row for row in range(length) if lo[row] == first)
+            stop = min(start + ALIGNED, last + 1)
+        stop = min(stop, length)
+        starts.append(next((row for row in range(start + 1, stop) if long[row]), stop))
+    starts[-1] = (length - 1) // ALIGNED * ALIGNED
+    return sorted(starts) if starts[-2] < starts[-1] else starts[:-1]
+
+
+def check_starts(lo: Tensor, hi: Tensor) -> None:
+    """Also the ranges of queries: of a tile's ALIGNED keys, some may belong to other blocks."""
+    length, starts = lo.shape[1], block_starts(lo)
+    ranges = QueryRanges(lo, length, ALIGNED, starts)(lo, hi, starts)
+    assert starts.shape == (len(lo), -(-length // ALIGNED), 4)
+    for sequence, (left, right) in enumerate(zip(lo, hi, strict=True)):
+        expected = expected_starts(left.tolist())
+        for block, found in enumerate(starts[sequence].tolist()):
+            own = [row for row in expected if row // ALIGNED == block]
+            end = next((row for row in expected if row // ALIGNED > block), length)
+            assert 1 <= len(own) <= 3 and found == own + [end] * (4 - len(own))
+            for tile, (start, stop) in enumerate(pairwise([*own, end]), start=4 * block):
+                assert 0 < stop - start <= ALIGNED
+                whole = start + ALIGNED
+                counted = right <= start, right < whole, left <= start, left < stop
+                assert ranges[sequence, tile].tolist() == [int(x.sum()) for x in counted]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(1, 300), min_size=1, max_size=6), min_size=1, max_size=3),
+    st.none() | st.integers(1, 400),
+)
+def test_blocks_start_where_long_documents_do(sequences, window):
+    length = min(map(sum, sequences))
+    ids = torch.stack(
+        [torch.arange(len(x)).repeat_interleave(torch.tensor(x))[:length] for x in sequences]
+    ).to(DEVICE)
+    check_starts(*intervals(ids, length, length, True, window, DEVICE))
+    check_starts(*intervals(ids, length, length, False, None, DEVICE))
+
+
+def test_blocks_hold_all_rows_whatever_they_see():
+    """Keys of other rows than their own, as packed sequences of as many queries as keys may."""
+    row = torch.arange(700, device=DEVICE, dtype=torch.int32)
+    for lo in (row - row % 200 + 130, (row - 300).clamp(min=0) * 2, row // 250 * 128):
+        check_starts(lo[None], torch.maximum(lo, row)[None] + 1)
 
 
 def documents(length: int, *, each: int, batch: int = 1) -> Tensor:

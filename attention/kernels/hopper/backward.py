@@ -48,9 +48,11 @@ from attention.kernels.hopper.primitives import (
     leave_zeros,
     load_box,
     make_ring,
+    note_tensor,
     place,
     reinterpret,
     store_box,
+    store_rows,
     tell,
     told,
     where_less,
@@ -64,34 +66,37 @@ BOTH = gl.constexpr(8)  # where the consumers meet
 Q_FREE = gl.constexpr(9)  # to 10: where they release q's slots
 DO_FREE = gl.constexpr(11)
 # what the producer tells the consumers about a block: its place in the tensors, or a negative batch
-# after the last block; the results of queries_seeing; the edge (see mask_probabilities); the row of
-# the sum where its first query head begins; its number among the blocks of all shares
-BATCH, KV_HEAD, START_KV, FIRST, FULL_FIRST, FULL_LAST, LAST, EDGE, DQ_ROW, PLACE = (
-    gl.constexpr(i) for i in range(10)
+# after the last block; where it stops, if it has a list of starts; the results of queries_seeing;
+# the edge (see mask_probabilities); the first group of the sum of its first query head; its number
+# among the blocks of all shares
+BATCH, KV_HEAD, START_KV, STOP_KV, FIRST, FULL_FIRST, FULL_LAST, LAST, EDGE, DQ_GROUP, PLACE = (
+    gl.constexpr(i) for i in range(11)
 )
-WORDS = gl.constexpr(10)
+WORDS = gl.constexpr(11)
+PIECES = gl.constexpr(4)  # numbers of block_starts() about a block
+GROUP = gl.constexpr(16)  # queries of a group of the sum, which a warp adds
 
 
 @gluon.jit
 def queries_seeing(
-    start_kv, block, ranges_ptr, N, M, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr,
-    BLOCK_Q: gl.constexpr
+    start_kv, tile, ranges_ptr, N, M, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr,
+    FIRST_OF: gl.constexpr
 ):  # fmt: skip
     """first, full_first, full_last, last: queries first : last see some of these keys, full_first :
-    full_last see all. first is a multiple of BLOCK_Q."""
+    full_last see all. first is a multiple of FIRST_OF."""
     first = gl.to_tensor(0)
     full_first = first
     full_last = first + N
     last = first + N
     if INTERVALS:
-        first = gl.load(ranges_ptr + block * 4) // BLOCK_Q * BLOCK_Q
-        full_first = gl.load(ranges_ptr + block * 4 + 1)
-        full_last = gl.load(ranges_ptr + block * 4 + 2)
-        last = gl.load(ranges_ptr + block * 4 + 3)
+        first = gl.load(ranges_ptr + tile * 4) // FIRST_OF * FIRST_OF
+        full_first = gl.load(ranges_ptr + tile * 4 + 1)
+        full_last = gl.load(ranges_ptr + tile * 4 + 2)
+        last = gl.load(ranges_ptr + tile * 4 + 3)
         # rows past the last query need no mask: their p is 0
-        full_last = gl.where(full_last == N, N + BLOCK_Q, full_last)
+        full_last = gl.where(full_last == N, N + BLOCK_KV, full_last)
     elif CAUSAL:
-        first = gl.maximum(start_kv + N - M, 0) // BLOCK_Q * BLOCK_Q
+        first = gl.maximum(start_kv + N - M, 0) // FIRST_OF * FIRST_OF
         full_first = gl.maximum(start_kv + (BLOCK_KV - 1) + N - M, 0)
     return first, full_first, full_last, last
 
@@ -122,26 +127,27 @@ def load_keys(desc, batch, kv_head, start_kv, ring, visit):
 @gluon.jit
 def producer(
     q_desc, k_desc, v_desc, do_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr, ranges_ptr,
-    counter_ptr,
+    starts_ptr, counter_ptr,
     k_ring, v_ring, q_ring, do_ring, block_ring, lse_rows, delta_rows, lo_rows, hi_rows,
     stride_interval, stride_ranges, num_kv_heads, shares, groups, batch_shares, section_shares, N,
-    M,
+    M, head_groups,
     CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, STAY: gl.constexpr, D: gl.constexpr,
     BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     num_blocks = gl.cdiv(M, BLOCK_KV)
+    FIRST_OF: gl.constexpr = BLOCK_Q if starts_ptr is None else GROUP
+    part = gl.to_tensor(0)  # of a block: see block_starts()
     programs = gl.num_programs(0)
     work = gl.program_id(0)
     visit = gl.to_tensor(0)
     item = gl.to_tensor(0)
-    head_rows = gl.cdiv(N, 128) * (4 * D)  # of the sum
     while work < batch_shares * num_blocks:
         # longest first: the most queries see the first keys
         share, block = place(work, num_blocks, batch_shares, section_shares)
+        start_kv = block * BLOCK_KV
         batch_head = share // shares
         batch = batch_head // num_kv_heads
         kv_head = batch_head % num_kv_heads
-        start_kv = block * BLOCK_KV
         lo = lo_ptr
         hi = hi_ptr
         ranges = ranges_ptr
@@ -149,9 +155,24 @@ def producer(
             lo += batch * stride_interval
             hi += batch * stride_interval
             ranges += batch * stride_ranges
+        tile = block
+        if starts_ptr is not None:
+            tile = block * PIECES + part
+            starts = starts_ptr + (batch * num_blocks * PIECES + tile)
+            start_kv = gl.load(starts)
+            stop_kv = gl.load(starts + 1)
+            # the next piece of the block, or 0
+            part = gl.where(stop_kv < gl.load(starts + (PIECES - 1 - part)), part + 1, 0)
         first, full_first, full_last, last = queries_seeing(
-            start_kv, block, ranges, N, M, CAUSAL, INTERVALS, BLOCK_Q
+            start_kv, tile, ranges, N, M, CAUSAL, INTERVALS, FIRST_OF
         )
+        limit = N
+        if starts_ptr is not None:
+            # later queries see no key before the stop, but keys past it: their p is 0, as past N
+            limit = last
+            full_last = gl.where(full_last == last, last + BLOCK_KV, full_last)
+            if stop_kv < start_kv + BLOCK_KV:  # no query sees all of an incomplete block
+                full_first = last
         edge = start_kv
         if not INTERVALS:
             if CAUSAL:
@@ -163,12 +184,14 @@ def producer(
         tell(about(block_ring, visit, BATCH), batch)
         tell(about(block_ring, visit, KV_HEAD), kv_head)
         tell(about(block_ring, visit, START_KV), start_kv)
+        if starts_ptr is not None:
+            tell(about(block_ring, visit, STOP_KV), stop_kv)
         tell(about(block_ring, visit, FIRST), first)
         tell(about(block_ring, visit, FULL_FIRST), full_first)
         tell(about(block_ring, visit, FULL_LAST), full_last)
         tell(about(block_ring, visit, LAST), last)
         tell(about(block_ring, visit, EDGE), edge)
-        tell(about(block_ring, visit, DQ_ROW), share * groups * head_rows)
+        tell(about(block_ring, visit, DQ_GROUP), share * groups * head_groups)
         tell(about(block_ring, visit, PLACE), share * num_blocks + block)
         mbarrier.arrive(block_ring.full_barrier(visit))
         load_keys(k_desc, batch, kv_head, start_kv, k_ring, visit)
@@ -177,8 +200,8 @@ def producer(
             head = (share - batch * num_kv_heads * shares) * groups + group
             offset = (share * groups + group).to(gl.int64) * N
             # load one step ahead, so that they have arrived when needed
-            lse = load_rows(lse_log2_ptr + offset, first, N, float("inf"), BLOCK_Q)
-            delta = load_rows(delta_ptr + offset, first, N, 0.0, BLOCK_Q)
+            lse = load_rows(lse_log2_ptr + offset, first, limit, float("inf"), BLOCK_Q)
+            delta = load_rows(delta_ptr + offset, first, limit, 0.0, BLOCK_Q)
             for start_q in range(first, last, BLOCK_Q):
                 q_ring.await_empty(item)
                 mbarrier.expect(q_ring.full_barrier(item), q_desc.block_type.nbytes)
@@ -190,8 +213,11 @@ def producer(
                 )
                 lse_rows.index(item % STAGES).store(lse)
                 if INTERVALS:
-                    lo_rows.index(item % STAGES).store(load_rows(lo, start_q, N, 0, BLOCK_Q))
-                    hi_rows.index(item % STAGES).store(load_rows(hi, start_q, N, 0, BLOCK_Q))
+                    lo_rows.index(item % STAGES).store(load_rows(lo, start_q, limit, 0, BLOCK_Q))
+                    seen = load_rows(hi, start_q, limit, 0, BLOCK_Q)
+                    if starts_ptr is not None:
+                        seen = gl.minimum(seen, stop_kv)
+                    hi_rows.index(item % STAGES).store(seen)
                 mbarrier.arrive(q_ring.full_barrier(item))
                 do_ring.await_empty(item)
                 mbarrier.expect(do_ring.full_barrier(item), do_desc.block_type.nbytes)
@@ -203,11 +229,13 @@ def producer(
                 )
                 delta_rows.index(item % STAGES).store(delta)
                 mbarrier.arrive(do_ring.full_barrier(item))
-                lse = load_rows(lse_log2_ptr + offset, start_q + BLOCK_Q, N, float("inf"), BLOCK_Q)
-                delta = load_rows(delta_ptr + offset, start_q + BLOCK_Q, N, 0.0, BLOCK_Q)
+                after = start_q + BLOCK_Q
+                lse = load_rows(lse_log2_ptr + offset, after, limit, float("inf"), BLOCK_Q)
+                delta = load_rows(delta_ptr + offset, after, limit, 0.0, BLOCK_Q)
                 item += 1
         # claim the next block as late as possible: the consumers still have two steps to do
-        work = programs + gl.atomic_add(counter_ptr, 1) if STAY else batch_shares * num_blocks
+        if part == 0:
+            work = programs + gl.atomic_add(counter_ptr, 1) if STAY else batch_shares * num_blocks
         visit += 1
     if STAY:
         block_ring.await_empty(visit)
@@ -255,13 +283,6 @@ def changed(product, start_q, modifier, SELF: gl.constexpr, SCORE_MOD: gl.conste
 
 
 @gluon.jit
-def rows_of_sum(start_q, SELF: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr):
-    """The first row of the sum (2 D rows for 64 queries) that this consumer adds to. It computes
-    half of a step's dq: one of two parts, or half of the columns of the only part."""
-    return start_q // PART * (2 * D) + SELF * (D * BLOCK_Q // PART)
-
-
-@gluon.jit
 def multiply_ds(
     ds_tiles, pair, k_tiles, k_first, SELF: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr
 ):
@@ -282,27 +303,33 @@ def multiply_ds(
 
 
 @gluon.jit
-def add_dq(dq, row, dq_desc, dq_tile, FREE: gl.constexpr):
-    """Add dq (64, columns) to the sum (rows, 32) from `row` on, in the order in which the threads
-    hold it (see convert_dq_kernel). So a thread has four neighbouring numbers and eight threads
-    have a row: no bank conflicts in shared memory, no scattered writes in global memory. FREE: the
-    caller has waited for the tile's last addition."""
+def add_dq(dq, group, dq_desc, dq_tile, SELF: gl.constexpr, D: gl.constexpr, FREE: gl.constexpr):
+    """Add this consumer's half of a step's dq (64, columns) to the sum (groups, D / 2, 32), whose
+    groups of queries from `group` on are those of the step. Its half is one of two parts, or half
+    of the columns of the only part.
+
+    The sum has the order in which the threads hold dq (see convert_dq_kernel). So a thread has four
+    neighbouring numbers and eight threads have a row: no bank conflicts in shared memory, no
+    scattered writes in global memory. FREE: the caller has waited for the tile's last addition."""
     COLUMNS: gl.constexpr = dq.shape[1]
     dq = (
         dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2])
-        .permute((3, 0, 2, 4, 1, 5))
-        .reshape([2 * COLUMNS, 32])
+        .permute((0, 3, 2, 4, 1, 5))
+        .reshape([4, COLUMNS // 2, 32])
     )
     if not FREE:
         tma.store_wait(0)
     dq_tile.store(dq)
     fence_async_shared()
-    add_box(dq_desc, [row, 0], dq_tile)
+    if COLUMNS == D:
+        add_box(dq_desc, [group + SELF * (PART // GROUP), 0, 0], dq_tile)
+    else:
+        add_box(dq_desc, [group, SELF * (COLUMNS // 2), 0], dq_tile)
 
 
 @gluon.jit
 def add_queries(
-    dk, dv, item, start_q, edge, dq_row, must_mask, k, v, dq_desc, k_tiles, k_first, q_ring,
+    dk, dv, item, start_q, edge, dq_group, must_mask, k, v, dq_desc, k_tiles, k_first, q_ring,
     do_ring,
     lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, modifier, scale_log2,
     SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr,
@@ -310,7 +337,9 @@ def add_queries(
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """Add what queries start_q : start_q + BLOCK_Q contribute to dk and dv of this consumer's keys.
-    Also add what the block's 128 keys contribute to dq; the head's rows of the sum begin at dq_row.
+
+    Also add what the block's 128 keys contribute to dq; the head's groups of the sum begin at
+    dq_group.
     """
     PARTS: gl.constexpr = BLOCK_Q // PART
     dtype: gl.constexpr = k_tiles.dtype
@@ -322,7 +351,7 @@ def add_queries(
     q = q_ring.buffer(item).reshape([BLOCK_Q, D])
     do = do_ring.buffer(item).reshape([BLOCK_Q, D])
     slot = item % STAGES
-    dq_row += rows_of_sum(start_q, SELF, D, BLOCK_Q)
+    dq_group += start_q // GROUP
     # two pairs of ds tiles: the other consumer may still be reading the previous pair
     pair = (item & 1) * 2
 
@@ -392,7 +421,7 @@ def add_queries(
             dk_pending = warpgroup_mma(gl.convert_layout(ds, OPERAND), q_part, dk, is_async=True)
             dv, dq = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending))
             do_ring.release(item)
-            add_dq(dq, dq_row, dq_desc, dq_tiles.index(SELF), PARTS == 2)
+            add_dq(dq, dq_group, dq_desc, dq_tiles.index(SELF), SELF, D, PARTS == 2)
             dk = warpgroup_mma_wait(0, deps=(dk_pending,))
             q_ring.release(item)
     return dk, dv
@@ -400,7 +429,8 @@ def add_queries(
 
 @gluon.jit
 def walk_queries(
-    dk, dv, item, first, full_first, full_last, last, edge, dq_row, k, v, dq_desc, k_tiles, k_first,
+    dk, dv, item, first, full_first, full_last, last, edge, dq_group, k, v, dq_desc, k_tiles,
+    k_first,
     q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
     modifier, scale_log2,
     SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr,
@@ -448,7 +478,7 @@ def walk_queries(
                 else:
                     must_mask = edge + BLOCK_KV > 0
             dk, dv = add_queries(
-                dk, dv, item, start_q, edge, dq_row, must_mask, k, v, dq_desc, k_tiles, k_first,
+                dk, dv, item, start_q, edge, dq_group, must_mask, k, v, dq_desc, k_tiles, k_first,
                 q_ring, do_ring,
                 lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
                 modifier, scale_log2,
@@ -477,13 +507,24 @@ def store_gradient(x, desc, batch, kv_head, start_kv, tile):
 
 
 @gluon.jit
+def store_gradients(dk, dv, dk_desc, dv_desc, batch, kv_head, start_kv, tiles):
+    """Start to store dk and dv (64, D) from key start_kv on, through one tile or two."""
+    LAST: gl.constexpr = tiles.shape[0] - 1
+    tma.store_wait(0)
+    store_gradient(dv, dv_desc, batch, kv_head, start_kv, tiles.index(0))
+    if LAST == 0:
+        tma.store_wait(0)
+    store_gradient(dk, dk_desc, batch, kv_head, start_kv, tiles.index(LAST))
+
+
+@gluon.jit
 def add_block(
     visit, item, dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
     lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, shares_ptr,
-    params_ptr, groups, N, scale, scale_log2, past, num_heads,
+    params_ptr, words, groups, head_groups, scale, scale_log2, past, num_heads,
     SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr,
-    SCORE_MOD: gl.constexpr, GROUPED: gl.constexpr, SHARED: gl.constexpr, STAY: gl.constexpr,
-    D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
+    SCORE_MOD: gl.constexpr, GROUPED: gl.constexpr, SHARED: gl.constexpr, BY_START: gl.constexpr,
+    STAY: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv for this consumer's half of a block of keys, and add the block's part of
     dq. Returns the next item.
@@ -504,7 +545,7 @@ def add_block(
         told(about(block_ring, visit, FULL_LAST)),
         told(about(block_ring, visit, LAST)),
     )
-    edge, dq_row = told(about(block_ring, visit, EDGE)), told(about(block_ring, visit, DQ_ROW))
+    edge, dq_group = told(about(block_ring, visit, EDGE)), told(about(block_ring, visit, DQ_GROUP))
     dk = gl.zeros([OWN, D], gl.float32, GRADIENT)
     dv = gl.zeros([OWN, D], gl.float32, GRADIENT)
     k_first = visit % k_ring.depth * 2
@@ -519,21 +560,21 @@ def add_block(
         k = k.load(FIXED)
         v = v.load(FIXED)
         v_ring.release(visit)
-    head_rows = gl.cdiv(N, 128) * (4 * D)  # of the sum
     modifier = None
     if SCORE_MOD is not None:
         batch, start_kv = (
             told(about(block_ring, visit, BATCH)),
             told(about(block_ring, visit, START_KV)),
         )
-        head = dq_row // head_rows - batch * num_heads
+        head = dq_group // head_groups - batch * num_heads
         modifier = (batch, head, start_kv, past, scale, params_ptr)
     if GROUPED:
         for group in range(0, groups):
             if SCORE_MOD is not None:
                 modifier = (batch, head + group, start_kv, past, scale, params_ptr)
             dk, dv, item = walk_queries(
-                dk, dv, item, first, full_first, full_last, last, edge, dq_row + group * head_rows,
+                dk, dv, item, first, full_first, full_last, last, edge,
+                dq_group + group * head_groups,
                 k, v, dq_desc,
                 k_ring.buffers, k_first, q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows,
                 ds_tiles, last_ds_tiles, dq_tiles, modifier,
@@ -542,7 +583,7 @@ def add_block(
     else:
         # no loop for one head: it would take registers
         dk, dv, item = walk_queries(
-            dk, dv, item, first, full_first, full_last, last, edge, dq_row, k, v, dq_desc,
+            dk, dv, item, first, full_first, full_last, last, edge, dq_group, k, v, dq_desc,
             k_ring.buffers, k_first,
             q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles,
             dq_tiles, modifier, scale_log2,
@@ -554,6 +595,8 @@ def add_block(
     batch, kv_head = told(about(block_ring, visit, BATCH)), told(about(block_ring, visit, KV_HEAD))
     start_kv = told(about(block_ring, visit, START_KV)) + SELF * OWN
     part = told(about(block_ring, visit, PLACE))
+    if BY_START:
+        stop_kv = told(about(block_ring, visit, STOP_KV))
     block_ring.release(visit)
 
     if SHARED:
@@ -564,12 +607,11 @@ def add_block(
         shares_ptr += part.to(gl.int64) * (2 * BLOCK_KV * D)
         gl.store(shares_ptr + places, dv)
         gl.store(shares_ptr + BLOCK_KV * D + places, dk * scale)
+    elif not BY_START or start_kv + OWN <= stop_kv:
+        store_gradients(dk * scale, dv, dk_desc, dv_desc, batch, kv_head, start_kv, out_tiles)
     else:
-        tma.store_wait(0)
-        store_gradient(dv, dv_desc, batch, kv_head, start_kv, out_tiles.index(0))
-        if TILES == 1:
-            tma.store_wait(0)
-        store_gradient(dk * scale, dk_desc, batch, kv_head, start_kv, out_tiles.index(TILES - 1))
+        store_rows(dv, words, 4, batch, kv_head, start_kv, stop_kv, dv_desc.dtype)
+        store_rows(dk * scale, words, 0, batch, kv_head, start_kv, stop_kv, dk_desc.dtype)
     return item
 
 
@@ -577,10 +619,10 @@ def add_block(
 def consumer(
     dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
     lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, shares_ptr,
-    params_ptr, groups, N, scale, scale_log2, past, num_heads,
+    params_ptr, words, groups, head_groups, scale, scale_log2, past, num_heads,
     SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr,
-    SCORE_MOD: gl.constexpr, GROUPED: gl.constexpr, SHARED: gl.constexpr, STAY: gl.constexpr,
-    D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
+    SCORE_MOD: gl.constexpr, GROUPED: gl.constexpr, SHARED: gl.constexpr, BY_START: gl.constexpr,
+    STAY: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """SELF: the number of this consumer, 0 or 1."""
     visit = gl.to_tensor(0)
@@ -591,9 +633,10 @@ def consumer(
             item = add_block(
                 visit, item, dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
                 lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
-                shares_ptr, params_ptr, groups, N, scale, scale_log2, past, num_heads,
-                SELF, CAUSAL, INTERVALS, MASKED, SCORE_MOD, GROUPED, SHARED, STAY, D, BLOCK_Q,
-                STAGES,
+                shares_ptr, params_ptr, words, groups, head_groups, scale, scale_log2, past,
+                num_heads,
+                SELF, CAUSAL, INTERVALS, MASKED, SCORE_MOD, GROUPED, SHARED, BY_START, STAY, D,
+                BLOCK_Q, STAGES,
             )  # fmt: skip
             visit += 1
             block_ring.await_full(visit)
@@ -601,8 +644,9 @@ def consumer(
         add_block(
             visit, item, dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
             lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, shares_ptr,
-            params_ptr, groups, N, scale, scale_log2, past, num_heads,
-            SELF, CAUSAL, INTERVALS, MASKED, SCORE_MOD, GROUPED, SHARED, STAY, D, BLOCK_Q, STAGES,
+            params_ptr, words, groups, head_groups, scale, scale_log2, past, num_heads,
+            SELF, CAUSAL, INTERVALS, MASKED, SCORE_MOD, GROUPED, SHARED, BY_START, STAY, D,
+            BLOCK_Q, STAGES,
         )  # fmt: skip
     tma.store_wait(0)
 
@@ -619,15 +663,17 @@ def consumer(
         "section_shares",
         "N",
         "M",
+        "head_groups",
         "past",
         "num_heads",
     ]
 )
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, lse_log2_ptr, delta_ptr, lo_ptr,
-    hi_ptr, ranges_ptr, shares_ptr, params_ptr, counter_ptr,
+    q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, lse_log2_ptr,
+    delta_ptr, lo_ptr, hi_ptr, ranges_ptr, starts_ptr, shares_ptr, params_ptr, counter_ptr,
+    stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
     stride_interval, stride_ranges, num_kv_heads, shares, groups, batch_shares, section_shares, N,
-    M, scale, scale_log2, past, num_heads,
+    M, head_groups, scale, scale_log2, past, num_heads,
     CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, SCORE_MOD: gl.constexpr,
     GROUPED: gl.constexpr, SHARED: gl.constexpr, STAY: gl.constexpr,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
@@ -667,29 +713,39 @@ def backward_kernel(
             dtype, [4, OWN, PART], gl.NVMMASharedLayout.get_default_for([OWN, PART], dtype)
         )
     dq_tiles = gl.allocate_shared_memory(
-        gl.float32, [2, dq_desc.block_type.shape[0], dq_desc.block_type.shape[1]], dq_desc.layout
+        gl.float32,
+        [2, dq_desc.block_type.shape[0], dq_desc.block_type.shape[1], dq_desc.block_type.shape[2]],
+        dq_desc.layout,
     )
     blocks = gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], LINE)
     # make this ring last, because the first wait is for it: otherwise Triton makes a consumer's
     # warps meet in every step, after the last barrier
     block_ring = make_ring(blocks, 2, 1, 2)
+    BY_START: gl.constexpr = starts_ptr is not None
+    words = blocks  # where blocks do not start by a list, they are not used
+    if BY_START:
+        words = gl.allocate_shared_memory(gl.int64, [8, 1], LINE)
+        note_tensor(words, 0, dk_ptr, stride_dkb, stride_dkh, stride_dkn)
+        note_tensor(words, 4, dv_ptr, stride_dvb, stride_dvh, stride_dvn)
     fence_async_shared()
     gl.warp_specialize([
         (consumer, (dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
                     lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
-                    shares_ptr, params_ptr, groups, N, scale, scale_log2, past, num_heads,
-                    0, CAUSAL, INTERVALS, MASKED, SCORE_MOD, GROUPED, SHARED, STAY, D, BLOCK_Q,
-                    STAGES)),
+                    shares_ptr, params_ptr, words, groups, head_groups, scale, scale_log2, past,
+                    num_heads,
+                    0, CAUSAL, INTERVALS, MASKED, SCORE_MOD, GROUPED, SHARED, BY_START, STAY, D,
+                    BLOCK_Q, STAGES)),
         (consumer, (dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
                     lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
-                    shares_ptr, params_ptr, groups, N, scale, scale_log2, past, num_heads,
-                    1, CAUSAL, INTERVALS, MASKED, SCORE_MOD, GROUPED, SHARED, STAY, D, BLOCK_Q,
-                    STAGES)),
+                    shares_ptr, params_ptr, words, groups, head_groups, scale, scale_log2, past,
+                    num_heads,
+                    1, CAUSAL, INTERVALS, MASKED, SCORE_MOD, GROUPED, SHARED, BY_START, STAY, D,
+                    BLOCK_Q, STAGES)),
         (producer, (q_desc, k_desc, v_desc, do_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr,
-                    ranges_ptr, counter_ptr,
+                    ranges_ptr, starts_ptr, counter_ptr,
                     k_ring, v_ring, q_ring, do_ring, block_ring, lse_rows, delta_rows, lo_rows,
                     hi_rows,
                     stride_interval, stride_ranges, num_kv_heads, shares, groups, batch_shares,
-                    section_shares, N, M,
+                    section_shares, N, M, head_groups,
                     CAUSAL, INTERVALS, STAY, D, BLOCK_Q, STAGES)),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -37,11 +37,13 @@ from attention.kernels.hopper.primitives import (
     leave_zeros,
     load_box,
     make_ring,
+    note_tensor,
     place,
     rescaled,
     rounded,
     signal,
     store_box,
+    store_rows,
     tell,
     told,
     where_less,
@@ -49,40 +51,57 @@ from attention.kernels.hopper.primitives import (
 
 # the first free named barrier: Triton uses those before
 FIRST_TURN = gl.constexpr(8)
+# numbers of block_starts() about a block
+PIECES = gl.constexpr(4)
 # in base 2: p stays below 256, far from float16's limit of 65504
 THRESHOLD = gl.constexpr(8.0)
 
 
 @gluon.jit
-def find_work(work, num_blocks, section_heads, batch_heads):
-    """The head (numbered across the batch) and block of queries of a piece of work. A section's
-    longest blocks come first, for all its heads, and its keys and values stay in the L2 cache."""
+def find_work(
+    work, num_blocks, section_heads, batch_heads, num_heads, starts_ptr, N, BLOCK_Q: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+):  # fmt: skip
+    """batch, head, start, stop of a piece of work: the queries start : stop of one head; and how
+    many pieces the next one is away from it, if they are of one block. A section's longest blocks
+    come first, for all its heads, and its keys and values stay in the L2 cache.
+
+    Blocks are aligned to the end of the sequence, so the incomplete block is the first one, which
+    sees the fewest keys under a causal mask. Its start is negative, and consumers whose rows lie
+    before row 0 write nothing. With starts_ptr, from block_starts(), work counts the PIECES that a
+    block may have."""
+    part = work % PIECES
+    if starts_ptr is not None:  # past the last work the result is not used
+        work = gl.minimum(work // PIECES, batch_heads * num_blocks - 1)
     batch_head, block = place(work, num_blocks, batch_heads, section_heads)
-    return batch_head, num_blocks - 1 - block
-
-
-@gluon.jit
-def first_row(block, num_blocks, N, BLOCK_Q: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Where a block of queries starts. Blocks are aligned to the end of the sequence, so the
-    incomplete block is the first one, which sees the fewest keys under a causal mask. Its start is
-    negative, and consumers whose rows lie before row 0 write nothing."""
-    return (block - num_blocks) * BLOCK_Q * CONSUMERS + gl.cdiv(N, BLOCK_Q) * BLOCK_Q
+    batch = batch_head // num_heads
+    head = batch_head % num_heads
+    block = num_blocks - 1 - block
+    start = (block - num_blocks) * BLOCK_Q * CONSUMERS + gl.cdiv(N, BLOCK_Q) * BLOCK_Q
+    stop = start + BLOCK_Q * CONSUMERS
+    more = False
+    if starts_ptr is not None:
+        starts_ptr += (batch * num_blocks + block) * PIECES
+        start = gl.load(starts_ptr + part)
+        stop = gl.load(starts_ptr + part + 1)
+        more = stop < gl.load(starts_ptr + (PIECES - 1))
+    return batch, head, start, stop, more
 
 
 @gluon.jit
 def tiles_seen(
-    start, stop, lo_ptr, hi_ptr, N, M, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr,
+    start, stop, base, lo_ptr, hi_ptr, N, M, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr,
     BLOCK_KV: gl.constexpr
 ):  # fmt: skip
-    """first, last: the tiles of keys that some row of start : stop sees. There is at least one, so
-    that rows without a key also get statistics.
+    """first, last: the tiles of keys that some row of start : stop sees; tile 0 starts at key
+    `base`. There is at least one, so that rows without a key also get statistics.
     """
     first = gl.to_tensor(0)
     last = gl.cdiv(M, BLOCK_KV)
     if INTERVALS:
         # both ends are non-decreasing, so the extremes are in the first and the last row
-        first = gl.load(lo_ptr + gl.maximum(start, 0)) // BLOCK_KV
-        last = gl.cdiv(gl.load(hi_ptr + gl.maximum(gl.minimum(stop, N) - 1, 0)), BLOCK_KV)
+        first = (gl.load(lo_ptr + gl.maximum(start, 0)) - base) // BLOCK_KV
+        last = gl.cdiv(gl.load(hi_ptr + gl.maximum(gl.minimum(stop, N) - 1, 0)) - base, BLOCK_KV)
     elif CAUSAL:
         last = gl.minimum(last, gl.cdiv(gl.maximum(stop + M - N, 0), BLOCK_KV))
     return first, gl.maximum(last, first + 1)
@@ -90,16 +109,27 @@ def tiles_seen(
 
 @gluon.jit
 def tiles_unmasked(
-    start, stop, lo_ptr, hi_ptr, N, M, INTERVALS: gl.constexpr, BLOCK_KV: gl.constexpr
+    start, stop, base, lo_ptr, hi_ptr, N, M, INTERVALS: gl.constexpr, BLOCK_KV: gl.constexpr
 ):
     """first, last: the tiles of which every row of start : stop sees all keys."""
     first = gl.to_tensor(0)
     if INTERVALS:
-        first = gl.cdiv(gl.load(lo_ptr + gl.maximum(gl.minimum(stop, N) - 1, 0)), BLOCK_KV)
-        last = gl.load(hi_ptr + gl.maximum(start, 0)) // BLOCK_KV
+        first = gl.cdiv(gl.load(lo_ptr + gl.maximum(gl.minimum(stop, N) - 1, 0)) - base, BLOCK_KV)
+        last = (gl.load(hi_ptr + gl.maximum(start, 0)) - base) // BLOCK_KV
     else:
         last = gl.maximum(start + 1 + M - N, 0) // BLOCK_KV
     return first, last
+
+
+@gluon.jit
+def first_key(start, lo_ptr, starts_ptr):
+    """Where the tiles of keys of a block start: at its first key if the block starts at that of a
+    document, else at multiples of BLOCK_KV, as the diagonal does.
+    """
+    base = 0
+    if starts_ptr is not None:
+        base = gl.load(lo_ptr + start)
+    return base
 
 
 @gluon.jit
@@ -170,38 +200,43 @@ def online_softmax(scores, row_max, row_sum, scale_log2, MASKED: gl.constexpr):
 
 @gluon.jit
 def producer(
-    q_desc, k_desc, v_desc, lo_ptr, hi_ptr, counter_ptr, q_ring, k_ring, v_ring, work_ring,
-    stride_interval, num_heads, groups, batch_heads, section_heads, N, M,
+    q_desc, k_desc, v_desc, lo_ptr, hi_ptr, starts_ptr, counter_ptr, q_ring, k_ring, v_ring,
+    work_ring, stride_interval, num_heads, groups, batch_heads, section_heads, N, M,
     CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr,
     CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     num_blocks = gl.cdiv(N, BLOCK_Q * CONSUMERS)
     programs = gl.num_programs(0)
-    work = gl.program_id(0)
+    EACH: gl.constexpr = 1 if starts_ptr is None else PIECES
+    work = gl.program_id(0) * EACH
     visit = gl.to_tensor(0)
     item = gl.to_tensor(0)
-    while work < batch_heads * num_blocks:
-        batch_head, block = find_work(work, num_blocks, section_heads, batch_heads)
-        batch = batch_head // num_heads
-        head = batch_head % num_heads
+    while work < batch_heads * num_blocks * EACH:
+        batch, head, start, stop, more = find_work(
+            work, num_blocks, section_heads, batch_heads, num_heads, starts_ptr, N, BLOCK_Q,
+            CONSUMERS,
+        )  # fmt: skip
         kv_head = head // groups
         # claim the next piece of work now and tell the consumers
-        work = programs + gl.atomic_add(counter_ptr, 1)
+        if starts_ptr is None:
+            work = programs + gl.atomic_add(counter_ptr, 1)
+        elif more:
+            work += 1
+        else:
+            work = (programs + gl.atomic_add(counter_ptr, 1)) * EACH
         work_ring.await_empty(visit)
         tell(work_ring.buffer(visit), work)
         mbarrier.arrive(work_ring.full_barrier(visit))
 
-        start = first_row(block, num_blocks, N, BLOCK_Q, CONSUMERS)
         lo = lo_ptr
         hi = hi_ptr
         if INTERVALS:
             lo += batch * stride_interval
             hi += batch * stride_interval
-        first, last = tiles_seen(
-            start, start + BLOCK_Q * CONSUMERS, lo, hi, N, M, CAUSAL, INTERVALS, BLOCK_KV
-        )
+        base = first_key(start, lo, starts_ptr)
+        first, last = tiles_seen(start, stop, base, lo, hi, N, M, CAUSAL, INTERVALS, BLOCK_KV)
         for step in range(0, last - first):
-            start_kv = (last - 1 - step) * BLOCK_KV
+            start_kv = base + (last - 1 - step) * BLOCK_KV
             if step == 0:
                 for consumer in gl.static_range(CONSUMERS):
                     q_item = visit * CONSUMERS + consumer
@@ -285,8 +320,8 @@ def hand_back(
 
 @gluon.jit
 def consumer(
-    out_desc, lse_ptr, top_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring, work_ring, out_tiles,
-    params_ptr, sinks_ptr,
+    out_desc, out_words, lse_ptr, top_ptr, lo_ptr, hi_ptr, starts_ptr, q_ring, k_ring, v_ring,
+    work_ring, out_tiles, params_ptr, sinks_ptr,
     stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2, scale,
     SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, FIRST_MASKED: gl.constexpr,
     EDGES: gl.constexpr, SCORE_MOD: gl.constexpr,
@@ -302,50 +337,48 @@ def consumer(
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     zeros = gl.zeros([BLOCK_Q, BLOCK_KV], gl.float32, SCORES)
     num_blocks = gl.cdiv(N, BLOCK_Q * CONSUMERS)
-    work = gl.program_id(0)
+    EACH: gl.constexpr = 1 if starts_ptr is None else PIECES
+    work = gl.program_id(0) * EACH
     visit = gl.to_tensor(0)
     item = gl.to_tensor(0)
     if SELF == CONSUMERS - 1:
         end_turn(SELF, CONSUMERS, TURNS)  # the first turn belongs to consumer 0
-    batch_head, block = find_work(work, num_blocks, section_heads, batch_heads)
-    while work < batch_heads * num_blocks:
-        batch = batch_head // num_heads
-        head = batch_head % num_heads
+    batch, head, block_start, block_stop, _ = find_work(
+        work, num_blocks, section_heads, batch_heads, num_heads, starts_ptr, N, BLOCK_Q, CONSUMERS
+    )
+    while work < batch_heads * num_blocks * EACH:
         lo_base = lo_ptr
         hi_base = hi_ptr
         if INTERVALS:
             lo_base += batch * stride_interval
             hi_base += batch * stride_interval
-        block_start = first_row(block, num_blocks, N, BLOCK_Q, CONSUMERS)
+        base = first_key(block_start, lo_base, starts_ptr)
         start = block_start + SELF * BLOCK_Q
-        stop = start + BLOCK_Q
+        stop = gl.minimum(start + BLOCK_Q, block_stop)
+        start_seen = start
+        if starts_ptr is not None:  # a consumer without a row takes part like one with the last
+            start_seen = gl.minimum(start, stop - 1)
         rows = start + gl.arange(0, BLOCK_Q, ROWS)
         positions = rows + (M - N)
         lo, hi = keys_seen(rows, lo_base, hi_base, N, M, CAUSAL, INTERVALS)
         first, last = tiles_seen(
-            block_start,
-            block_start + BLOCK_Q * CONSUMERS,
-            lo_base,
-            hi_base,
-            N,
-            M,
-            CAUSAL,
-            INTERVALS,
-            BLOCK_KV,
+            block_start, block_stop, base, lo_base, hi_base, N, M, CAUSAL, INTERVALS, BLOCK_KV
         )
         own_first = first
         own_last = last
         if CAUSAL or INTERVALS:
             own_first, own_last = tiles_seen(
-                start, stop, lo_base, hi_base, N, M, CAUSAL, INTERVALS, BLOCK_KV
+                start_seen, stop, base, lo_base, hi_base, N, M, CAUSAL, INTERVALS, BLOCK_KV
             )
             own_first = gl.minimum(own_first, last - 1)
             own_last = gl.minimum(own_last, last)
         elif start < 0:  # rows before row 0: one tile, as every consumer takes at least one
             own_first = last - 1
         full_first, full_last = tiles_unmasked(
-            start, stop, lo_base, hi_base, N, M, INTERVALS, BLOCK_KV
+            start_seen, stop, base, lo_base, hi_base, N, M, INTERVALS, BLOCK_KV
         )
+        if start_seen < start:
+            own_first = own_last - 1
         q_item = visit * CONSUMERS + SELF
         q = q_ring.buffer(q_item).reshape([BLOCK_Q, D])
         q_ring.await_full(q_item)
@@ -363,10 +396,17 @@ def consumer(
         scores = warpgroup_mma_wait(0, deps=(product,))
         k_ring.release(item)
         scores = changed(
-            scores, (own_last - 1) * BLOCK_KV, positions, batch, head, scale, params_ptr, SCORE_MOD
+            scores,
+            base + (own_last - 1) * BLOCK_KV,
+            positions,
+            batch,
+            head,
+            scale,
+            params_ptr,
+            SCORE_MOD,
         )
         if FIRST_MASKED:
-            scores = mask_scores(scores, (own_last - 1) * BLOCK_KV, lo, hi, INTERVALS)
+            scores = mask_scores(scores, base + (own_last - 1) * BLOCK_KV, lo, hi, INTERVALS)
         # top is a row's largest score: row_max may lag behind it by up to THRESHOLD
         p, row_max, row_sum, alpha, top = online_softmax(
             scores, row_max, row_sum, scale_log2, FIRST_MASKED
@@ -387,11 +427,11 @@ def consumer(
             scores = warpgroup_mma_wait(1, deps=(product,))
             k_ring.release(item)
             scores = changed(
-                scores, tile * BLOCK_KV, positions, batch, head, scale, params_ptr, SCORE_MOD
+                scores, base + tile * BLOCK_KV, positions, batch, head, scale, params_ptr, SCORE_MOD
             )
             if EDGES:  # noqa: SIM102, a constant around a value
                 if (tile < full_first) | (tile >= full_last):
-                    scores = mask_scores(scores, tile * BLOCK_KV, lo, hi, INTERVALS)
+                    scores = mask_scores(scores, base + tile * BLOCK_KV, lo, hi, INTERVALS)
             next_p, row_max, row_sum, alpha, tile_max = online_softmax(
                 scores, row_max, row_sum, scale_log2, EDGES
             )
@@ -420,7 +460,10 @@ def consumer(
         work = told(work_ring.buffer(visit))
         work_ring.release(visit)
         visit += 1
-        next_batch_head, next_block = find_work(work, num_blocks, section_heads, batch_heads)
+        next_batch, next_head, next_start, next_stop, _ = find_work(
+            work, num_blocks, section_heads, batch_heads, num_heads, starts_ptr, N, BLOCK_Q,
+            CONSUMERS,
+        )  # fmt: skip
         whole_sum = gl.convert_layout(gl.sum(row_sum, 1), ROWS)
         kept = 1.0  # the factor of acc
         if sinks_ptr is not None:
@@ -429,8 +472,10 @@ def consumer(
         no_key = row_max == float("-inf")
         whole_sum = gl.where(no_key, 1.0, whole_sum)
         lse = (row_max + gl.log2(whole_sum)) * 0.6931471805599453  # back to the natural logarithm
-        statistics = batch_head.to(gl.int64) * N + rows
+        statistics = (batch * num_heads + head).to(gl.int64) * N + rows
         inside = (rows >= 0) & (rows < N)
+        if starts_ptr is not None:
+            inside = rows < stop
         gl.store(lse_ptr + statistics, lse, mask=inside)
         if TOP:
             gl.store(top_ptr + statistics, top * 0.6931471805599453, mask=inside)
@@ -439,12 +484,18 @@ def consumer(
         v_ring.release(item - 1)
         item = hand_back(item, own_first - first, k_ring, v_ring, SELF, CONSUMERS, TURNS)
         acc = acc * gl.expand_dims(gl.convert_layout(kept / whole_sum, gl.SliceLayout(1, OUT)), 1)
-        out_tiles.index(SELF).reshape([BLOCK_Q, D]).store(acc.to(out_desc.dtype))
-        fence_async_shared()
-        if start >= 0:
+        whole = start >= 0 if starts_ptr is None else start + BLOCK_Q == stop
+        if whole:
+            out_tiles.index(SELF).reshape([BLOCK_Q, D]).store(acc.to(out_desc.dtype))
+            fence_async_shared()
             store_box(out_desc, [batch, head, start, 0], out_tiles.index(SELF))
-        batch_head = next_batch_head
-        block = next_block
+        else:  # noqa: PLR5501, a constant inside of a value
+            if starts_ptr is not None:
+                store_rows(acc, out_words, 0, batch, head, start, stop, out_desc.dtype)
+        batch = next_batch
+        head = next_head
+        block_start = next_start
+        block_stop = next_stop
     tma.store_wait(0)
 
 
@@ -461,8 +512,8 @@ def consumer(
     ]
 )
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, top_ptr, lo_ptr, hi_ptr, params_ptr,
-    sinks_ptr, counter_ptr,
+    q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, top_ptr, lo_ptr, hi_ptr, starts_ptr,
+    params_ptr, sinks_ptr, counter_ptr, stride_ob, stride_oh, stride_on,
     stride_interval, num_heads, groups, batch_heads, section_heads, N, M, scale_log2, scale,
     CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, FIRST_MASKED: gl.constexpr, EDGES: gl.constexpr,
     SCORE_MOD: gl.constexpr,
@@ -488,47 +539,53 @@ def forward_kernel(
     v_ring = make_ring(v_tiles, STAGES, 1, CONSUMERS)
     work_ring = make_ring(next_work, 2, 1, CONSUMERS)
     fence_async_shared()
+    out_words = next_work  # without starts it is not used
+    if starts_ptr is not None:
+        out_words = gl.allocate_shared_memory(
+            gl.int64, [4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        )
+        note_tensor(out_words, 0, out_ptr, stride_ob, stride_oh, stride_on)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consumer, (out_desc, lse_ptr, top_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring,
-                        work_ring, out_tiles, params_ptr, sinks_ptr,
+            (consumer, (out_desc, out_words, lse_ptr, top_ptr, lo_ptr, hi_ptr, starts_ptr, q_ring,
+                        k_ring, v_ring, work_ring, out_tiles, params_ptr, sinks_ptr,
                         stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
                         scale,
                         0, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, SCORE_MOD, D, BLOCK_Q, BLOCK_KV,
                         CONSUMERS, TURNS, ROUND_EARLY, TOP)),
-            (consumer, (out_desc, lse_ptr, top_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring,
-                        work_ring, out_tiles, params_ptr, sinks_ptr,
+            (consumer, (out_desc, out_words, lse_ptr, top_ptr, lo_ptr, hi_ptr, starts_ptr, q_ring,
+                        k_ring, v_ring, work_ring, out_tiles, params_ptr, sinks_ptr,
                         stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
                         scale,
                         1, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, SCORE_MOD, D, BLOCK_Q, BLOCK_KV,
                         CONSUMERS, TURNS, ROUND_EARLY, TOP)),
-            (producer, (q_desc, k_desc, v_desc, lo_ptr, hi_ptr, counter_ptr, q_ring, k_ring,
-                        v_ring, work_ring,
-                        stride_interval, num_heads, groups, batch_heads, section_heads, N, M,
+            (producer, (q_desc, k_desc, v_desc, lo_ptr, hi_ptr, starts_ptr, counter_ptr, q_ring,
+                        k_ring, v_ring, work_ring, stride_interval, num_heads, groups, batch_heads,
+                        section_heads, N, M,
                         CAUSAL, INTERVALS, BLOCK_Q, BLOCK_KV, CONSUMERS)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (out_desc, lse_ptr, top_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring,
-                        work_ring, out_tiles, params_ptr, sinks_ptr,
+            (consumer, (out_desc, out_words, lse_ptr, top_ptr, lo_ptr, hi_ptr, starts_ptr, q_ring,
+                        k_ring, v_ring, work_ring, out_tiles, params_ptr, sinks_ptr,
                         stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
                         scale,
                         0, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, SCORE_MOD, D, BLOCK_Q, BLOCK_KV,
                         CONSUMERS, TURNS, ROUND_EARLY, TOP)),
-            (consumer, (out_desc, lse_ptr, top_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring,
-                        work_ring, out_tiles, params_ptr, sinks_ptr,
+            (consumer, (out_desc, out_words, lse_ptr, top_ptr, lo_ptr, hi_ptr, starts_ptr, q_ring,
+                        k_ring, v_ring, work_ring, out_tiles, params_ptr, sinks_ptr,
                         stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
                         scale,
                         1, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, SCORE_MOD, D, BLOCK_Q, BLOCK_KV,
                         CONSUMERS, TURNS, ROUND_EARLY, TOP)),
-            (consumer, (out_desc, lse_ptr, top_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring,
-                        work_ring, out_tiles, params_ptr, sinks_ptr,
+            (consumer, (out_desc, out_words, lse_ptr, top_ptr, lo_ptr, hi_ptr, starts_ptr, q_ring,
+                        k_ring, v_ring, work_ring, out_tiles, params_ptr, sinks_ptr,
                         stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
                         scale,
                         2, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, SCORE_MOD, D, BLOCK_Q, BLOCK_KV,
                         CONSUMERS, TURNS, ROUND_EARLY, TOP)),
-            (producer, (q_desc, k_desc, v_desc, lo_ptr, hi_ptr, counter_ptr, q_ring, k_ring,
-                        v_ring, work_ring,
-                        stride_interval, num_heads, groups, batch_heads, section_heads, N, M,
+            (producer, (q_desc, k_desc, v_desc, lo_ptr, hi_ptr, starts_ptr, counter_ptr, q_ring,
+                        k_ring, v_ring, work_ring, stride_interval, num_heads, groups, batch_heads,
+                        section_heads, N, M,
                         CAUSAL, INTERVALS, BLOCK_Q, BLOCK_KV, CONSUMERS)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

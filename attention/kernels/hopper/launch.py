@@ -17,7 +17,7 @@ from triton.runtime import driver
 from attention.kernels.hopper.backward import backward_kernel
 from attention.kernels.hopper.forward import forward_kernel
 from attention.kernels.hopper.pre_post import convert_dq_kernel, join_shares_kernel, prepare_kernel
-from attention.kernels.intervals import QueryRanges
+from attention.kernels.intervals import ALIGNED, QueryRanges
 from attention.kernels.launch import (
     Launch,
     batch_stride,
@@ -33,6 +33,7 @@ from attention.kernels.portable import find_score_mod
 
 BLOCK_Q = 64  # queries of a forward consumer
 BLOCK_KV = 128  # keys of a block of the backward
+GROUP = 16  # queries of a group of the sum of dq
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
@@ -79,17 +80,18 @@ def gradient_columns(dtype: torch.dtype, head_dim: int, block_q: int) -> int:
     """The most columns of dk and dv that fit into a consumer's tile, which it also adds to the sum
     of dq.
     """
-    rows, width = sum_block(head_dim, block_q)
-    return rows * width * 4 // (BLOCK_KV // 2 * dtype.itemsize)
+    return math.prod(sum_block(head_dim, block_q)) * 4 // (BLOCK_KV // 2 * dtype.itemsize)
 
 
-def sum_block(head_dim: int, block_q: int) -> tuple[int, int]:
-    """The box that a consumer adds to the sum of dq: half of the numbers of block_q queries."""
-    return block_q * head_dim // 64, 32
+def sum_block(head_dim: int, block_q: int) -> tuple[int, int, int]:
+    """The box that a consumer adds to the sum of dq: 64 queries. They are half of a step of 128, or
+    a whole step of which it has half of the columns.
+    """
+    return 64 // GROUP, block_q * head_dim // 256, 32
 
 
-def sum_descriptor(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:
-    """A descriptor of the sum x (rows, 32) float32."""
+def sum_descriptor(x: Tensor, block: tuple[int, int, int]) -> TensorDescriptor:
+    """A descriptor of the sum x (groups, D / 2, 32) float32."""
     return TensorDescriptor(
         x, list(x.shape), list(x.stride()), list(block), shared_layout(block, x.dtype)
     )
@@ -184,20 +186,23 @@ class Forward:
 
     def __init__(
         self, q: Tensor, k: Tensor, out: Tensor, top: Tensor | None, lo: Tensor | None,
-        causal: bool, scale: float, score_mod: str = "", *_: Any,
+        starts: Tensor | None, causal: bool, scale: float, score_mod: str = "", *_: Any,
     ):  # fmt: skip
         """_: settings of the portable kernels."""
         batch, num_heads, num_queries, head_dim = q.shape
         num_kv_heads, num_keys = k.shape[1:3]
         groups, batch_heads = num_heads // num_kv_heads, batch * num_heads
         meta = forward_constants(q.shape, num_keys, causal, lo is not None, score_mod)
-        work = batch_heads * tiles_of(num_queries, BLOCK_Q * meta["CONSUMERS"])
+        rows = BLOCK_Q * meta["CONSUMERS"]
+        self.by_start = starts is not None and rows == ALIGNED
+        work = batch_heads * tiles_of(num_queries, rows)
         of_queries, of_keys = (
             partial(descriptor, rows=rows) for rows in (BLOCK_Q, meta["BLOCK_KV"])
         )
         self.launch = Launch(
             forward_kernel, (min(work, multiprocessors(q.device)),),
             (
+                *(out.stride()[:3] if self.by_start else (None,) * 3),
                 batch_stride(lo), num_heads, groups, batch_heads,
                 section_of(k.device, 2 * bytes_of_a_head(k), heads=groups, equal=not causal),
                 num_queries, num_keys, in_base_2(scale, score_mod), scale if score_mod else None,
@@ -208,13 +213,17 @@ class Forward:
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, top: Tensor | None,
-        lo: Tensor | None, hi: Tensor | None, params: Tensor | None = None,
-        sinks: Tensor | None = None,
+        lo: Tensor | None, hi: Tensor | None, starts: Tensor | None = None,
+        params: Tensor | None = None, sinks: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Fill out (B, H, N, D) and lse (B, H, N); fill top (B, H, N), if given, with each row's
-        largest score. sinks: (H,) float32.
+        largest score. starts: of block_starts(). sinks: (H,) float32.
         """
-        self.launch(q, k, v, out, lse, top, lo, hi, params, sinks, counters(q.device))
+        again = out if self.by_start else None  # incomplete blocks are written without descriptor
+        starts = starts if self.by_start else None
+        self.launch(
+            q, k, v, out, again, lse, top, lo, hi, starts, params, sinks, counters(q.device)
+        )
 
 
 class Backward:
@@ -222,14 +231,18 @@ class Backward:
 
     def __init__(
         self, d_out: Tensor, q: Tensor, k: Tensor, out: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
-        lo: Tensor | None, causal: bool, scale: float, score_mod: str = "", *_: Any,
+        lo: Tensor | None, starts: Tensor | None, causal: bool, scale: float, score_mod: str = "",
+        *_: Any,
     ):  # fmt: skip
         """_: settings of the portable kernels."""
         batch, num_heads, num_queries, head_dim = q.shape
         num_kv_heads, num_keys = k.shape[1:3]
         groups, batch_heads = num_heads // num_kv_heads, batch * num_heads
         padded = tiles_of(num_queries, 128) * 128
-        self.sum_shape = (batch_heads * padded * head_dim // 32, 32)
+        if starts is not None:  # a step may start at any group and end past the sequence
+            padded += 128
+        head_groups = padded // GROUP
+        self.sum_shape = (batch_heads * head_groups, head_dim // 2, 32)
         rows = 4096 // head_dim
         self.prepare = Launch(
             prepare_kernel, (padded // rows, batch_heads),
@@ -250,13 +263,16 @@ class Backward:
         work = blocks * batch_shares
         # memory for dv and dk of each share, in float32
         self.shares_shape = (work, 2, BLOCK_KV, head_dim) if shares > 1 else None
-        self.ranges = None if lo is None else QueryRanges(lo, num_keys, BLOCK_KV)
+        self.by_start = starts is not None and shares == 1
+        starts = starts if self.by_start else None
+        self.ranges = None if lo is None else QueryRanges(lo, num_keys, BLOCK_KV, starts)
         of_queries, of_keys = (partial(descriptor, rows=rows) for rows in (block_q, BLOCK_KV // 2))
         of_gradient = partial(of_keys, columns=gradient_columns(dk.dtype, head_dim, block_q))
         of_sum = partial(sum_descriptor, block=sum_block(head_dim, block_q))
         self.launch = Launch(
             backward_kernel, (min(work, programs) if meta["STAY"] else work,),
             (
+                *((*dk.stride()[:3], *dv.stride()[:3]) if self.by_start else (None,) * 6),
                 batch_stride(lo), 0 if self.ranges is None else self.ranges.batch_stride,
                 num_kv_heads, shares, groups, batch_shares,
                 section_of(
@@ -264,7 +280,7 @@ class Backward:
                     # with fewer, the longest blocks of the last section would end alone
                     at_least=round(2 * programs / blocks),
                 ),
-                num_queries, num_keys, scale, in_base_2(scale, score_mod),
+                num_queries, num_keys, head_groups, scale, in_base_2(scale, score_mod),
                 *((num_keys - num_queries, num_heads) if score_mod else (None, None)),
             ),
             describe=(of_queries, of_keys, of_keys, of_queries, of_sum, of_gradient, of_gradient),
@@ -277,23 +293,26 @@ class Backward:
         )  # fmt: skip
         self.convert = Launch(
             convert_dq_kernel, (tiles_of(num_queries, 64), batch_heads),
-            (*dq.stride()[:3], num_heads, num_queries, scale), D=head_dim, num_warps=8,
+            (*dq.stride()[:3], num_heads, head_groups, num_queries, scale),
+            D=head_dim, num_warps=8,
         )  # fmt: skip
 
     def __call__(
         self, d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
         lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, lo: Tensor | None, hi: Tensor | None,
-        params: Tensor | None = None,
+        starts: Tensor | None = None, params: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Fill dq, dk and dv. Returns delta (B, H, N)."""
+        """Fill dq, dk and dv. Returns delta (B, H, N). starts: of block_starts()."""
+        starts = starts if self.by_start else None
+        again = (dk, dv) if self.by_start else (None, None)
         delta, lse_log2 = torch.empty_like(lse), torch.empty_like(lse)
         dq_sum = lse.new_empty(self.sum_shape)
         self.prepare(out, d_out, lse, d_lse, delta, lse_log2, dq_sum)
-        ranges = None if self.ranges is None else self.ranges(lo, hi)
+        ranges = None if self.ranges is None else self.ranges(lo, hi, starts)
         parts = None if self.shares_shape is None else lse.new_empty(self.shares_shape)
         self.launch(
-            q, k, v, d_out, dq_sum, dk, dv, lse_log2, delta, lo, hi, ranges, parts,
-            params, counters(q.device),
+            q, k, v, d_out, dq_sum, dk, dv, *again, lse_log2, delta, lo, hi, ranges, starts,
+            parts, params, counters(q.device),
         )  # fmt: skip
         if parts is not None:
             self.join(parts, dk, dv)

@@ -36,6 +36,7 @@ class Variant(NamedTuple):
     groups: int = 1
     shares: int = 1  # backward: shares of a key/value head's query heads
     intervals: bool = False
+    starts: bool = False  # blocks start where documents do
     top: bool = False  # forward: with each row's largest score
     wide: bool = False  # results in float32, as for a ring
     score_mod: str = ""  # of attention/kernels/score_mods.py
@@ -56,6 +57,9 @@ VARIANTS = {
     "grouped_short": Variant(num_queries=512, num_keys=512, groups=4),
     "intervals": Variant(intervals=True),
     "grouped_intervals": Variant(groups=4, intervals=True),
+    "documents": Variant(intervals=True, starts=True),
+    "full_documents": Variant(causal=False, intervals=True, starts=True),
+    "grouped_documents": Variant(groups=4, intervals=True, starts=True),
     "top": Variant(top=True),
     "top_short": Variant(num_queries=1024, num_keys=1024, top=True),
     "top_intervals": Variant(intervals=True, top=True),
@@ -119,6 +123,11 @@ def compile_variant(kernel: str, dtype: str, head_dim: int, name: str) -> Compil
         constants |= dict.fromkeys(names)
     if not variant.sinks:
         constants["sinks_ptr"] = None
+    if not variant.starts:
+        written = ("out",) if kernel == "forward" else ("dk", "dv")
+        constants |= {"starts_ptr": None} | {f"{x}_ptr": None for x in written}
+        names = ("o",) if kernel == "forward" else ("dk", "dv")
+        constants |= {f"stride_{x}{dimension}": None for x in names for dimension in "bhn"}
     if variant.shares == 1:
         constants["shares_ptr"] = None
     if not variant.top:
@@ -146,9 +155,10 @@ def compile_variant(kernel: str, dtype: str, head_dim: int, name: str) -> Compil
             )  # fmt: skip
             types[argument] = tensordesc(block, element)
         elif argument.endswith("_ptr"):
-            types[argument] = (
-                "*i32" if argument in ("lo_ptr", "hi_ptr", "ranges_ptr", "counter_ptr") else "*fp32"
-            )
+            numbers = ("lo_ptr", "hi_ptr", "ranges_ptr", "starts_ptr", "counter_ptr")
+            types[argument] = "*i32" if argument in numbers else "*fp32"
+            if argument in ("out_ptr", "dk_ptr", "dv_ptr"):
+                types[argument] = f"*{dtype}"
             aligned[i,] = [["tt.divisibility", 16]]
         else:
             types[argument] = "fp32" if argument.startswith("scale") else "i32"

@@ -39,21 +39,22 @@ def prepare_kernel(
 
 @triton.jit
 def convert_dq_kernel(
-    sum_ptr, dq_ptr, stride_dqb, stride_dqh, stride_dqn, num_heads, N, scale, D: tl.constexpr
-):
-    """dq (B, H, N, D) in its own dtype from the float32 sum. The sum holds 64 queries in the order
-    of the tensor cores, as (D / 8, 4, 8, 4, 2, 2): element j, w, g, t, i, e belongs to query
-    16 w + 8 i + g and column 8 j + 2 t + e."""
+    sum_ptr, dq_ptr, stride_dqb, stride_dqh, stride_dqn, num_heads, head_groups, N, scale,
+    D: tl.constexpr,
+):  # fmt: skip
+    """dq (B, H, N, D) in its own dtype from the float32 sum. The sum holds groups of 16 queries,
+    head_groups for each head, in the order of the tensor cores, as (D / 8, 8, 4, 2, 2): element j,
+    g, t, i, e of a group belongs to its query 8 i + g and column 8 j + 2 t + e."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     batch_head = tl.num_programs(1) - 1 - tl.program_id(1)
     batch = tl.cast(batch_head // num_heads, tl.int64)
     head = tl.cast(batch_head % num_heads, tl.int64)
-    first = tl.cast(batch_head * (tl.cdiv(N, 128) * 2) + block, tl.int64) * (64 * D)
+    first = tl.cast(batch_head * head_groups + block * 4, tl.int64) * (16 * D)
     dq = tl.load(sum_ptr + first + tl.arange(0, 64 * D)) * scale
     dq = (
         dq.to(dq_ptr.dtype.element_ty)
-        .reshape(D // 8, 4, 8, 4, 2, 2)
-        .permute(1, 4, 2, 0, 3, 5)
+        .reshape(4, D // 8, 8, 4, 2, 2)
+        .permute(0, 4, 2, 1, 3, 5)
         .reshape(64, D)
     )
     rows = block * 64 + tl.arange(0, 64)

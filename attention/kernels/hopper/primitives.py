@@ -130,6 +130,32 @@ def make_ring(
 
 
 @gluon.jit
+def note_tensor(words, first: gl.constexpr, ptr, stride_b, stride_h, stride_n):
+    """Note the address and the strides of a tensor (B, H, N, D) in four words of shared memory, for
+    store_rows(): as arguments they would take a consumer's registers.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    words.index(first).store(gl.full([1], ptr.to(gl.int64), gl.int64, LAYOUT))
+    words.index(first + 1).store(gl.full([1], stride_b, gl.int64, LAYOUT))
+    words.index(first + 2).store(gl.full([1], stride_h, gl.int64, LAYOUT))
+    words.index(first + 3).store(gl.full([1], stride_n, gl.int64, LAYOUT))
+
+
+@gluon.jit
+def store_rows(x, words, first: gl.constexpr, batch, head, start, stop, dtype: gl.constexpr):
+    """Write the rows of x (rows, D) that belong to start : stop of a head, x[0] to row `start` of
+    the tensor that note_tensor() has noted.
+    """
+    LAYOUT: gl.constexpr = x.type.layout
+    rows = start + gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT))
+    columns = gl.expand_dims(gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT)), 0)
+    ptr = told(words.index(first)).to(gl.pointer_type(dtype))
+    ptr += batch * told(words.index(first + 1)) + head * told(words.index(first + 2))
+    places = gl.expand_dims(rows * told(words.index(first + 3)), 1) + columns
+    gl.store(ptr + places, x.to(dtype), mask=gl.expand_dims(rows < stop, 1) & (columns >= 0))
+
+
+@gluon.jit
 def tell(word, number):
     """Write a number for the consumers into a word of shared memory. Only the producer (one warp)
     calls this.

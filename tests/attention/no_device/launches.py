@@ -79,7 +79,8 @@ def main() -> None:
     zeros = torch.zeros(2, dtype=torch.int32)
     hopper.counters = lambda device: zeros
     module = {"hopper": hopper, "portable": portable}[kernels]
-    how = None, True, 0.1, "", "online", 0, 0  # lo, causal, scale and settings of portable kernels
+    # lo, starts, causal, scale and settings of portable kernels
+    how = None, None, True, 0.1, "", "online", 0, 0
     forward = backward = None
     rounds = []
     for _ in range(2):
@@ -87,9 +88,9 @@ def main() -> None:
         k, v, dk, dv = torch.empty(4, 1, 1, 640, 128, dtype=torch.bfloat16)
         lse = torch.empty(q.shape[:3])
         forward = forward or module.Forward(q, k, out, None, *how)
-        forward(q, k, v, out, lse, None, None, None, None)
+        forward(q, k, v, out, lse, None, None, None, None, None)
         backward = backward or module.Backward(d_out, q, k, out, dq, dk, dv, *how)
-        backward(d_out, None, q, k, v, out, lse, dq, dk, dv, None, None, None)
+        backward(d_out, None, q, k, v, out, lse, dq, dk, dv, None, None, None, None)
         rounds.append((q, k, lse))  # alive, so that the next ones lie elsewhere
     for row in reached:
         print(json.dumps(row))
