@@ -26,6 +26,7 @@ CALLS = [
     {"num_kv_heads": 1},
     {"window": 70},
     {"documents": 60},
+    {"documents": 150, "num_queries": 400, "num_keys": 400},
 ]
 # Racecheck reports these lines of the Hopper kernels and the MLP's. docs/hopper.md says why their
 # accesses are ordered. A warp stores numbers, and one of its threads hands them over at a barrier.
