@@ -136,7 +136,7 @@ def producer(
 ):  # fmt: skip
     num_blocks = gl.cdiv(M, BLOCK_KV)
     FIRST_OF: gl.constexpr = BLOCK_Q if starts_ptr is None else GROUP
-    part = gl.to_tensor(0)  # of a block: see block_starts()
+    part = gl.to_tensor(0)  # of a block that block_starts() divides
     programs = gl.num_programs(0)
     work = gl.program_id(0)
     visit = gl.to_tensor(0)

@@ -51,7 +51,7 @@ from attention.kernels.hopper.primitives import (
 
 # the first free named barrier: Triton uses those before
 FIRST_TURN = gl.constexpr(8)
-# numbers of block_starts() about a block
+# numbers of block_starts() about a block: where up to three parts start, and the last ends
 PIECES = gl.constexpr(4)
 # in base 2: p stays below 256, far from float16's limit of 65504
 THRESHOLD = gl.constexpr(8.0)
@@ -62,14 +62,16 @@ def find_work(
     work, num_blocks, section_heads, batch_heads, num_heads, starts_ptr, N, BLOCK_Q: gl.constexpr,
     CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    """batch, head, start, stop of a piece of work: the queries start : stop of one head; and how
-    many pieces the next one is away from it, if they are of one block. A section's longest blocks
-    come first, for all its heads, and its keys and values stay in the L2 cache.
+    """batch, head, start, stop of a piece of work: the queries start : stop of one head. A
+    section's longest blocks come first, for all its heads, and its keys and values stay in the L2
+    cache.
 
     Blocks are aligned to the end of the sequence, so the incomplete block is the first one, which
     sees the fewest keys under a causal mask. Its start is negative, and consumers whose rows lie
-    before row 0 write nothing. With starts_ptr, from block_starts(), work counts the PIECES that a
-    block may have."""
+    before row 0 write nothing.
+
+    With starts_ptr, the rows of a block are divided where block_starts() says. Number `part` about
+    block b makes work PIECES * b + part; the fifth result says whether one more part follows."""
     part = work % PIECES
     if starts_ptr is not None:  # past the last work the result is not used
         work = gl.minimum(work // PIECES, batch_heads * num_blocks - 1)
@@ -356,7 +358,7 @@ def consumer(
         start = block_start + SELF * BLOCK_Q
         stop = gl.minimum(start + BLOCK_Q, block_stop)
         start_seen = start
-        if starts_ptr is not None:  # a consumer without a row takes part like one with the last
+        if starts_ptr is not None:  # a consumer without a row looks where the last row does
             start_seen = gl.minimum(start, stop - 1)
         rows = start + gl.arange(0, BLOCK_Q, ROWS)
         positions = rows + (M - N)
@@ -395,18 +397,12 @@ def consumer(
         end_turn(SELF, CONSUMERS, TURNS)
         scores = warpgroup_mma_wait(0, deps=(product,))
         k_ring.release(item)
+        start_kv = base + (own_last - 1) * BLOCK_KV
         scores = changed(
-            scores,
-            base + (own_last - 1) * BLOCK_KV,
-            positions,
-            batch,
-            head,
-            scale,
-            params_ptr,
-            SCORE_MOD,
-        )
+            scores, start_kv, positions, batch, head, scale, params_ptr, SCORE_MOD
+        )  # fmt: skip
         if FIRST_MASKED:
-            scores = mask_scores(scores, base + (own_last - 1) * BLOCK_KV, lo, hi, INTERVALS)
+            scores = mask_scores(scores, start_kv, lo, hi, INTERVALS)
         # top is a row's largest score: row_max may lag behind it by up to THRESHOLD
         p, row_max, row_sum, alpha, top = online_softmax(
             scores, row_max, row_sum, scale_log2, FIRST_MASKED
@@ -426,12 +422,13 @@ def consumer(
             end_turn(SELF, CONSUMERS, TURNS)
             scores = warpgroup_mma_wait(1, deps=(product,))
             k_ring.release(item)
+            start_kv = base + tile * BLOCK_KV
             scores = changed(
-                scores, base + tile * BLOCK_KV, positions, batch, head, scale, params_ptr, SCORE_MOD
-            )
+                scores, start_kv, positions, batch, head, scale, params_ptr, SCORE_MOD
+            )  # fmt: skip
             if EDGES:  # noqa: SIM102, a constant around a value
                 if (tile < full_first) | (tile >= full_last):
-                    scores = mask_scores(scores, base + tile * BLOCK_KV, lo, hi, INTERVALS)
+                    scores = mask_scores(scores, start_kv, lo, hi, INTERVALS)
             next_p, row_max, row_sum, alpha, tile_max = online_softmax(
                 scores, row_max, row_sum, scale_log2, EDGES
             )

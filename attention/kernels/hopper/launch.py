@@ -193,9 +193,9 @@ class Forward:
         num_kv_heads, num_keys = k.shape[1:3]
         groups, batch_heads = num_heads // num_kv_heads, batch * num_heads
         meta = forward_constants(q.shape, num_keys, causal, lo is not None, score_mod)
-        rows = BLOCK_Q * meta["CONSUMERS"]
-        self.by_start = starts is not None and rows == ALIGNED
-        work = batch_heads * tiles_of(num_queries, rows)
+        block = BLOCK_Q * meta["CONSUMERS"]
+        self.by_start = starts is not None and block == ALIGNED
+        work = batch_heads * tiles_of(num_queries, block)
         of_queries, of_keys = (
             partial(descriptor, rows=rows) for rows in (BLOCK_Q, meta["BLOCK_KV"])
         )
