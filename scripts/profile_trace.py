@@ -45,7 +45,7 @@ PHASES = (DATA, "forward", "backward", OPTIMIZER)  # the ranges within a step
 # attention kernels: ours, FlashAttention's, PyTorch's memory-efficient ones, cuDNN's with its
 # helpers, FlexAttention's
 ATTENTION_KERNELS = re.compile(
-    r"^(intervals|forward|query_ranges|delta|dkdv|dq|dkdvdq|backward)_kernel"
+    r"^(intervals|block_starts|forward|query_ranges|delta|dkdv|dq|dkdvdq|backward)_kernel"
     r"|flash_?(fwd|bwd|att)|fmha|_sdpa_|compute_dot_do_o|convert_dq|flex_attention"
 )
 BACKWARD_KERNELS = re.compile(

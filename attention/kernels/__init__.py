@@ -98,7 +98,7 @@ def triton_attention(
         return AttentionOutput(out[..., :value_dim] if narrower else out, lse)
     sinks = None if sinks is None else sinks.float().contiguous()
     starts = None
-    if packed and q.is_cuda and kernel != "portable" and can_start_blocks(q, k, lo):
+    if packed and may_use_starts(q, k, lo, kernel):
         from attention.kernels.intervals import block_starts
 
         starts = block_starts(lo)
@@ -154,9 +154,10 @@ def key_intervals(
     return lo, hi, causal and not sided and not by_length, None
 
 
-def can_start_blocks(q: Tensor, k: Tensor, lo: Tensor) -> bool:
-    """Whether block_starts() takes the intervals of this call."""
-    return lo.shape[0] == q.shape[0] and q.shape[2] == k.shape[2]
+def may_use_starts(q: Tensor, k: Tensor, lo: Tensor, kernel: str) -> bool:
+    """Whether the kernels may use block_starts() of this call's intervals."""
+    fits = lo.shape[0] == q.shape[0] and q.shape[2] == k.shape[2]
+    return fits and q.is_cuda and kernel != "portable"
 
 
 def has_few_queries(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attention import BACKENDS, AttentionOutput, Backend, attention, get_backend, kernel_choice
 from attention.interface import OWN_SINKS, ScoreMod
-from attention.kernels import can_start_blocks, score_change
+from attention.kernels import score_change
 from attention.kernels import select as choice
 from attention.kernels.intervals import block_starts
 from attention.kernels.launch import shares_of
@@ -115,7 +115,7 @@ def interpreted_backend(edit: tuple[str, str, str] | None = None) -> Backend:
             lo, hi = visible.lo.int(), visible.hi.int()
             causal = causal and not {"key_lengths", "cu_seqlens"} & given
             packed = "window" not in given and {"document_ids", "cu_seqlens"} & given
-            if packed and can_start_blocks(q, k, lo):
+            if packed and len(lo) == len(q) and q.shape[2] == k.shape[2]:
                 starts = block_starts(lo)
         inputs = causal, scale, *mod, sinks, lo, hi, starts, q, k, v
         return AttentionOutput(*Interpreted.apply(launcher(edit), *inputs))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from attention import attention, get_backend
+from attention import Backend, attention, get_backend
 from attention.kernels import intervals as kernels
 from attention.kernels.intervals import ALIGNED, Blocks, QueryRanges, block_starts, intervals
 from attention.mask import visible_keys
@@ -205,19 +205,28 @@ def test_equal_to_the_definition_at_length(length, each, causal):
     "ids", [None, documents(40, each=17, batch=2)], ids=["window", "documents"]
 )
 def test_the_operator_keeps_pytorchs_contract(ids):
+    lo, _ = intervals(ids, 40, 40, True, 5, DEVICE)
     torch.library.opcheck(intervals, (ids, 40, 40, True, 5, DEVICE))
+    torch.library.opcheck(block_starts, (lo,))
 
 
 class Layers(torch.nn.Module):
+    def __init__(self, backend: Backend = PORTABLE, window: int | None = 9):
+        super().__init__()
+        self.arguments = {"backend": backend, "window": window}
+
     def forward(self, x: Tensor, document_ids: Tensor) -> Tensor:
         for _ in range(3):
-            x = attention(x, x, x, backend=PORTABLE, document_ids=document_ids, window=9).out + x
+            x = attention(x, x, x, document_ids=document_ids, **self.arguments).out + x
         return x
 
 
-def test_all_layers_of_a_compiled_model_share_them():
+@pytest.mark.parametrize("starts", [False, True], ids=["intervals", "starts"])
+def test_all_layers_of_a_compiled_model_share_them(starts, monkeypatch):
     """Made once in the forward, and not again in the backward."""
     counts = []
+    monkeypatch.setattr("attention.kernels.may_use_starts", lambda *call: starts)
+    layers = Layers(window=None if starts else 9)
 
     def note(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
         targets = [node.target for node in graph.graph.nodes]
@@ -227,6 +236,7 @@ def test_all_layers_of_a_compiled_model_share_them():
                 targets.count(op.default)
                 for op in (
                     tilegpt.intervals,
+                    tilegpt.block_starts,
                     tilegpt.flash_attention,
                     tilegpt.flash_attention_backward,
                 )
@@ -237,15 +247,15 @@ def test_all_layers_of_a_compiled_model_share_them():
     backend = aot_autograd(fw_compiler=note, partition_fn=min_cut_rematerialization_partition)
     x, ids = torch.randn(1, 2, 40, 16, device=DEVICE, requires_grad=True), documents(40, each=17)
     found, expected = (
-        torch.compile(Layers(), fullgraph=True, backend=backend)(x, ids),
-        Layers()(x, ids),
+        torch.compile(layers, fullgraph=True, backend=backend)(x, ids),
+        layers(x, ids),
     )
     torch.testing.assert_close(found, expected)
     d_out = torch.randn_like(found)
     torch.testing.assert_close(
         torch.autograd.grad(found, x, d_out), torch.autograd.grad(expected, x, d_out)
     )
-    assert counts == [[1, 3, 0], [0, 0, 3]]
+    assert counts == [[1, starts, 3, 0], [0, 0, 0, 3]]
 
 
 def test_exports():

@@ -50,6 +50,7 @@ SMALL = (
 KERNELS = {
     FORWARD: [
         "intervals_kernel",
+        "block_starts_kernel",
         "forward_kernel",
         "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 128, "
         "128, 4, false, false, cutlass::bfloat16_t> >",
