@@ -12,6 +12,7 @@ import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -325,24 +326,45 @@ def test_interpreted_float32_results(head_dim, shares, monkeypatch):
             assert torch.equal(other.half(), one), name
 
 
+def compare_with_naive(length: int, head_dim: int, **arguments: Any) -> None:
+    torch.manual_seed(0)
+    tensors, results = torch.randn(3, 1, 2, length, head_dim).half(), []
+    for backend, dtype in (
+        (interpreted_backend(), torch.float16),
+        (get_backend("naive"), torch.float64),
+    ):
+        inputs = [x.to(dtype).requires_grad_() for x in tensors]
+        out = attend(*inputs, backend=backend, **arguments).out
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    for found, expected in zip(*results, strict=True):
+        assert (found - expected).abs().max() < 4e-3 * expected.abs().max()
+
+
 @INTERPRETED
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_blocks_that_start_where_queries_see_across(head_dim, causal):
     """A block of keys stops at 150, where one of queries does, and queries see both its sides."""
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 1, 2, 600, head_dim).half()
-    mask = {"causal": causal, "cu_seqlens": torch.tensor([[0, 150, 600], [0, 400, 600]]).int()}
-    lo = visible_keys(q, k, **mask).lo.int()
+    bounds = torch.tensor([[0, 150, 600], [0, 400, 600]]).int()
+    q = torch.empty(1, 1, 600, 1)
+    lo = visible_keys(q, q, causal=causal, cu_seqlens=bounds).lo.int()
     assert block_starts(lo)[0, 1].tolist() == [128, 150, 256, 256]
-    results = []
-    for backend in (interpreted_backend(), get_backend("naive")):
-        dtype = torch.float64 if backend.name == "naive" else torch.float16
-        inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-        out = attend(*inputs, backend=backend, **mask).out
-        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
-    for found, expected in zip(*results, strict=True):
-        assert (found - expected).abs().max() < 4e-3 * expected.abs().max()
+    compare_with_naive(600, head_dim, causal=causal, cu_seqlens=bounds)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [100] * 6,  # queries of a document see all the last keys of a block, and not the first
+        [12, 208, 20, 160],  # rows 128 to 255 are of three blocks
+    ],
+    ids=str,
+)
+def test_documents_of_these_lengths(head_dim, lengths):
+    ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
+    compare_with_naive(sum(lengths), head_dim, causal=True, document_ids=ids)
 
 
 PLAIN = [case for case in INTERPRETED_CASES if not case.optional]
