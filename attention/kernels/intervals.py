@@ -280,7 +280,7 @@ def block_starts(lo: Tensor) -> Tensor:
     batch, length = lo.shape
     blocks = tiles_of(length, ALIGNED)
     starts = lo.new_empty(batch, blocks, 4)
-    kind = place_of(lo.device), layout(lo), ALIGNED
+    kind = place_of(lo.device), layout(lo)
     launch = plans.get(kind)
     if launch is None:
         launch = plans[kind] = Launch(

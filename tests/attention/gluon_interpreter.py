@@ -761,12 +761,13 @@ def no_layout(*_: Any) -> None:
     """Layouts are not modelled."""
 
 
+def lifted(function: Callable) -> Callable:
+    """A function of tensors for values in registers."""
+    return lambda *arguments: Value(function(*(torch.as_tensor(raw(x)) for x in arguments)))
+
+
 def fake_language() -> dict[str, Any]:
     """The language's functions and types, as far as the kernels use them."""
-
-    def lifted(function: Callable) -> Callable:
-        return lambda *arguments: Value(function(*(torch.as_tensor(raw(x)) for x in arguments)))
-
     return {
         "constexpr": lambda value: value,
         **{

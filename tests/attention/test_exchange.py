@@ -112,8 +112,8 @@ def shards(monkeypatch):
 
     def keeping(received, sent, group):
         fake(received, sent, group=group)
-        # torch 2.13's fake group copies the message, and 2.11's does not. This copy is no operator,
-        # so Copies counts only those of attention.exchange
+        # torch 2.13's fake group copies the message, 2.11's does not. memmove is not an operator,
+        # so Copies does not count it
         assert received.is_contiguous() and sent.is_contiguous() and received.nbytes == sent.nbytes
         ctypes.memmove(received.data_ptr(), sent.data_ptr(), sent.nbytes)
 

@@ -214,7 +214,7 @@ INTERPRETED_CASES = [
     ),
     Case(num_queries=320, num_keys=640, head_dim=64, optional={"cu_seqlens": True}),
     Case(num_queries=400, num_keys=350, head_dim=128, optional={"cu_seqlens": True}),
-    # blocks start where long documents do, or just after them
+    # blocks start where long documents do, or just after them; with a window they do not
     *(
         Case(
             num_heads=4,

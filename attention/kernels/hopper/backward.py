@@ -40,6 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attention.kernels.hopper.primitives import (
+    PIECES,
     add_box,
     await_all,
     await_own_stores,
@@ -49,6 +50,7 @@ from attention.kernels.hopper.primitives import (
     load_box,
     make_ring,
     note_tensor,
+    piece_of,
     place,
     reinterpret,
     store_box,
@@ -65,15 +67,14 @@ BLOCK_KV = gl.constexpr(128)
 BOTH = gl.constexpr(8)  # where the consumers meet
 Q_FREE = gl.constexpr(9)  # to 10: where they release q's slots
 DO_FREE = gl.constexpr(11)
-# what the producer tells the consumers about a block: its place in the tensors, or a negative batch
-# after the last block; where it stops, if it has a list of starts; the results of queries_seeing;
-# the edge (see mask_probabilities); the first group of the sum of its first query head; its number
-# among the blocks of all shares
+# The producer tells the consumers these numbers about a block. After the last block, the batch is
+# negative. STOP_KV is told only with block_starts(). FIRST to LAST are from queries_seeing, EDGE is
+# for mask_probabilities. The sum of the first query head begins at DQ_GROUP. PLACE numbers the
+# blocks of all shares
 BATCH, KV_HEAD, START_KV, STOP_KV, FIRST, FULL_FIRST, FULL_LAST, LAST, EDGE, DQ_GROUP, PLACE = (
     gl.constexpr(i) for i in range(11)
 )
 WORDS = gl.constexpr(11)
-PIECES = gl.constexpr(4)  # numbers of block_starts() about a block
 GROUP = gl.constexpr(16)  # queries of a group of the sum, which a warp adds
 
 
@@ -136,7 +137,7 @@ def producer(
 ):  # fmt: skip
     num_blocks = gl.cdiv(M, BLOCK_KV)
     FIRST_OF: gl.constexpr = BLOCK_Q if starts_ptr is None else GROUP
-    part = gl.to_tensor(0)  # of a block that block_starts() divides
+    piece = gl.to_tensor(0)  # of a block that block_starts() divides
     programs = gl.num_programs(0)
     work = gl.program_id(0)
     visit = gl.to_tensor(0)
@@ -157,12 +158,9 @@ def producer(
             ranges += batch * stride_ranges
         tile = block
         if starts_ptr is not None:
-            tile = block * PIECES + part
-            starts = starts_ptr + (batch * num_blocks * PIECES + tile)
-            start_kv = gl.load(starts)
-            stop_kv = gl.load(starts + 1)
-            # the next piece of the block, or 0
-            part = gl.where(stop_kv < gl.load(starts + (PIECES - 1 - part)), part + 1, 0)
+            tile = block * PIECES + piece
+            start_kv, stop_kv, more = piece_of(starts_ptr, batch * num_blocks + block, piece)
+            piece = gl.where(more, piece + 1, 0)  # the next one of this block, or of another
         first, full_first, full_last, last = queries_seeing(
             start_kv, tile, ranges, N, M, CAUSAL, INTERVALS, FIRST_OF
         )
@@ -234,7 +232,7 @@ def producer(
                 delta = load_rows(delta_ptr + offset, after, limit, 0.0, BLOCK_Q)
                 item += 1
         # claim the next block as late as possible: the consumers still have two steps to do
-        if part == 0:
+        if piece == 0:
             work = programs + gl.atomic_add(counter_ptr, 1) if STAY else batch_shares * num_blocks
         visit += 1
     if STAY:
@@ -304,9 +302,9 @@ def multiply_ds(
 
 @gluon.jit
 def add_dq(dq, group, dq_desc, dq_tile, SELF: gl.constexpr, D: gl.constexpr, FREE: gl.constexpr):
-    """Add this consumer's half of a step's dq (64, columns) to the sum (groups, D / 2, 32), whose
-    groups of queries from `group` on are those of the step. Its half is one of two parts, or half
-    of the columns of the only part.
+    """Add this consumer's half of a step's dq (64, columns) to the sum (groups, D / 2, 32). The
+    step's queries begin at `group`. The half is one of two parts, or half of the columns of the
+    only part.
 
     The sum has the order in which the threads hold dq (see convert_dq_kernel). So a thread has four
     neighbouring numbers and eight threads have a row: no bank conflicts in shared memory, no

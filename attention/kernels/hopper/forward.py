@@ -33,11 +33,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attention.kernels.forward import with_sink
 from attention.kernels.hopper.primitives import (
+    PIECES,
     await_all,
     leave_zeros,
     load_box,
     make_ring,
     note_tensor,
+    piece_of,
     place,
     rescaled,
     rounded,
@@ -51,8 +53,6 @@ from attention.kernels.hopper.primitives import (
 
 # the first free named barrier: Triton uses those before
 FIRST_TURN = gl.constexpr(8)
-# numbers of block_starts() about a block: where up to three parts start, and the last ends
-PIECES = gl.constexpr(4)
 # in base 2: p stays below 256, far from float16's limit of 65504
 THRESHOLD = gl.constexpr(8.0)
 
@@ -70,9 +70,9 @@ def find_work(
     sees the fewest keys under a causal mask. Its start is negative, and consumers whose rows lie
     before row 0 write nothing.
 
-    With starts_ptr, the rows of a block are divided where block_starts() says. Number `part` about
-    block b makes work PIECES * b + part; the fifth result says whether one more part follows."""
-    part = work % PIECES
+    With starts_ptr, block_starts() divides a block into pieces, and piece p of block b is work
+    PIECES * b + p. The fifth result says whether another piece follows."""
+    piece = work % PIECES
     if starts_ptr is not None:  # past the last work the result is not used
         work = gl.minimum(work // PIECES, batch_heads * num_blocks - 1)
     batch_head, block = place(work, num_blocks, batch_heads, section_heads)
@@ -83,10 +83,7 @@ def find_work(
     stop = start + BLOCK_Q * CONSUMERS
     more = False
     if starts_ptr is not None:
-        starts_ptr += (batch * num_blocks + block) * PIECES
-        start = gl.load(starts_ptr + part)
-        stop = gl.load(starts_ptr + part + 1)
-        more = stop < gl.load(starts_ptr + (PIECES - 1))
+        start, stop, more = piece_of(starts_ptr, batch * num_blocks + block, piece)
     return batch, head, start, stop, more
 
 
@@ -125,8 +122,8 @@ def tiles_unmasked(
 
 @gluon.jit
 def first_key(start, lo_ptr, starts_ptr):
-    """Where the tiles of keys of a block start: at its first key if the block starts at that of a
-    document, else at multiples of BLOCK_KV, as the diagonal does.
+    """The key from which a block's tiles of keys are counted: 0, so that the diagonal crosses one
+    tile. With starts_ptr it is the first key that the block sees.
     """
     base = 0
     if starts_ptr is not None:

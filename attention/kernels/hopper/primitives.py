@@ -26,6 +26,7 @@ await_own_warps = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 WITH_PRODUCER = gl.constexpr(288)  # threads of two consumers and one warp of the producer
+PIECES = gl.constexpr(4)  # numbers of block_starts() about a block
 
 
 @builtin
@@ -188,6 +189,17 @@ def place(program, num_blocks, num_heads, section):
         program %= section * num_blocks
         size = section
     return first + program % size, program // size
+
+
+@gluon.jit
+def piece_of(starts_ptr, block, piece):
+    """start, stop, more: the rows of a piece of a block, and whether another one follows.
+    starts_ptr: from block_starts(); block: numbered across the batch.
+    """
+    starts_ptr += block * PIECES
+    start = gl.load(starts_ptr + piece)
+    stop = gl.load(starts_ptr + piece + 1)
+    return start, stop, stop < gl.load(starts_ptr + (PIECES - 1))
 
 
 @gluon.jit
