@@ -72,7 +72,7 @@ class Checkpoints:
     In the background (the default on CUDA) save() copies the state to host memory, and a thread
     writes it while the training continues. The next save() and the exit wait for that write, and
     raise its OSError. On a CPU the thread would slow the training down, and the copy would take
-    memory from it.
+    memory from it. After the last step nothing continues, so save(last=True) writes at once.
     """
 
     def __init__(
@@ -122,8 +122,13 @@ class Checkpoints:
         return val_loss < best_val_loss(self.run_dir, before=step, data=data)
 
     @phase("saving", "saving a checkpoint")
-    def save(self, step: int, tokens: int, val_loss: float | None = None) -> None:
-        """Save the current state as the latest checkpoint. `val_loss` must be that of this step."""
+    def save(
+        self, step: int, tokens: int, val_loss: float | None = None, *, last: bool = False
+    ) -> None:
+        """Save the current state as the latest checkpoint. `val_loss` must be that of this step.
+
+        `last` says that no step follows.
+        """
         if not self.writes:
             return
         self._wait()
@@ -148,7 +153,7 @@ class Checkpoints:
         }
         path = self.run_dir / METRICS
         rows = path.read_bytes() if path.is_file() else None
-        if not self.background:
+        if last or not self.background:
             _write(self.run_dir, tensors, state, rows, meta, self.keep)
             return
         tensors, state = _on_host(tensors), _on_host(state)
@@ -241,13 +246,14 @@ def _write(
                 file = fresh / name
                 pending[name] = others.submit(sha256_of, file), others.submit(sync, file)
 
+            # the largest file is first, because its hash takes longest
+            torch.save(state, fresh / TRAINING)
+            made(TRAINING)
             save_file(tensors, fresh / WEIGHTS)
             made(WEIGHTS)
             if rows is not None:
                 (fresh / METRICS).write_bytes(rows)
                 made(METRICS)
-            torch.save(state, fresh / TRAINING)
-            made(TRAINING)
             # safetensors creates files that only their owner can read
             shutil.copymode(fresh / TRAINING, fresh / WEIGHTS)
             files = {}
