@@ -7,10 +7,12 @@
 All three work in a notebook and from any folder, even beside your own config.py or data/.
 """
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from training.files import Row
@@ -170,7 +172,12 @@ def _build_run(config: "RunConfig", summary: Row) -> Run:
     from training.device import pick_dtype, set_deterministic
     from training.optimizer import build_optimizer
     from training.pretrained import find_pretrained
-    from training.schedule import attention_schedule, kernel_inputs, schedule_summary
+    from training.schedule import (
+        attention_schedule,
+        kernel_inputs,
+        run_compiles,
+        schedule_summary,
+    )
     from training.sharing import on_ranks
 
     ranks, device = _meet(config)
@@ -193,7 +200,8 @@ def _build_run(config: "RunConfig", summary: Row) -> Run:
     with phase("starting", f"reading data={config.data.source}"), ranks.first_goes_first():
         data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
     torch.manual_seed(config.seed)
-    with phase("starting", "building the model"):
+    compiles = run_compiles(config, schedule[0], device.type)
+    with phase("starting", "building the model"), importing_torch_compile(compiles):
         made = {"vocab_size": data.vocab_size, "backend": schedule[0]}
         model = GPT(config.model, **made, attention=config.attention).to(device)
         init_from = pretrained.load_into(model) if pretrained else None
@@ -216,6 +224,21 @@ def _build_run(config: "RunConfig", summary: Row) -> Run:
     # set now, because a later report of memory that ran out quotes it
     summary["memory/predicted_gib"] = run.predicted_gib
     return run
+
+
+@contextmanager
+def importing_torch_compile(wanted: bool) -> Iterator[None]:
+    """Import torch.compile in a thread, if it is wanted, while the block draws the first weights.
+
+    The import takes seconds of Python, and the drawing takes seconds outside Python.
+    """
+    if not wanted:
+        yield
+        return
+    with ThreadPoolExecutor(1, thread_name_prefix="import") as thread:
+        imported = thread.submit(import_module, "torch._inductor.lowering")
+        yield
+        imported.result()
 
 
 def _meet(config: "RunConfig") -> "tuple[Ranks, torch.device]":
