@@ -22,8 +22,9 @@ read the same number of tokens. nanoGPT evaluates training and held-out text. We
 text twice, under our own and under exact attention.
 
 Rows arrive every ten steps, and their times give the speed of the steps alone. The third row is the
-first that counts, the last is the one before the last evaluation. Each program has its own compiler
-caches at each length. They are empty in the first round, which is "cold", and filled in later ones.
+first that counts, the last is the one before the last evaluation. Each program has its own caches
+at each length: of its compilers, and of Python's bytecode. They are empty in the first round, which
+is "cold", and filled in later ones.
 """
 
 import os
@@ -150,8 +151,9 @@ def run_theirs(home: Path, arguments: list[str], **variables: str) -> Row:
 def run_once(options: Options, home: Path, who: str, seq_len: int, steps: int) -> Row:
     """The row of one run, without its round."""
     caches = home / "caches" / f"{seq_len}-{[*options.attention, 'nanogpt'].index(who)}"
-    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "PYTHONPYCACHEPREFIX")
     variables = {name: str(caches / name) for name in names}
+    variables["PYTHONDONTWRITEBYTECODE"] = ""  # without bytecode every start takes seconds longer
     if who == "nanogpt":
         config = compose(*options.settings(options.attention[0], seq_len, steps))
         run = run_theirs(home, their_arguments(config, options.eval_iters), **variables)
