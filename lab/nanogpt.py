@@ -29,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -74,7 +74,7 @@ NAMES = {
 
 @dataclass
 class Comparison:
-    """Options of a comparison of our runs with a clone of nanoGPT."""
+    """Options of a comparison of our runs with a clone of nanoGPT, or of another repository."""
 
     folder: Path
     out: Json | None = None
@@ -86,6 +86,7 @@ class Comparison:
     device: str = "auto"
     overrides: list[str] = default()  # train.py's own settings
 
+    repository: ClassVar[str] = "karpathy/nanoGPT"
     files: ClassVar[tuple[str, ...]] = ("model.py",)  # that `folder` must have
 
     def __post_init__(self) -> None:
@@ -93,7 +94,7 @@ class Comparison:
         if missing:
             raise ValueError(
                 f"folder={self.folder} has no {', '.join(missing)}; it is what git clone "
-                "https://github.com/karpathy/nanoGPT makes"
+                f"https://github.com/{self.repository} makes"
             )
         for length in self.seq_len:
             if self.tokens % length:
@@ -141,11 +142,19 @@ class Options(Comparison):
 
 
 def train_ours(
-    options: Options, run_dir: Path, *, attention: str, seq_len: int, steps: int, log_every: int
+    options: Comparison,
+    run_dir: Path,
+    *,
+    attention: str,
+    seq_len: int,
+    steps: int,
+    log_every: int,
+    **more: Any,
 ) -> Row:
     """One `python train.py`. If it fails, raises ValueError with the end of its output."""
     # train_theirs() neither evaluates nor inspects its attention
-    overrides = options.ours(attention, seq_len, steps, log_every=log_every, eval_every=0)
+    more |= {"log_every": log_every, "eval_every": 0}
+    overrides = options.ours(attention, seq_len, steps, **more)
     done = subprocess.run(
         [sys.executable, "train.py", *overrides, f"hydra.run.dir={run_dir}"],
         cwd=ROOT,
@@ -275,9 +284,9 @@ def percentiles(values: list[float]) -> Row:
     return {"step_tokens_per_sec": median, "p20": low, "p80": high, "windows": len(values)}
 
 
-def in_own_process(*arguments: Any, **variation: Any) -> Row:
+def in_own_process(train: Callable[..., Row], *arguments: Any, **variation: Any) -> Row:
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        return process.submit(train_theirs, *arguments, **variation).result()
+        return process.submit(train, *arguments, **variation).result()
 
 
 def compare_speed(options: Options, scratch: Path, seq_len: int) -> Iterator[Row]:
@@ -286,7 +295,8 @@ def compare_speed(options: Options, scratch: Path, seq_len: int) -> Iterator[Row
     how = {"seq_len": seq_len, "steps": options.steps, "log_every": WINDOW}
 
     def theirs() -> Row:
-        found = in_own_process(options.folder, scratch / f"{seq_len}-0", options.steps)
+        run_dir = scratch / f"{seq_len}-0"
+        found = in_own_process(train_theirs, options.folder, run_dir, options.steps)
         return describe("nanogpt", seq_len, options, found)
 
     for i, name in enumerate(options.attention):
@@ -297,10 +307,10 @@ def compare_speed(options: Options, scratch: Path, seq_len: int) -> Iterator[Row
     yield theirs()
 
 
-def describe(who: str, seq_len: int, options: Options, found: Row) -> Row:
+def describe(who: str, seq_len: int, options: Comparison, found: Row) -> Row:
     """Print and return the row of a run."""
     row = {"who": who, "seq_len": seq_len, "batch_size": options.tokens // seq_len} | found
-    del row["losses"]
+    row.pop("losses", None)
     peak = f", {row['peak_gib']:.2f} GiB" if row["peak_gib"] else ""
     print(
         f"{who:28} {seq_len:>6} tokens: {row['step_tokens_per_sec']:>9,.0f} tokens/s, "
@@ -324,7 +334,8 @@ def compare_curves(options: Options, scratch: Path) -> Row:
     if pick_device(options.device).type == "cuda":
         variations |= OTHER_KERNELS
     for name, variation in variations.items():
-        losses[name] = in_own_process(options.folder, run_dir, steps, **variation)["losses"]
+        arguments = (train_theirs, options.folder, run_dir, steps)
+        losses[name] = in_own_process(*arguments, **variation)["losses"]
     found = {"seq_len": seq_len, "steps": steps, "losses": losses, "rms": {}, "mean": {}}
     reference = np.array(list(losses["nanogpt"].values()))
     for name in [name for name in losses if name != "nanogpt"]:
