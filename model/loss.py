@@ -7,7 +7,7 @@ at once: p, less 1 at the target. The forward pass computes both products with t
 frees the chunk. That is three products in all, as many as with all logits kept, and the backward
 pass only scales the results. The idea comes from Liger Kernel's fused linear cross-entropy (Hsu et
 al., 2024, arXiv:2410.10989). On a GPU one kernel computes a chunk's softmax, loss and gradient
-(model/loss_kernel.py).
+(model/loss_kernel.py, and model/loss_hopper_kernel.py for long rows on Hopper).
 
 Dimensions: B batch, N tokens of a sequence, T = B N tokens of a pass, R tokens of a chunk, C
 hidden_size.
@@ -103,8 +103,14 @@ def cross_entropy_in_place(
     """-log p(target) of each row plus its z-loss, 0 for an ignored target. The gradient replaces
     the logits. See model/loss_kernel.py.
     """
+    from model.gelu import hopper_multiprocessors
     from model.loss_kernel import launch
 
+    if logits.is_cuda and hopper_multiprocessors(logits.device):
+        from model import loss_hopper_kernel
+
+        if loss_hopper_kernel.fits(logits, vocab_size):
+            launch = loss_hopper_kernel.launch
     return launch(logits, targets, vocab_size, IGNORED, with_gradients, z_loss)
 
 

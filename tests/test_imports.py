@@ -208,8 +208,8 @@ def test_model_knows_attention_by_its_public_names():
 
     found = [x for x in imports("model") if x.top == "attention"]
     assert found
-    # a kernel for Hopper uses the helpers of the others
-    apart = {Path("model/gelu.py"), Path("model/mlp_kernel.py")}
+    # the kernels for Hopper use the helpers of the attention's
+    apart = {Path(f"model/{name}.py") for name in ("gelu", "loss_hopper_kernel", "mlp_kernel")}
     refuse(
         [
             x
@@ -249,7 +249,8 @@ def test_what_is_optional_or_slow_is_imported_where_it_is_used():
         )
     )
     kernels = {Path("attention/kernels") / name for name in names} | {
-        Path(f"model/{name}_kernel.py") for name in ("gelu", "loss", "mlp", "norm", "step")
+        Path(f"model/{name}_kernel.py")
+        for name in ("gelu", "loss", "loss_hopper", "mlp", "norm", "step")
     }
     found = [x for x in imports(*OURS - {"tests"}) if x.at_import and x.top in LAZY]
     allowed = {("triton", file) for file in kernels} | {("transformers", HF)}

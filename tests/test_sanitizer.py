@@ -77,6 +77,7 @@ def call(
 def model_kernels() -> None:
     """The kernels of the loss, of the norms and of GELU."""
     from model import gelu_kernel, loss_kernel, norm_kernel
+    from model.loss import cross_entropy_in_place
 
     logits = torch.randn(40, 1008, device="cuda", dtype=torch.bfloat16)
     assert (
@@ -84,6 +85,10 @@ def model_kernels() -> None:
         .isfinite()
         .all()
     )
+    # in the kernel for Hopper, a program has two rows
+    logits = torch.randn(300, 50_304, device="cuda", dtype=torch.bfloat16)
+    targets = torch.arange(300, device="cuda")
+    assert cross_entropy_in_place(logits, targets, 50_257, True).isfinite().all()
     for width in (100, 300):
         d_out, hidden = torch.randn(2, 70, width, device="cuda", dtype=torch.bfloat16)
         assert all(x.isfinite().all() for x in gelu_kernel.backward(d_out, hidden))

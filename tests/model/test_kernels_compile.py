@@ -103,6 +103,37 @@ for dtype in (torch.bfloat16, torch.float16):
 """
 
 
+# the loss's kernel in Gluon, for rows of GPT-2's vocabulary and for the longest
+LOSS = """
+import json
+from itertools import product
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from attention.kernels.offline import assemble
+from model.loss_hopper_kernel import BLOCK, LARGEST, WARPS, cross_entropy_rows_kernel
+
+names = cross_entropy_rows_kernel.arg_names
+for dtype, gradient, z_loss, width in product(
+    ("bf16", "fp16"), (False, True), (0.0, 1e-4), (50304, LARGEST)
+):
+    constants = {"IGNORED": -100, "GRADIENT": gradient, "Z_LOSS": z_loss, "BLOCK": BLOCK}
+    constants["BLOCKS"] = -(-width // BLOCK)
+    types = dict.fromkeys(names, "i32") | dict.fromkeys(constants, "constexpr")
+    types |= {"logits_ptr": "*" + dtype, "targets_ptr": "*i64", "loss_ptr": "*fp32"}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    aligned = ("logits_ptr", "stride", "width")
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = GluonASTSource(
+        cross_entropy_rows_kernel, types, constexprs=values, attrs=attributes
+    )
+    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS})
+    made = assemble(binary.asm["ptx"], 90)
+    wide = "cp.async.cg.shared.global" in binary.asm["ptx"]  # copies of 16 bytes
+    print(json.dumps([made.spilled, made.warnings, binary.metadata.shared, width, wide]))
+"""
+
+
 def lines_of(code: str, folder: Path) -> list[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -132,3 +163,14 @@ def test_the_kernel_of_the_mlp_compiles_without_serialised_products(tmp_path):
         assert spilled <= 84 and not warnings
         assert shared <= 232_448
         assert products >= 40  # two consumers, five places, four products a slot
+
+
+@COMPILER
+@pytest.mark.slow
+def test_the_loss_kernel_for_hopper_compiles_without_spills(tmp_path):
+    rows = [json.loads(line) for line in lines_of(LOSS, tmp_path)]
+    assert len(rows) == 16
+    for spilled, warnings, shared, width, wide in rows:
+        assert not spilled and not warnings and wide
+        # two programs of a multiprocessor, or one with the longest rows; each reserves 1 KiB
+        assert (shared + 1024) * (2 if width == 50304 else 1) <= 228 * 1024

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -352,3 +353,48 @@ def test_chunked_loss_on_a_gpu(dtype, compiled, monkeypatch):
         gradients = torch.autograd.grad(loss * 2**12, (x, weight))
         results.append([loss.detach(), *(gradient / 2**12 for gradient in gradients)])
     assert_near(*results, reference, dtype)
+
+
+# rows of eight blocks, of thirteen with GPT-2's padding, and one that fills shared memory
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("rows", "vocab_size", "width"),
+    [(700, 32_740, 32_768), (1500, 50_257, 50_304), (300, 110_592, 110_592)],
+)
+def test_the_kernel_for_hopper_on_a_gpu(dtype, rows, vocab_size, width):
+    """Against float64, with the error of one rounding; and its bits, repeated."""
+    from model import loss_hopper_kernel
+    from model.gelu import hopper_multiprocessors
+
+    if not hopper_multiprocessors(torch.device("cuda", 0)):
+        pytest.skip("needs a Hopper GPU")
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(rows, width, device="cuda", dtype=dtype)
+    targets = torch.randint(vocab_size, (rows,), device="cuda")
+    targets[3], targets[5] = -100, vocab_size - 1
+    logits[7, targets[7]] = 60.0  # a row that is sure of its target
+    assert loss_hopper_kernel.fits(logits, vocab_size)
+    for z_loss in (0.0, 1e-4):
+        wide = logits[:, :vocab_size].double().requires_grad_()
+        expected = F.cross_entropy(wide, targets, reduction="none")
+        expected = expected + z_loss * (wide.logsumexp(-1).square() * (targets != -100))
+        gradient = torch.autograd.grad(expected.sum(), wide)[0]
+        found = []
+        for _ in range(10):
+            result = logits.clone()
+            loss = model.loss.cross_entropy_in_place(result, targets, vocab_size, True, z_loss)
+            found.append((loss, result))
+        loss, result = found[0]
+        assert all(
+            torch.equal(a, b) for again in found for a, b in zip(again, found[0], strict=True)
+        )
+        torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-6, atol=2e-6)
+        error = (result[:, :vocab_size].double() - gradient).norm(dim=1)
+        assert (error <= torch.finfo(dtype).eps * gradient.norm(dim=1) + 1e-6).all()
+        assert result[3].eq(0).all() and result[:, vocab_size:].eq(0).all()
+        only = model.loss.cross_entropy_in_place(logits.clone(), targets, vocab_size, False, z_loss)
+        torch.testing.assert_close(only, loss)
+    targets[9] = vocab_size
+    loss = model.loss.cross_entropy_in_place(logits.clone(), targets, vocab_size, True)
+    assert loss.isnan().nonzero().tolist() == [[9]]
