@@ -18,7 +18,8 @@ Peers are PyTorch's flash, cuDNN and memory-efficient kernels and compiled FlexA
 Tokens per second are measured between the 64th and the last token, greedy, with weights in `dtype`.
 The prompt and the capture of a CUDA graph do not count. The peer is the same model in plain
 PyTorch, with a static cache and a CUDA graph, once eager and once compiled. `same` is the share of
-tokens that agree with ours. Variants take turns; a row has the median, least and most of its turns.
+our tokens that the peer finds likeliest too, after the same tokens: with random weights, a rounding
+may decide between two. Variants take turns; a row has the median, least and most of its turns.
 """
 
 import time
@@ -206,8 +207,11 @@ class PlainGPT2:
     def __init__(self, model: GPT, batch: int, *, compiled: bool):
         self.model, config = model, model.config
         weight = model.token_embedding.weight
-        shape = (config.num_layers, 2, batch, config.num_heads, config.max_seq_len, config.head_dim)
-        self.cache = weight.new_zeros(shape)
+        shape = (batch, config.num_heads, config.max_seq_len, config.head_dim)
+        # in one tensor, torch.compile would copy all layers to change one
+        self.caches = [
+            (weight.new_zeros(shape), weight.new_zeros(shape)) for _ in range(config.num_layers)
+        ]
         self.position = torch.zeros(1, dtype=torch.int64, device=weight.device)
         self.token = torch.zeros(batch, 1, dtype=torch.int64, device=weight.device)
         self.step = torch.compile(self.forward, fullgraph=True) if compiled else self.forward
@@ -215,12 +219,13 @@ class PlainGPT2:
 
     def forward(self) -> Tensor:
         """The likeliest token after self.token, (B, 1)."""
-        model, seen = self.model, torch.arange(self.cache.shape[4], device=self.cache.device)
+        model, config = self.model, self.model.config
+        seen = torch.arange(config.max_seq_len, device=self.position.device)
         mask = (seen <= self.position)[None, None, None]  # (1, 1, 1, M)
         x = model.token_embedding(self.token) + model.position_embedding(self.position)
-        for block, (k_cache, v_cache) in zip(model.blocks, self.cache, strict=True):
+        for block, (k_cache, v_cache) in zip(model.blocks, self.caches, strict=True):
             qkv = block.attention.qkv(normed(block.attention_norm, x))
-            q, k, v = qkv.unflatten(-1, (3, model.config.num_heads, -1)).permute(2, 0, 3, 1, 4)
+            q, k, v = qkv.unflatten(-1, (3, config.num_heads, -1)).permute(2, 0, 3, 1, 4)
             k_cache.index_copy_(2, self.position, k)
             v_cache.index_copy_(2, self.position, v)
             out = F.scaled_dot_product_attention(q, k_cache, v_cache, attn_mask=mask)
@@ -231,22 +236,30 @@ class PlainGPT2:
         return logits[:, -1].float().argmax(-1, keepdim=True)
 
     @torch.no_grad()
+    def after(self, at: int, token: Tensor) -> Tensor:
+        """The likeliest token after `token` (B, 1), which is number `at` of its sequence."""
+        if token.device.type == "cuda" and self.graph is None:
+            self.graph, self.next = captured(self.step)
+        self.token.copy_(token)
+        self.position.fill_(at)
+        if self.graph is None:
+            return self.step()
+        self.graph.replay()
+        return self.next.clone()
+
     def generate(self, prompt: Tensor, new_tokens: int) -> Tensor:
         """The prompt (B, N), read token by token, with its continuation."""
         tokens = list(prompt.split(1, dim=1))
-        if prompt.device.type == "cuda" and self.graph is None:
-            self.graph, self.next = captured(self.step)
         for at in range(prompt.shape[1] + new_tokens - 1):
-            self.token.copy_(tokens[at])
-            self.position.fill_(at)
-            if self.graph is not None:
-                self.graph.replay()
-                following = self.next.clone()
-            else:
-                following = self.step()
+            following = self.after(at, tokens[at])
             if at + 1 >= prompt.shape[1]:
                 tokens.append(following)
         return torch.cat(tokens, 1)
+
+    def agreement(self, tokens: Tensor) -> float:
+        """The share of the tokens (B, N) after the prompt that are the likeliest here too."""
+        found = [self.after(at, token) for at, token in enumerate(tokens[:, :-1].split(1, dim=1))]
+        return (torch.cat(found, 1) == tokens[:, 1:])[:, PROMPT - 1 :].float().mean().item()
 
 
 def normed(norm: torch.nn.Module, x: Tensor) -> Tensor:
@@ -264,9 +277,11 @@ def generation_rows(batch: int, options: Options, device: torch.device) -> list[
             model, prompt, max_new_tokens=n, temperature=0.0
         )
     }
-    for compiled in (False, True) if device.type == "cuda" else (False,):
-        plain = PlainGPT2(model, batch, compiled=compiled)
-        calls[f"plain PyTorch{', compiled' * compiled}"] = partial(plain.generate, prompt)
+    peers = {
+        f"plain PyTorch{', compiled' * compiled}": PlainGPT2(model, batch, compiled=compiled)
+        for compiled in ((False, True) if device.type == "cuda" else (False,))
+    }
+    calls |= {name: partial(peer.generate, prompt) for name, peer in peers.items()}
 
     def measure(call: Callable[[int], Tensor]) -> Row:
         times = []
@@ -290,8 +305,8 @@ def generation_rows(batch: int, options: Options, device: torch.device) -> list[
     in_turns(calls, measure, 1)  # the first turn after compilation may take longer
     rows |= in_turns(calls, measure, options.rounds)
     ours = next(iter(written.values()))
-    for name, tokens in written.items():
-        rows[name]["same"] = (tokens == ours)[:, PROMPT:].float().mean().item()
+    for name in calls:
+        rows[name]["same"] = peers[name].agreement(ours) if name in peers else 1.0
     return [head | {"variant": name} | row for name, row in rows.items()]
 
 
