@@ -206,7 +206,7 @@ def attentions() -> str:
         "loss. All others are judged by the loss of their weights under exact attention, with the "
         "same window, softcap, ALiBi or sinks."
     )
-    small = load("attentions_h100")
+    small, again = load("attentions_h100"), load("attentions_exact_h200")
     alone = {name: runs[0] for name, runs in by_variant(load("attentions_speed_h200")).items()}
     head = ["variant", "judged by", "val/loss", "val/loss_exact", "val/bpb", "peak GiB"]
     what = (
@@ -215,7 +215,9 @@ def attentions() -> str:
         "steps, each run alone on a GPU, with softcap in the Hopper kernels. Sigmoid attention "
         "with seeds 1 and 2 also ran on an H200, in blocks of 512 queries, which only saves "
         "memory. A dash was not measured. The runs of SSSL are newer: under torch 2.11 most "
-        "layers of the former saw all keys. [The report](../docs/attentions.html) has the curves."
+        "layers of the former saw all keys. Exact attention in their version of this program, on "
+        f"an H200: val/loss {spread(finite(again['runs'], 'val/loss'))}. "
+        "[The report](../docs/attentions.html) has the curves."
     )
     rows = losses(small, "memory/peak_gib")
     for row in rows:
@@ -426,11 +428,41 @@ def nanogpt_wall_table(data: Row) -> str:
     return section(data, what, formatted(columns, rows))
 
 
+def nanochat() -> str:
+    """Our step and nanoGPT's beside nanochat's."""
+    data = load("nanochat_h200")
+    rows = []
+    for found in by(data["speed"], "seq_len", "passes").values():
+        found = [with_speed(row) for row in found]
+        speed = fmean(row["speed"] for row in found if row["who"] == "nanochat")
+        for row in found:
+            flops = row.get("flops_per_token")
+            more = {"faster": row["speed"] / speed, "name": plain(row["who"])}
+            rows.append(row | more | {"gflops": flops and flops / 1e9})
+    settings = data["settings"]
+    what = (
+        f"nanochat's GPT, Muon and step, {settings['model']} under our `train.py`, and nanoGPT's "
+        f"step: {settings['tokens']:,} tokens a pass, vocabulary {settings['vocab_size']:,}. L is "
+        "full attention in every layer of nanochat, SSSL its windows. Its own attention is here "
+        "PyTorch's. Tokens per second of the steps alone."
+    )
+    columns = """
+        training                 {name}
+        seq_len                  {seq_len:,}
+        passes of a step         {passes}
+        tokens/s, steps alone    {speed:,.0f} ({p20:,.0f} to {p80:,.0f})
+        peak GiB                 {peak_gib:.2f}
+        GFLOP/token              {gflops:.3f}
+        speed / nanochat's       {faster:.2f}
+    """
+    return section(data, what, formatted(columns, rows))
+
+
 def beside_nanogpt() -> str:
-    """Both comparisons with nanoGPT: of the steps, and of whole runs."""
+    """Both comparisons with nanoGPT, of the steps and of whole runs; and nanochat's step."""
     names = ("nanogpt_wall_h200", "nanogpt_wall_h100")
     walls = (nanogpt_wall_table(load(name)) for name in names)
-    return "\n\n".join([nanogpt(), *walls])
+    return "\n\n".join([nanogpt(), *walls, nanochat()])
 
 
 def profile() -> str:

@@ -28,7 +28,9 @@ exec(open("configurator.py").read())
 assert (device, dtype, compile) == ("cpu", "float32", False) and gradient_accumulation_steps == 1
 tokens = np.memmap(f"data/{dataset}/train.bin", dtype=np.uint16, mode="r")
 os.makedirs(out_dir)
-open(os.environ["SEEN"], "a").write(f"{len(tokens)} {os.environ['TRITON_CACHE_DIR']}\\n")
+names = "TRITON_CACHE_DIR", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE"
+caches = [os.environ[name] for name in names]
+open(os.environ["SEEN"], "a").write(" ".join([str(len(tokens)), *caches]) + "|\\n")
 for step in range(max_iters + 1):
     if step % eval_interval == 0:
         print(f"step {step}: train loss 5.0000, val loss {5 - step / 100:.4f}", flush=True)
@@ -104,6 +106,7 @@ def test_whole_runs_of_both_programs_in_turns(tmp_path, measure, capsys):
     # both rounds read our training half, and share their caches
     first, second = (tmp_path / "seen").read_text().splitlines()
     assert first == second and 3000 < int(first.split()[0]) < 4200
+    assert first.endswith("PYTHONPYCACHEPREFIX |")  # Python may write bytecode
 
     # another length joins the file; the runs of this one stay
     found = measure("seq_len=8", "rounds=1")

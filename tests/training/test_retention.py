@@ -261,6 +261,15 @@ def test_a_background_save_is_of_its_moment(tmp_path, monkeypatch):
     assert same(stored(tmp_path / "later"), stored(tmp_path / "now"))
 
 
+def test_the_last_save_is_written_when_it_returns(tmp_path, monkeypatch):
+    """After the write that is still running, and without another copy in the host's memory."""
+    with checkpoints(tmp_path, keep=9, background=True) as saves:
+        saves.save(1, 100)
+        monkeypatch.setattr(checkpoint, "_on_host", None)
+        saves.save(2, 200, last=True)
+        assert [read_meta(folder)["step"] for folder in newest_first(tmp_path)] == [2, 1]
+
+
 def test_one_write_at_a_time(tmp_path, monkeypatch):
     """The next save waits for the last one, and the end for all of them."""
     running, most = 0, 0
