@@ -15,8 +15,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from attention.kernels.launch import multiprocessors
 
-# Triton renamed it
-async_load = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
+# releases after 3.6 have a shorter name
+async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 RUN = gl.constexpr(8)  # consecutive logits of a thread: 16 bytes
 LOG2_E = gl.constexpr(1.4426950408889634)  # exp2 is one instruction
@@ -54,11 +54,15 @@ def add_to_sums(logits, maxima, sums):
 
 
 @gluon.jit
-def store_gradient(own_ptr, logits, columns, width, lse, slope, Z_LOSS: gl.constexpr):
-    p = gl.exp2(logits * LOG2_E - lse * LOG2_E)
-    if Z_LOSS != 0:
-        p += slope * p
-    gl.store(own_ptr + columns, p.to(own_ptr.dtype.element_ty), mask=columns < width)
+def store_gradient(own_ptr, logits, columns, width, lse, slope, ignored, Z_LOSS: gl.constexpr):
+    dtype: gl.constexpr = own_ptr.dtype.element_ty
+    if ignored:  # the whole row, so a branch costs less than a selection for every logit
+        gl.store(own_ptr + columns, gl.zeros_like(logits).to(dtype), mask=columns < width)
+    else:
+        p = gl.exp2(logits * LOG2_E - lse * LOG2_E)
+        if Z_LOSS != 0:
+            p += slope * p
+        gl.store(own_ptr + columns, p.to(dtype), mask=columns < width)
 
 
 @gluon.jit
@@ -91,7 +95,7 @@ def cross_entropy_rows_kernel(
         request(shared, block, first_ptr, block * BLOCK + within, width)
     async_copy.commit_group()
     for row in range(gl.program_id(0), rows, gl.num_programs(0)):
-        own_ptr = logits_ptr + row.to(gl.int64) * stride
+        own_ptr = logits_ptr + gl.to_tensor(row).to(gl.int64) * stride
         given = gl.load(targets_ptr + row)
         ignored = given == IGNORED
         valid = (given >= 0) & (given < vocab_size)
@@ -123,7 +127,6 @@ def cross_entropy_rows_kernel(
         if Z_LOSS != 0:  # skip it at 0, where an infinite lse would give NaN
             loss += Z_LOSS * lse * lse
         gl.store(loss_ptr + row, gl.where(ignored, 0.0, loss))
-        lse = gl.where(ignored, float("inf"), lse)  # then p is 0
 
         following = row + gl.num_programs(0)
         width_of_following = gl.where(following < rows, width, 0)
@@ -132,12 +135,12 @@ def cross_entropy_rows_kernel(
             columns = block * BLOCK + within
             if GRADIENT:
                 logits = load(shared, block, columns, vocab_size, False)
-                store_gradient(own_ptr, logits, columns, width, lse, slope, Z_LOSS)
+                store_gradient(own_ptr, logits, columns, width, lse, slope, ignored, Z_LOSS)
             request(shared, block, following_ptr, columns, width_of_following)
         columns = LAST * BLOCK + within
         if GRADIENT:
             logits = load(shared, LAST, columns, vocab_size, True)
-            store_gradient(own_ptr, logits, columns, width, lse, slope, Z_LOSS)
+            store_gradient(own_ptr, logits, columns, width, lse, slope, ignored, Z_LOSS)
             # the thread that stored p there overwrites it
             gradient = (expm1(log_p) + slope * gl.exp(log_p)).to(logits_ptr.dtype.element_ty)
             target_ptr = own_ptr + target // BLOCK * BLOCK + within

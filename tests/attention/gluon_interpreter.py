@@ -147,6 +147,10 @@ class Pointer:
     def __add__(self, offset: Any) -> "Pointer":
         return Pointer(self.base, raw(offset) + self.offset)
 
+    @property
+    def dtype(self) -> types.SimpleNamespace:
+        return types.SimpleNamespace(element_ty=self.base.dtype)
+
     def to(self, dtype: torch.dtype) -> Value:
         """The address. Read back, it points to all that follows in the tensor's storage."""
         length = self.base.untyped_storage().nbytes() // self.base.element_size()
@@ -182,6 +186,31 @@ def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     where, inside = pointer.locations(mask)
     values = torch.as_tensor(raw(value), dtype=pointer.base.dtype).broadcast_to(where.shape)
     pointer.base.view(-1)[where[inside]] = values[inside]
+
+
+def async_load(shared: "Shared", pointer: Pointer, mask: Any = None) -> None:
+    """Start a copy of this thread's own, which ends when its group is waited for."""
+    _, inside = pointer.locations(mask)
+    issued = load(pointer, mask).data
+    shared.data[inside] = math.nan
+
+    def finish() -> None:
+        check(unchanged(load(pointer, mask).data, issued), "what is being copied has changed")
+        check(bool(shared.data[inside].isnan().all()), "what is being copied was overwritten")
+        shared.data[inside] = issued[inside]
+
+    here.loads[-1].append(finish)
+
+
+def commit_group() -> None:
+    here.loads.append([])
+
+
+def wait_group(outstanding: int) -> None:
+    """Wait until no more groups than these are under way."""
+    while len(here.loads) - 1 > outstanding:
+        for finish in here.loads.pop(0):
+            finish()
 
 
 ATOMIC = threading.Lock()
@@ -640,6 +669,7 @@ class Program:
 
     def run(self, name: str, function: Callable, arguments: tuple = ()) -> None:
         here.program, here.partition, here.stores, here.products = self, name, [], []
+        here.loads = [[]]  # groups of copies, the last one without its end
         with TURN:
             try:
                 with torch.no_grad():
@@ -779,7 +809,9 @@ def fake_language() -> dict[str, Any]:
             for name in (
                 "abs",
                 "clamp",
+                "exp",
                 "exp2",
+                "log",
                 "log2",
                 "maximum",
                 "minimum",
@@ -805,6 +837,7 @@ def fake_language() -> dict[str, Any]:
         "static_assert": check_constants,
         "program_id": lambda axis: Value(here.program.number),
         "num_programs": lambda axis: Value(here.program.grid),
+        "num_warps": lambda: here.program.num_warps,
         "load": load,
         "store": store,
         "atomic_add": atomic_add,
@@ -848,6 +881,7 @@ def fake_gluon() -> dict[str, types.ModuleType]:
     def jit(function: Callable | None = None, **_: Any) -> Any:
         return Kernel(function) if function is not None else Kernel
 
+    copies = {"async_load": async_load, "commit_group": commit_group, "wait_group": wait_group}
     gluon = "triton.experimental.gluon"
     contents = {
         "triton._C.libtriton": {"ir": None},
@@ -856,6 +890,7 @@ def fake_gluon() -> dict[str, types.ModuleType]:
         f"{gluon}.language": fake_language(),
         f"{gluon}.language._core": {"builtin": lambda function: function},
         f"{gluon}.language.nvidia": {},
+        f"{gluon}.language.nvidia.ampere": {"async_copy": types.SimpleNamespace(**copies)},
         f"{gluon}.language.nvidia.hopper": hopper,
         f"{gluon}.nvidia": {},
         f"{gluon}.nvidia.hopper": {"TensorDescriptor": Descriptor},
@@ -933,6 +968,15 @@ def load_kernels(edit: tuple[str, str, str] | None = None) -> dict[str, types.Mo
     ours["launch"].cache_bytes = lambda device: 2**20
     ours["launch"].counters = lambda device: COUNTERS
     return ours
+
+
+def load_module(name: str) -> types.ModuleType:
+    """A module of kernels that needs no other, run against this interpreter."""
+    file = FOLDER.parents[2] / f"{name.replace('.', '/')}.py"
+    module = types.ModuleType(name)
+    with replaced(fake_gluon()):
+        exec(compile(file.read_text(), file, "exec"), module.__dict__)
+    return module
 
 
 COUNTERS = torch.zeros(2, dtype=torch.int32)  # every launch must leave them at zero

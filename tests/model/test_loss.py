@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import model.loss
 from model import cross_entropy, linear_cross_entropy
+from tests.attention.gluon_interpreter import load_module
 from tests.selection import diagonal
 
 
@@ -355,6 +356,58 @@ def test_chunked_loss_on_a_gpu(dtype, compiled, monkeypatch):
     assert_near(*results, reference, dtype)
 
 
+@pytest.fixture
+def hopper_kernel():
+    """The kernel for Hopper in an interpreter, on a GPU of one multiprocessor, in small blocks."""
+    module = load_module("model.loss_hopper_kernel")
+    module.BLOCK, module.LARGEST = 64, 27 * 64
+    module.multiprocessors = lambda device: 1
+    return module
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize(("vocab_size", "width"), [(330, 336), (64, 64), (320, 336)])
+def test_the_kernel_for_hopper(hopper_kernel, vocab_size, width, z_loss):
+    """Rows of several blocks, of one, and without a column of the vocabulary in the last. Some
+    programs have two rows.
+    """
+    logits = torch.randn(30, width, generator=torch.Generator().manual_seed(0)).bfloat16()
+    targets = torch.arange(30) * 11 % vocab_size
+    targets[2], targets[4], targets[5] = -100, vocab_size - 1, 3
+    logits[0, 3], logits[5, 3], logits[1, 9] = 60.0, 60.0, 40.0  # one is sure, two are hopeless
+    wide = logits[:, :vocab_size].double().requires_grad_()
+    expected = F.cross_entropy(wide, targets, reduction="none")
+    expected = expected + z_loss * (wide.logsumexp(-1).square() * (targets != -100))
+    gradient = torch.autograd.grad(expected.sum(), wide)[0]
+    logits[2, 5] = math.inf  # an ignored row has no gradient, whatever its logits are
+    found = logits.clone()
+    loss = hopper_kernel.launch(found, targets, vocab_size, -100, True, z_loss)
+    torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-6, atol=1e-5)
+    near = {"rtol": torch.finfo(found.dtype).eps, "atol": 1e-7}
+    torch.testing.assert_close(found[:, :vocab_size].double(), gradient, **near)
+    assert found[:, vocab_size:].eq(0).all() and found[2].eq(0).all() and loss[2] == 0
+    kept = logits.clone()
+    only = hopper_kernel.launch(kept, targets, vocab_size, -100, False, z_loss)
+    assert torch.equal(only, loss) and torch.equal(kept, logits)
+    targets[7], targets[8] = vocab_size, -1
+    loss = hopper_kernel.launch(kept, targets, vocab_size, -100, False, z_loss)
+    assert loss.isnan().nonzero().flatten().tolist() == [7, 8]
+
+
+def test_which_logits_the_kernel_for_hopper_takes():
+    from model.loss_hopper_kernel import BLOCK, LARGEST, SMALLEST, fits
+
+    def taken(width: int, vocab_size: int, dtype: torch.dtype = torch.bfloat16) -> bool:
+        return fits(torch.empty(2, width, dtype=dtype, device="meta"), vocab_size)
+
+    assert taken(50_304, 50_257) and taken(50_304, 50_257, torch.float16)
+    assert not taken(50_304, 50_257, torch.float32)
+    assert taken(SMALLEST, SMALLEST - 63) and not taken(SMALLEST - 64, SMALLEST - 64)
+    assert taken(LARGEST, LARGEST) and not taken(LARGEST + 64, LARGEST)
+    assert not taken(50_304 + 8, 50_257)  # rows that start between two copies of 16 bytes
+    assert not taken(12 * BLOCK + 64, 12 * BLOCK - 1)  # columns of no word in two blocks
+
+
 # rows of eight blocks, of thirteen with GPT-2's padding, and one that fills shared memory
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -374,9 +427,12 @@ def test_the_kernel_for_hopper_on_a_gpu(dtype, rows, vocab_size, width):
     targets = torch.randint(vocab_size, (rows,), device="cuda")
     targets[3], targets[5] = -100, vocab_size - 1
     logits[7, targets[7]] = 60.0  # a row that is sure of its target
+    logits[3, 5] = math.inf  # in a row that is ignored
     assert loss_hopper_kernel.fits(logits, vocab_size)
     for z_loss in (0.0, 1e-4):
-        wide = logits[:, :vocab_size].double().requires_grad_()
+        wide = logits[:, :vocab_size].double()
+        wide[3] = 0.0
+        wide.requires_grad_()
         expected = F.cross_entropy(wide, targets, reduction="none")
         expected = expected + z_loss * (wide.logsumexp(-1).square() * (targets != -100))
         gradient = torch.autograd.grad(expected.sum(), wide)[0]
