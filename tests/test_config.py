@@ -124,8 +124,13 @@ def test_the_default_run():
 @pytest.mark.parametrize(
     "name",
     [
-        # as attentions, which stays
-        pytest.param(name, marks=pytest.mark.slow if name.startswith("attentions_") else ())
+        # as attentions, stabilisers and fp8_forward, which stay
+        pytest.param(
+            name,
+            marks=pytest.mark.slow
+            if name.startswith(("attentions_", "stabilisers_", "fp8_large"))
+            else (),
+        )
         for name in EXPERIMENTS
     ],
 )

@@ -137,9 +137,9 @@ def test_the_speed_is_by_the_wall_clock_and_that_of_the_steps_stands_beside_it(
         time.sleep(0.1)
         stamps.setdefault("first step", time.perf_counter())  # it follows the row of step 0
 
-    def saved(*arguments) -> None:
+    def saved(*arguments, **how) -> None:
         time.sleep(0.1)
-        save(*arguments)
+        save(*arguments, **how)
         stamps["saved"] = time.perf_counter()
 
     monkeypatch.setattr(MetricsFile, "write", stamped)

@@ -287,8 +287,25 @@ def test_interpreted_largest_scores(head_dim, num_queries, num_keys, causal, win
     torch.testing.assert_close(top, scores.amax(-1), rtol=1e-5, atol=1e-5)
 
 
+# of long documents, and of functions of the scores, one each stays for causal and full masks
+DEAR = (
+    "B1-H4-N780-D128-full-cu_seqlens",
+    "B1-H4-N780-D128-causal-cu_seqlens-sinks-window150",
+    "B1-H4-N780-D64-causal-cu_seqlens",
+    "B2-H4kv2-N200-M300-D128-causal-softcap2-alibi_slopes-window70",
+    "B2-H4kv2-N200-M300-D64-full-alibi_slopes",
+    "B2-H4kv2-N200-M300-D128-full-score_mod",
+)
+
+
 @INTERPRETED
-@pytest.mark.parametrize("case", INTERPRETED_CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.slow if str(case) in DEAR else (), id=str(case))
+        for case in INTERPRETED_CASES
+    ],
+)
 def test_interpreted(case, conformance_record):
     check(interpreted_backend(), case, torch.float16, "cpu", conformance_record)
     assert not COUNTERS.any(), "a launch leaves the counters as it found them"

@@ -78,7 +78,10 @@ def test_in_other_dtypes(name, dtype):
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(torch.bfloat16, marks=pytest.mark.slow, id="bf16"), torch.float16],
+)
 def test_no_max_dies_of_the_same_inputs_in_every_dtype(dtype):
     cells = verify_backend(get_backend("no_max"), random_cases=3, quick=True, dtype=dtype)
     assert {cell.property for cell in cells if cell.status == "red"} == get_backend("no_max").breaks
