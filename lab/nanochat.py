@@ -43,6 +43,7 @@ from lab.nanogpt import (
     WARMUP,
     WINDOW,
     Comparison,
+    check_clone,
     describe,
     in_own_process,
     now,
@@ -71,6 +72,11 @@ class Options(Comparison):
 
     repository: ClassVar[str] = "karpathy/nanochat"
     files: ClassVar[tuple[str, ...]] = ("nanochat/gpt.py", "nanochat/flash_attention.py")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.nanogpt:
+            check_clone("nanogpt", self.nanogpt, Comparison.files, Comparison.repository)
 
 
 def train_nanochat(

@@ -72,6 +72,16 @@ NAMES = {
 }
 
 
+def check_clone(option: str, folder: Path, files: tuple[str, ...], repository: str) -> None:
+    """Raises ValueError unless the option names a clone of the repository with these files."""
+    missing = [name for name in files if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(
+            f"{option}={folder} has no {', '.join(missing)}; it is what git clone "
+            f"https://github.com/{repository} makes"
+        )
+
+
 @dataclass
 class Comparison:
     """Options of a comparison of our runs with a clone of nanoGPT, or of another repository."""
@@ -90,12 +100,7 @@ class Comparison:
     files: ClassVar[tuple[str, ...]] = ("model.py",)  # that `folder` must have
 
     def __post_init__(self) -> None:
-        missing = [name for name in self.files if not (self.folder / name).is_file()]
-        if missing:
-            raise ValueError(
-                f"folder={self.folder} has no {', '.join(missing)}; it is what git clone "
-                f"https://github.com/{self.repository} makes"
-            )
+        check_clone("folder", self.folder, self.files, self.repository)
         for length in self.seq_len:
             if self.tokens % length:
                 raise ValueError(f"tokens={self.tokens} is not a multiple of seq_len={length}")

@@ -131,9 +131,21 @@ def test_our_attention_in_the_layout_and_with_the_window_of_flash_attn_func(left
     assert torch.equal(found.transpose(1, 2), expected)
 
 
-def test_another_folder_is_refused_in_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["nanochat", f"folder={tmp_path}"])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["folder=HERE"], "folder=HERE has no nanochat/gpt.py, nanochat/flash_attention.py; "),
+        (["folder=CLONE", "nanogpt=HERE"], "nanogpt=HERE has no model.py; "),
+        (["folder=CLONE", "passes=0"], "passes=0 must be at least 1"),
+    ],
+)
+def test_refused_in_one_line_before_any_run(clone, tmp_path, monkeypatch, arguments, words):
+    here = tmp_path / "here"
+    named = {"HERE": str(here), "CLONE": str(clone)}
+    for name, path in named.items():
+        arguments = [argument.replace(name, path) for argument in arguments]
+        words = words.replace(name, path)
+    monkeypatch.setattr(sys, "argv", ["nanochat", *arguments])
     with pytest.raises(SystemExit) as end:
         lab.nanochat.main()
-    assert "has no nanochat/gpt.py, nanochat/flash_attention.py" in end.value.code
-    assert "karpathy/nanochat" in end.value.code and "\n" not in end.value.code
+    assert words in end.value.code and "\n" not in end.value.code
