@@ -14,12 +14,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from attention.kernels.launch import multiprocessors
+from model.loss_kernel import LOG2_E, add_to_sums, expm1
 
 # releases after 3.6 have a shorter name
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 RUN = gl.constexpr(8)  # consecutive logits of a thread: 16 bytes
-LOG2_E = gl.constexpr(1.4426950408889634)  # exp2 is one instruction
 WARPS = 8
 BLOCK = 4096  # logits that a program reads at a time
 # logits of a row. From the first on this was 8 to 28% faster than model/loss_kernel.py on an H200.
@@ -46,11 +46,22 @@ def load(shared, block, columns, vocab_size, LAST: gl.constexpr):
 
 
 @gluon.jit
-def add_to_sums(logits, maxima, sums):
-    """Maxima and sums of exponentials of each run, with these logits added."""
-    new = gl.maximum(maxima, gl.max(logits, 1))
-    terms = gl.sum(gl.exp2((logits - gl.expand_dims(new, 1)) * LOG2_E), 1)
-    return new, sums * gl.exp2((maxima - new) * LOG2_E) + terms
+def sums_of_row(shared, within, vocab_size):
+    """The maximum of a row, and the logarithm of the sum of exp(logit - maximum)."""
+    LAST: gl.constexpr = shared.shape[0] - 1
+    RUNS: gl.constexpr = shared.shape[1]
+    of_runs: gl.constexpr = gl.SliceLayout(1, within.type.layout)
+    # each thread keeps a maximum and a sum until the row ends. The maximum is finite, so that a run
+    # of columns beyond the vocabulary gives no inf - inf
+    maxima = gl.full([RUNS], -3e38, gl.float32, of_runs)
+    sums = gl.zeros([RUNS], gl.float32, of_runs)
+    for block in range(LAST):
+        logits = load(shared, block, within, vocab_size, False)
+        maxima, sums = add_to_sums(logits, maxima, sums)
+    logits = load(shared, LAST, LAST * RUNS * RUN + within, vocab_size, True)
+    maxima, sums = add_to_sums(logits, maxima, sums)
+    row_max = gl.max(maxima, 0)
+    return row_max, gl.log(gl.sum(sums * gl.exp2((maxima - row_max) * LOG2_E), 0))
 
 
 @gluon.jit
@@ -66,13 +77,6 @@ def store_gradient(own_ptr, logits, columns, width, lse, slope, ignored, Z_LOSS:
 
 
 @gluon.jit
-def expm1(x):
-    """exp(x) - 1 for x <= 0, without the cancellation near 0."""
-    near = x * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5))))
-    return gl.where(x > -0.1, near, gl.exp(x) - 1)
-
-
-@gluon.jit
 def cross_entropy_rows_kernel(
     logits_ptr, targets_ptr, loss_ptr, rows, stride, vocab_size, width, IGNORED: gl.constexpr,
     GRADIENT: gl.constexpr, Z_LOSS: gl.constexpr, BLOCKS: gl.constexpr, BLOCK: gl.constexpr
@@ -84,10 +88,9 @@ def cross_entropy_rows_kernel(
     RUNS: gl.constexpr = BLOCK // RUN
     LAST: gl.constexpr = BLOCKS - 1
     layout: gl.constexpr = gl.BlockedLayout([1, RUN], [32, 1], [gl.num_warps(), 1], [1, 0])
-    of_runs: gl.constexpr = gl.SliceLayout(1, layout)
     place: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     shared = gl.allocate_shared_memory(logits_ptr.dtype.element_ty, [BLOCKS, RUNS, RUN], place)
-    within = gl.expand_dims(gl.arange(0, RUNS, of_runs), 1) * RUN
+    within = gl.expand_dims(gl.arange(0, RUNS, gl.SliceLayout(1, layout)), 1) * RUN
     within += gl.expand_dims(gl.arange(0, RUN, gl.SliceLayout(0, layout)), 0)
 
     first_ptr = logits_ptr + gl.program_id(0).to(gl.int64) * stride
@@ -102,19 +105,8 @@ def cross_entropy_rows_kernel(
         target = gl.where(valid, given, 0).to(gl.int32)
         async_copy.wait_group(0)
 
-        # each thread keeps a maximum and a sum until the row ends. The maximum is finite, so that a
-        # run of columns beyond the vocabulary gives no inf - inf
-        maxima = gl.full([RUNS], -3e38, gl.float32, of_runs)
-        sums = gl.zeros([RUNS], gl.float32, of_runs)
-        for block in range(LAST):
-            logits = load(shared, block, within, vocab_size, False)
-            maxima, sums = add_to_sums(logits, maxima, sums)
-        logits = load(shared, LAST, LAST * BLOCK + within, vocab_size, True)
-        maxima, sums = add_to_sums(logits, maxima, sums)
-        row_max = gl.max(maxima, 0)
-        # kept apart from row_max: in a sum, a tiny log_sum would be lost
-        log_sum = gl.log(gl.sum(sums * gl.exp2((maxima - row_max) * LOG2_E), 0))
-
+        # kept apart: in their sum, a tiny log_sum would be lost
+        row_max, log_sum = sums_of_row(shared, within, vocab_size)
         block = target // BLOCK
         at_target = block * BLOCK + within == target
         logits = load(shared, block, within, vocab_size, False)

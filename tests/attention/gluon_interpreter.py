@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from triton.language import constexpr
 
 from attention.kernels.forward import with_sink
 from attention.kernels.portable import find_score_mod
@@ -87,6 +88,9 @@ class Value:
 
     def permute(self, order: tuple[int, ...]) -> "Value":
         return Value(self.data.permute(order))
+
+    def __getitem__(self, index: Any) -> "Value":
+        return Value(self.data[index])
 
     def split(self) -> "tuple[Value, Value]":
         first, second = self.data.unbind(-1)
@@ -809,10 +813,7 @@ def fake_language() -> dict[str, Any]:
             for name in (
                 "abs",
                 "clamp",
-                "exp",
-                "exp2",
-                "log",
-                "log2",
+                *("exp", "exp2", "log", "log2"),
                 "maximum",
                 "minimum",
                 "rsqrt",
@@ -911,11 +912,18 @@ def interpreted(function: Any, gl: types.ModuleType) -> Kernel | None:
         return None
     code = function.fn.__code__
     known = {
-        name: interpreted(x, gl) if hasattr(x, "fn") else x
+        name: of_triton(x, gl)
         for name, x in function.fn.__globals__.items()
         if name in code.co_names
     }
     return Kernel(types.FunctionType(code, known | {"tl": gl}))
+
+
+def of_triton(x: Any, gl: types.ModuleType) -> Any:
+    """What Triton made of a function or a constant, in this interpreter; else x."""
+    if isinstance(x, constexpr):
+        return x.value
+    return interpreted(x, gl) if hasattr(x, "fn") else x
 
 
 def check_constants(condition: Any) -> None:
@@ -971,11 +979,12 @@ def load_kernels(edit: tuple[str, str, str] | None = None) -> dict[str, types.Mo
 
 
 def load_module(name: str) -> types.ModuleType:
-    """A module of kernels that needs no other, run against this interpreter."""
+    """A module of kernels that needs no other in Gluon, run against this interpreter."""
     file = FOLDER.parents[2] / f"{name.replace('.', '/')}.py"
     module = types.ModuleType(name)
     with replaced(fake_gluon()):
         exec(compile(file.read_text(), file, "exec"), module.__dict__)
+    module.__dict__.update({name: of_triton(x, module.gl) for name, x in vars(module).items()})
     return module
 
 
