@@ -14,8 +14,8 @@ with nanochat's windows (SSSL).
 
     attention    ours, several, separated by commas
     seq_len      several lengths; tokens=32768 is the size of every pass
-    passes       passes of an optimizer step, several; nanochat's own step has 16 of this size
-    steps        steps of each run; the first ten are not timed, and the rest are timed ten by ten
+    passes       several numbers of passes in an optimizer step. By default nanochat has 16
+    steps        steps of each run. The first ten are not timed. The rest are timed ten by ten
     rounds       runs of each program (2), in turns
     nanogpt      your clone of nanoGPT, whose step is then measured too, with one pass
     model, vocab_size, device    as in lab.nanogpt
@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from io import StringIO
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -46,8 +45,7 @@ from lab.nanogpt import (
     check_clone,
     describe,
     in_own_process,
-    now,
-    percentiles,
+    timed,
     train_ours,
     train_theirs,
 )
@@ -55,7 +53,6 @@ from model import GPT
 from scripts.arguments import Count, command, default, parse_backend
 from scripts.tables import Row
 from training.device import pick_device
-from training.memory import GIB
 from training.trained import data_of, read_run_config
 
 HEAD_DIM = 128  # as in nanochat's base_train.py
@@ -110,26 +107,16 @@ def train_nanochat(
         optimizer = model.setup_optimizer()
     run = torch.compile(model, dynamic=False) if device.type == "cuda" else model
 
-    times = []
-    for step, passes in enumerate(read_batches(config, data, steps, device)):
-        if step >= WARMUP and (step - WARMUP) % WINDOW == 0:
-            times.append(now(device))
-        if step == WARMUP and device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        for inputs, targets in passes:
-            moved = (x.to(device, non_blocking=True) for x in (inputs, targets))
-            loss = run(*moved)
+    def take(_: int, batch: list[Tensor]) -> None:
+        passes = list(zip(*(x.split(int(config.batch_size)) for x in batch), strict=True))
+        for each in passes:
+            loss = run(*(x.to(device, non_blocking=True) for x in each))
             (loss / len(passes)).backward()
         optimizer.step()
         model.zero_grad(set_to_none=True)
         loss.item()
-    if (steps - WARMUP) % WINDOW == 0:
-        times.append(now(device))
-    tokens = WINDOW * config.sequences_per_step * config.seq_len
-    speeds = [tokens / (after - before) for before, after in pairwise(times)]
-    peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else None
-    flops = model.estimate_flops()
-    return percentiles(speeds) | {"peak_gib": peak, "flops_per_token": flops}
+
+    return timed(take, config, data, steps) | {"flops_per_token": model.estimate_flops()}
 
 
 def as_flash_attn_func(
@@ -145,19 +132,6 @@ def as_flash_attn_func(
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     window = window_size if 0 <= window_size[0] < k.shape[2] else None
     return attention(q, k, v, causal=causal, window=window, **how).out.transpose(1, 2)
-
-
-def read_batches(
-    config: Any, data: Any, steps: int, device: torch.device
-) -> list[list[tuple[Tensor, Tensor]]]:
-    """The passes of every step, in pinned memory on a GPU."""
-    found = []
-    for step in range(steps):
-        batch = data.train_batch(step, config.sequences_per_step)[:2]
-        if device.type == "cuda":
-            batch = [x.pin_memory() for x in batch]
-        found.append(list(zip(*(x.split(int(config.batch_size)) for x in batch), strict=True)))
-    return found
 
 
 def flops_of_ours(run_dir: Path) -> int:
@@ -180,20 +154,18 @@ def compare(options: Options, scratch: Path, seq_len: int, passes: int) -> Itera
     def theirs(train: Callable[..., Row], folder: Path, run_dir: Path, **variation: Any) -> Row:
         return in_own_process(train, folder, run_dir, options.steps, **variation)
 
+    chat = partial(theirs, train_nanochat, options.folder)
+    programs: dict[str, Callable[[Path], Row]] = {
+        name: partial(ours, name) for name in options.attention
+    }
+    if options.nanogpt and passes == 1:
+        programs["nanogpt"] = partial(theirs, train_theirs, options.nanogpt)
+    programs["nanochat"] = chat
+    for name in options.attention:
+        for pattern in (FULL, WINDOWS):
+            programs[f"nanochat, {name}, {pattern}"] = partial(chat, pattern=pattern, name=name)
     for number in range(options.rounds):
-        programs: dict[str, Callable[[Path], Row]] = {
-            name: partial(ours, name) for name in options.attention
-        }
-        if options.nanogpt and passes == 1:
-            programs["nanogpt"] = partial(theirs, train_theirs, options.nanogpt)
-        chat = partial(theirs, train_nanochat, options.folder)
-        programs["nanochat"] = chat
-        for name in options.attention:
-            for pattern in (FULL, WINDOWS):
-                who = f"nanochat, {name}, {pattern}"
-                programs[who] = partial(chat, pattern=pattern, name=name)
-        # the others read their settings from our run
-        run_dir = scratch / f"{seq_len}-{passes}-{number}"
+        run_dir = scratch / f"{seq_len}-{passes}-{number}"  # the others read our run's settings
         for who, run in programs.items():
             found = {"passes": passes, "round": number} | run(run_dir)
             yield describe(who, seq_len, options, found)

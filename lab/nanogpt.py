@@ -41,8 +41,10 @@ from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from config import RunConfig
+from data.interface import TrainingData
 from model import GPT
 from model.hugging_face import GPT2
 from scripts.arguments import Count, Json, command, default, parse_backend
@@ -212,19 +214,11 @@ def train_theirs(
             optim.weight_decay, optim.lr, (optim.beta1, optim.beta2), device.type
         )
     run = torch.compile(model) if compiled and device.type == "cuda" else model
-    batches = [data.train_batch(step, config.sequences_per_step)[:2] for step in range(steps)]
-    if device.type == "cuda":
-        batches = [[tensor.pin_memory() for tensor in batch] for batch in batches]
+    losses = []
 
-    losses, times = [], []
-    for step, (inputs, targets) in enumerate(batches):
-        if step >= WARMUP and (step - WARMUP) % WINDOW == 0:
-            times.append(now(device))
-        if step == WARMUP and device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+    def take(step: int, batch: list[Tensor]) -> None:
         set_learning_rate(optimizer, step, config.steps, optim)
-        inputs = inputs.to(device, non_blocking=True)
-        targets = targets.to(device, non_blocking=True)
+        inputs, targets = (x.to(device, non_blocking=True) for x in batch)
         with autocast_to(dtype, device):
             _, loss = run(inputs, targets)
         loss.backward()
@@ -232,13 +226,35 @@ def train_theirs(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.detach())
+
+    found = timed(take, config, data, steps)
+    return found | {"losses": {step: loss.item() for step, loss in enumerate(losses, 1)}}
+
+
+def timed(
+    take: Callable[[int, list[Tensor]], None], config: RunConfig, data: TrainingData, steps: int
+) -> Row:
+    """Call take(step, [inputs, targets]) for every step, on the batches of one of our runs.
+
+    The batches wait in pinned memory on a GPU. Returns tokens per second and the peak memory.
+    """
+    device = pick_device(config.device)
+    batches = [list(data.train_batch(step, config.sequences_per_step)[:2]) for step in range(steps)]
+    if device.type == "cuda":
+        batches = [[tensor.pin_memory() for tensor in batch] for batch in batches]
+    times = []
+    for step, batch in enumerate(batches):
+        if step >= WARMUP and (step - WARMUP) % WINDOW == 0:
+            times.append(now(device))
+        if step == WARMUP and device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        take(step, batch)
     if (steps - WARMUP) % WINDOW == 0:
         times.append(now(device))
     tokens = WINDOW * config.sequences_per_step * config.seq_len
     peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else None
     speeds = [tokens / (after - before) for before, after in pairwise(times)]
-    losses = {step: loss.item() for step, loss in enumerate(losses, 1)}
-    return percentiles(speeds) | {"peak_gib": peak, "losses": losses}
+    return percentiles(speeds) | {"peak_gib": peak}
 
 
 def their_model(folder: Path, config: RunConfig, vocab_size: int) -> torch.nn.Module:
