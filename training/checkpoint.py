@@ -125,9 +125,9 @@ class Checkpoints:
     def save(
         self, step: int, tokens: int, val_loss: float | None = None, *, last: bool = False
     ) -> None:
-        """Save the current state as the latest checkpoint. `val_loss` must be that of this step.
+        """Save the current state as the latest checkpoint.
 
-        `last` says that no step follows.
+        val_loss: of this step, or None. last: no step follows.
         """
         if not self.writes:
             return

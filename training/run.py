@@ -168,16 +168,11 @@ def _build_run(config: "RunConfig", summary: Row) -> Run:
 
     from attention import dtype_name
     from data import build_data
-    from model import GPT, count_parameters
+    from model import count_parameters
     from training.device import pick_dtype, set_deterministic
     from training.optimizer import build_optimizer
     from training.pretrained import find_pretrained
-    from training.schedule import (
-        attention_schedule,
-        kernel_inputs,
-        run_compiles,
-        schedule_summary,
-    )
+    from training.schedule import attention_schedule, kernel_inputs, schedule_summary
     from training.sharing import on_ranks
 
     ranks, device = _meet(config)
@@ -199,11 +194,8 @@ def _build_run(config: "RunConfig", summary: Row) -> Run:
             pretrained = find_pretrained(config.init_from)
     with phase("starting", f"reading data={config.data.source}"), ranks.first_goes_first():
         data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
-    torch.manual_seed(config.seed)
-    compiles = run_compiles(config, schedule[0], device.type)
-    with phase("starting", "building the model"), importing_torch_compile(compiles):
-        made = {"vocab_size": data.vocab_size, "backend": schedule[0]}
-        model = GPT(config.model, **made, attention=config.attention).to(device)
+    with phase("starting", "building the model"):
+        model = _build_model(config, schedule[0], data.vocab_size, device)
         init_from = pretrained.load_into(model) if pretrained else None
     summary |= {"parameters": count_parameters(model), "data": data.fingerprint}
 
@@ -224,6 +216,21 @@ def _build_run(config: "RunConfig", summary: Row) -> Run:
     # set now, because a later report of memory that ran out quotes it
     summary["memory/predicted_gib"] = run.predicted_gib
     return run
+
+
+def _build_model(
+    config: "RunConfig", backend: "Backend", vocab_size: int, device: "torch.device"
+) -> "GPT":
+    """The model of a run on its device, with the first weights of its seed."""
+    import torch
+
+    from model import GPT
+    from training.schedule import run_compiles
+
+    torch.manual_seed(config.seed)
+    with importing_torch_compile(run_compiles(config, backend, device.type)):
+        made = {"vocab_size": vocab_size, "backend": backend}
+        return GPT(config.model, **made, attention=config.attention).to(device)
 
 
 @contextmanager
