@@ -17,17 +17,19 @@ Dimensions: B batch, N tokens, C hidden_size, H query heads, H_kv key/value head
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import model.norm
 from config import ModelConfig
 from model.checkpointing import elementwise_recomputed, in_chunks, kept_on_host, recomputed
 from model.gelu import gelu_mlp
 from model.kv_cache import LayerCache
-from model.norm import add_norm, add_norm_linear
+from model.norm import Branch, add_norm, add_norm_linear
+from model.products import linear, product_dtype
 
 if TYPE_CHECKING:
     from attention.context import Shards
@@ -42,14 +44,14 @@ def is_fused(config: ModelConfig, x: Tensor) -> bool:
 def fused_block(
     block: "Block",
     x: Tensor,
-    branch: Tensor | None,
+    branch: Branch | None,
     rope: "Rope | None",
     document_ids: Tensor | None,
     cache: LayerCache | None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Branch | None]:
     """block(x + branch), returned as two parts: one kernel adds them and computes the next norm.
 
-    x and branch (B, N, C), in and out; None stands for zero.
+    x (B, N, C); None stands for zero.
     """
 
     def attend(qkv: Iterable[Tensor], exchanged: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -59,7 +61,7 @@ def fused_block(
         )
 
     if block.config.checkpoint in ("attention", "block"):
-        x = x if branch is None else x + branch
+        x = x if branch is None else x + branch.values
         x, block.attention.max_score = recomputed_block(block, x, rope, attend)
         return x, None
     x, qkv = before_attention(block, x, branch, rope)
@@ -67,14 +69,47 @@ def fused_block(
     return after_attention(block, x, out)
 
 
+class Zeros(torch.autograd.Function):
+    """Zeros of x's shape and of its last dimension. They require a gradient as x does, and their
+    gradient goes nowhere.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return x.new_zeros(x.shape, dtype=dtype), x.new_zeros(x.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def first_branch(block: "Block", x: Tensor) -> Branch | None:
+    """The branch before the first block under torch.compile. Where later blocks have one, it is
+    zeros: then one graph serves all blocks, and another would take seconds to compile.
+    """
+    halves = block.config.checkpoint in ("attention", "block")
+    if halves or not model.norm.has_kernel(x, x):
+        return None
+    values, bias = Zeros.apply(x, product_dtype(x, x.dtype))
+    return Branch(values, bias if norm_sums(block, x) else None)
+
+
 def before_attention(
-    block: "Block", x: Tensor, branch: Tensor | None, rope: "Rope | None"
+    block: "Block",
+    x: Tensor,
+    branch: Branch | None,
+    rope: "Rope | None",
+    *,
+    repeated: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """x + branch, and q, k and v (B, N, H or H_kv, D) computed from it."""
-    recompute = recomputes_elementwise(block)
-    x, qkv = add_norm_linear(
-        x, branch, block.attention_norm, block.attention.qkv, recompute=recompute
-    )
+    """x + branch, and q, k and v (B, N, H or H_kv, D) computed from it. repeated: see linear()."""
+    values, bias = branch or (None, None)
+    layer, recompute = block.attention.qkv, recomputes_elementwise(block)
+    if recompute:
+        x, qkv = add_norm_linear(x, values, block.attention_norm, layer, bias)
+    else:
+        x, normed = add_norm(x, values, block.attention_norm, bias)
+        qkv = linear(layer, normed, layer.bias, repeated=repeated)
 
     # tokens in dimension 1, as in_chunks needs them. The caller transposes back after the
     # recomputed part, so torch.compile keeps q and k: otherwise it would repeat QK-norm and RoPE
@@ -86,21 +121,47 @@ def before_attention(
 
 def after_attention(
     block: "Block", x: Tensor, out: Tensor, *, repeated: bool = False
-) -> tuple[Tensor, Tensor]:
-    """x + proj(out) for the attention's output, and the branch of the MLP. repeated: see
-    gelu_mlp().
+) -> tuple[Tensor, Branch]:
+    """x + proj(out) for the attention's output, and the branch of the MLP. repeated: see linear().
+    Then nothing is left to the next norm.
     """
-    mlp = block.mlp
-    # proj(out) is unnamed, so that it is freed after the sum
-    if recomputes_elementwise(block):
+    mlp, proj, recompute = block.mlp, block.attention.proj, recomputes_elementwise(block)
+    added, left = ending(proj, norm_sums(block, x))
+    # proj's result is unnamed, so that it is freed after the sum
+    if recompute:
         x, hidden = add_norm_linear(
-            x, block.dropout(block.attention.proj(out)), block.mlp_norm, mlp.up, recompute=True
+            x, block.dropout(linear(proj, out, added)), block.mlp_norm, mlp.up, left
         )
-        contract = elementwise_recomputed(lambda hidden: mlp.down(mlp.activate(hidden)))
-        return x, block.dropout(contract(hidden))
-    x, normed = add_norm(x, block.dropout(block.attention.proj(out)), block.mlp_norm)
-    y = mlp(normed) if mlp.gated else gelu_mlp(normed, mlp.up, mlp.down, repeated=repeated)
-    return x, block.dropout(y)
+    else:
+        x, normed = add_norm(x, block.dropout(linear(proj, out, added)), block.mlp_norm, left)
+
+    added, left = ending(mlp.down, norm_sums(block, x) and not repeated)
+    if recompute:
+        y = elementwise_recomputed(
+            lambda hidden: F.linear(mlp.activate(hidden), mlp.down.weight, added)
+        )(hidden)
+    elif mlp.gated:
+        hidden = mlp.activate(linear(mlp.up, normed, mlp.up.bias))
+        y = linear(mlp.down, hidden, added, repeated=repeated)
+    else:
+        y = gelu_mlp(normed, mlp.up, mlp.down, added, repeated=repeated)
+    return x, Branch(block.dropout(y), left)
+
+
+def norm_sums(block: "Block", x: Tensor) -> bool:
+    """Whether the norm after a branch computes the gradient of the bias in it: it has the gradient
+    of the branch, and sums it at almost no cost. Dropout would come between.
+    """
+    dropout = block.dropout.p > 0 and block.training
+    return block.config.bias and not dropout and model.norm.has_kernel(x, x)
+
+
+def ending(layer: nn.Linear, sums: bool) -> tuple[Tensor | None, Tensor | None]:
+    """The bias that the last layer of a branch adds, and the one it leaves to the next norm."""
+    if not sums:
+        return layer.bias, None
+    # not the parameter itself, so that torch.compile does not tell it from first_branch()'s
+    return layer.bias.detach(), layer.bias.view_as(layer.bias)
 
 
 def recomputes_elementwise(block: "Block") -> bool:
@@ -120,18 +181,19 @@ def recomputed_block(
     checkpoint = config.checkpoint if torch.is_grad_enabled() else "none"
     shards = block.attention.shards
     world = 1 if shards is None else shards.heads.size  # ranks that exchange heads
+    repeated = checkpoint != "none"
 
     def before(x: Tensor, *rope: Tensor) -> tuple[Tensor, ...]:
-        qkv = before_attention(block, x, None, rope or None)[1]
+        qkv = before_attention(block, x, None, rope or None, repeated=repeated)[1]
         return to_heads(shards, qkv) if world > 1 else qkv
 
     def after(x: Tensor, out: Tensor) -> Tensor:
         if world > 1:
             out = to_tokens(shards, out, config.head_dim)
-        x, branch = after_attention(block, x, out, repeated=checkpoint != "none")
-        return x + branch
+        x, branch = after_attention(block, x, out, repeated=repeated)
+        return x + branch.values
 
-    if checkpoint != "none" and config.recomputes_halves:
+    if repeated and config.recomputes_halves:
         before, after = recomputed(before, dropout=dropout), recomputed(after, dropout=dropout)
 
     def run(x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -141,7 +203,7 @@ def recomputed_block(
         out = in_chunks(after, x, by_rank(out, world), size=config.chunk_tokens)
         return out, max_score
 
-    with kept_on_host(x) if config.offload and checkpoint != "none" else nullcontext():
+    with kept_on_host(x) if config.offload and repeated else nullcontext():
         return recomputed(run, dropout=dropout)(x) if checkpoint == "block" else run(x)
 
 

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.loss import TRITON, product_dtype
+from model.loss import TRITON
+from model.products import linear, product_dtype, weight_gradient
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -39,20 +40,27 @@ def gelu_by_sigmoid(x: Tensor) -> Tensor:
     return out if out.dtype == x.dtype else out.to(x.dtype)
 
 
-def gelu_mlp(x: Tensor, up: nn.Linear, down: nn.Linear, *, repeated: bool = False) -> Tensor:
-    """down(gelu(up(x))), from x (..., C) to (..., C). Kernels take its place where they can: see
-    has_product_kernel() and has_kernel().
+def gelu_mlp(
+    x: Tensor,
+    up: nn.Linear,
+    down: nn.Linear,
+    down_bias: Tensor | None,
+    *,
+    repeated: bool = False,
+) -> Tensor:
+    """down(gelu(up(x))) with another bias, from x (..., C) to (..., C). Kernels take its place
+    where they can: see has_product_kernel() and has_kernel().
 
-    repeated: whether the backward pass runs this again. Then down is a product of its own, which
-    checkpointing leaves out the second time.
+    repeated: see linear(). Then down is a product of its own.
     """
     if not repeated and has_product_kernel(x, up, down):
-        return GeluMLP.apply(x, up.weight, up.bias, down.weight, down.bias)
-    if not has_kernel(x, up):
-        return down(gelu(up(x)))
-    # GeluWithBias has the gradient of the bias
-    hidden = F.linear(x, up.weight, up.bias.detach())
-    return down(GeluWithBias.apply(hidden, up.bias))
+        return GeluMLP.apply(x, up.weight, up.bias, down.weight, down_bias)
+    if has_kernel(x, up):
+        # GeluWithBias has the gradient of the bias
+        activated = GeluWithBias.apply(linear(up, x, up.bias.detach()), up.bias)
+    else:
+        activated = gelu(linear(up, x, up.bias))
+    return linear(down, activated, down_bias, repeated=repeated)
 
 
 def has_kernel(x: Tensor, up: nn.Linear) -> bool:
@@ -114,18 +122,21 @@ class GeluMLP(torch.autograd.Function):
         return F.linear(activated, down, down_bias.to(x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         x, hidden, activated, up, down = ctx.saved_tensors
         d_hidden, d_up_bias = product_gelu_backward(d_y, down, hidden)
         d_x = d_hidden @ up
-        x, activated, d_hidden, d_y = (t.flatten(0, -2) for t in (x, activated, d_hidden, d_y))
-        gradients = (
-            d_hidden.mT @ x,
-            d_up_bias,
-            d_y.mT @ activated,
-            d_y.sum(0, dtype=torch.float32),
+        up_dtype, up_bias_dtype, down_dtype, down_bias_dtype = ctx.dtypes
+        d_down_bias = None
+        if ctx.needs_input_grad[4]:
+            d_down_bias = d_y.flatten(0, -2).sum(0, dtype=torch.float32).to(down_bias_dtype)
+        return (
+            d_x,
+            weight_gradient(d_hidden, x, up_dtype),
+            d_up_bias.to(up_bias_dtype),
+            weight_gradient(d_y, activated, down_dtype),
+            d_down_bias,
         )
-        return d_x, *(t.to(dtype) for t, dtype in zip(gradients, ctx.dtypes, strict=True))
 
 
 # operators, each one node for torch.compile. They return new tensors, not views

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 
 from attention import Backend, Shards, attention, attention_with_cache, build_module
 from config import AttentionConfig, ModelConfig
-from model.fused_block import fused_block, is_fused
+from model.fused_block import first_branch, fused_block, is_fused
 from model.gelu import gelu
 from model.kv_cache import KVCache, LayerCache
 from model.layer_function import layer_functions
-from model.loss import linear_cross_entropy
-from model.norm import NORM_EPS, add_norm, build_norm
+from model.loss import TRITON, linear_cross_entropy
+from model.norm import NORM_EPS, Branch, add_norm, build_norm
 from model.rope import apply_rope, rope_tables
 
 Rope = tuple[Tensor, Tensor]  # the cosines and sines of rope_tables()
@@ -228,11 +228,11 @@ class Block(nn.Module):
 def run_block(
     block: Block,
     x: Tensor,
-    branch: Tensor | None,
+    branch: Branch | None,
     rope: Rope | None,
     document_ids: Tensor | None,
     cache: LayerCache | None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Branch | None]:
     """block(x + branch), as two parts where fused_block() leaves their sum to the next norm.
 
     Block is the specification. fused_block gives the same result and is its fast form for training
@@ -276,6 +276,7 @@ class GPT(nn.Module):
         )
         self._initialise()
         self._run_block, self._run_loss = run_block, linear_cross_entropy
+        self._compiled = False
         # last, so that the other weights start as with any other attention of the same seed
         for layer, block in enumerate(self.blocks):
             block.attention.build_own(config, layer)
@@ -378,12 +379,14 @@ class GPT(nn.Module):
         """
         x, rope = self.embed(tokens, cache)
         x = self.dropout(x)
-        branch = None  # fused_block leaves the last sum, x + branch, to the next norm
+        # fused_block leaves the last sum, x + branch, to the next norm
+        branch = first_branch(self.blocks[0], x) if self._compiled else None
         caches = [None] * len(self.blocks) if cache is None else cache.layers
         for block, layer_cache in zip(self.blocks, caches, strict=True):
             x, branch = self._run_block(block, x, branch, rope, document_ids, layer_cache)
-        x = add_norm(x, branch, self.final_norm)[1]
-        del branch  # frees memory for the loss
+        values, bias = branch or (None, None)
+        x = add_norm(x, values, self.final_norm, bias)[1]
+        del branch, values  # frees memory for the loss
         if targets is not None:
             loss = self._run_loss(x, self.output_weight, targets, z_loss=z_loss)
             return ModelOutput(None, loss)
@@ -412,7 +415,9 @@ class GPT(nn.Module):
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
         made = copy.copy(self)  # shares the parameters and blocks
         made._run_block = torch.compile(run_block, **options)
-        made._run_loss = torch.compile(linear_cross_entropy, **options)
+        made._compiled = True
+        if not (TRITON and next(self.parameters()).is_cuda):  # else its parts are kernels already
+            made._run_loss = torch.compile(linear_cross_entropy, **options)
         return made
 
     def _positions(self, tokens: Tensor, cache: KVCache | None) -> Tensor:

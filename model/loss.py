@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model.products import add_product, product_dtype, weight_gradient, widens
+
 IGNORED = torch.nn.CrossEntropyLoss().ignore_index  # the target without a loss: -100
 # number of logits in a chunk. On a GPU 512 MiB in 16 bits: 4,736 tokens at GPT-2's vocabulary. Half
 # of that made a step of GPT-2 4% slower on an H200; twice as much is no faster. A CPU needs less:
@@ -40,12 +42,6 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
     )
     return total / (targets != IGNORED).sum().clamp(min=1)
-
-
-def product_dtype(x: Tensor, otherwise: torch.dtype) -> torch.dtype:
-    """The dtype of a product of x under autocast, and `otherwise` without it."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else otherwise
 
 
 def linear_cross_entropy(
@@ -119,26 +115,21 @@ def _(logits, targets, vocab_size, with_gradients, z_loss=0.0):
     return logits.new_empty(logits.shape[0], dtype=torch.float32)
 
 
-def adds_in_place(total: Tensor, a: Tensor) -> bool:
-    """Whether add_product() takes these: CUDA's library adds a 16-bit product to float32, the CPU's
-    does not.
+@torch.library.custom_op("tilegpt::scaled", mutates_args=())
+def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """factor x in dtype, for a factor of one number on x's device and a contiguous x. PyTorch's
+    product with such a number takes half again as long.
     """
-    return a.is_cuda and a.dtype in (torch.float16, torch.bfloat16) and total.dtype == torch.float32
+    if has_kernel(x):
+        from model.loss_kernel import scale
+
+        return scale(x, factor, dtype)
+    return (x.to(factor.dtype) * factor).to(dtype)
 
 
-@torch.library.custom_op(
-    "tilegpt::add_product", mutates_args=("total",), tags=(torch.Tag.needs_exact_strides,)
-)
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total (M, N) float32 += a b, for a (M, K) and b (K, N) in 16 bits. The product is neither
-    stored beside the sum nor rounded.
-    """
-    torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
-
-
-@add_product.register_fake
-def _(total, a, b):
-    return None
+@scaled.register_fake
+def _(x, factor, dtype):
+    return x.new_empty(x.shape, dtype=dtype)
 
 
 def introduce_operators() -> None:
@@ -153,6 +144,8 @@ def introduce_operators() -> None:
     for operator in (
         torch.ops.tilegpt.cross_entropy_in_place.default,
         torch.ops.tilegpt.add_product.default,
+        torch.ops.tilegpt.wide_product.default,
+        torch.ops.tilegpt.scaled.default,
     ):
         if operator not in lowerings:
             make_fallback(operator)
@@ -192,8 +185,8 @@ class LinearCrossEntropy(torch.autograd.Function):
                 d_x.append(d_logits @ w)
                 x_rows = x_rows * shrink if shrink < 1 else x_rows
                 if d_weight is None:
-                    d_weight = (d_logits.mT @ x_rows).to(total.dtype)
-                elif adds_in_place(d_weight, d_logits):
+                    d_weight = weight_gradient(d_logits, x_rows, total.dtype)
+                elif widens(d_weight.dtype, d_logits):
                     add_product(d_weight, d_logits.mT, x_rows)
                 else:
                     d_weight.add_(d_logits.mT @ x_rows)
@@ -250,7 +243,6 @@ class LinearCrossEntropy(torch.autograd.Function):
                 "takes create_graph=True"
             )
         # not in place, because retain_graph=True may run this twice
-        d_x, d_weight = (
-            x.to(dtype, copy=True) for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        )
-        return d_x.mul_(d_total), d_weight.mul_(d_total / ctx.shrink), None, None, None, None
+        factors = d_total, d_total / ctx.shrink
+        d_x, d_weight = map(scaled, ctx.saved_tensors, factors, ctx.dtypes)
+        return d_x, d_weight, None, None, None, None

@@ -4,7 +4,7 @@ When training on a GPU, one kernel computes `x + branch` and its norm (model/nor
 backward pass is also one kernel: from the gradients of both results to those of x and the branch.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +12,20 @@ from torch import Tensor, nn
 
 from config import ModelConfig
 from model.checkpointing import elementwise_recomputed
-from model.loss import TRITON, product_dtype
+from model.loss import TRITON
+from model.products import product_dtype, weight_gradient
 
 NORM_EPS = 1e-5
 MAX_WIDTH = 8192  # the longest row that a program holds in its registers
+
+
+class Branch(NamedTuple):
+    """What a block leaves to the next norm to add."""
+
+    values: Tensor  # (B, N, C)
+    # (C,), the last layer's, contained in values; its gradient comes from the norm. None: from the
+    # layer
+    bias: Tensor | None
 
 
 def build_norm(config: ModelConfig) -> nn.Module:
@@ -24,36 +34,44 @@ def build_norm(config: ModelConfig) -> nn.Module:
     return nn.RMSNorm(config.hidden_size, eps=NORM_EPS)
 
 
-def add_norm(x: Tensor, branch: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
+def add_norm(
+    x: Tensor, branch: Tensor | None, norm: nn.Module, branch_bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """x + branch and norm(x + branch), both (B, N, C); None adds nothing. norm comes from
     build_norm().
+
+    branch_bias (C,): a bias that the branch contains, detached. Its gradient comes from here, which
+    has_kernel() must allow.
 
     The kernel returns the norm in autocast's dtype, which the next product takes; PyTorch in x's.
     """
     if branch is not None and has_kernel(x, branch):
-        x, normed, _ = add_norm_operator(x, branch, *arguments(x, norm))
+        x, normed, _ = add_norm_operator(x, branch, *arguments(x, norm), branch_bias)
         return x, normed
     x = x if branch is None else x + branch
     return x, norm(x)
 
 
 def add_norm_linear(
-    x: Tensor, branch: Tensor | None, norm: nn.Module, linear: nn.Linear, *, recompute: bool
+    x: Tensor,
+    branch: Tensor | None,
+    norm: nn.Module,
+    linear: nn.Linear,
+    branch_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x + branch and linear(norm(x + branch)). With recompute, autograd keeps only the sum, and the
+    """x + branch and linear(norm(x + branch)); see add_norm(). Autograd keeps only the sum, and the
     backward pass computes the norm again.
     """
-    if not recompute:
-        x, normed = add_norm(x, branch, norm)
-        return x, linear(normed)
     if branch is not None and has_kernel(x, branch):
-        return AddNormLinear.apply(x, branch, *arguments(x, norm), linear.weight, linear.bias)
+        return AddNormLinear.apply(
+            x, branch, *arguments(x, norm), branch_bias, linear.weight, linear.bias
+        )
     x = x if branch is None else x + branch
     return x, elementwise_recomputed(lambda x: linear(norm(x)))(x)
 
 
 def arguments(x: Tensor, norm: nn.Module) -> tuple:
-    """The operator's arguments after x and the branch."""
+    """The operator's arguments between the branch and its bias."""
     return *norm_arguments(norm), product_dtype(x, x.dtype)
 
 
@@ -90,9 +108,10 @@ def add_norm_operator(
     eps: float,
     centred: bool,
     dtype: torch.dtype,
+    branch_bias: Tensor | None,
 ) -> list[Tensor]:
     """x + branch, its norm in dtype, and statistics for the backward pass: see
-    model/norm_kernel.py.
+    model/norm_kernel.py. branch_bias is that of add_norm().
     """
     from model.norm_kernel import forward
 
@@ -100,7 +119,7 @@ def add_norm_operator(
 
 
 @add_norm_operator.register_fake
-def _(x, branch, weight, bias, eps, centred, dtype):
+def _(x, branch, weight, bias, eps, centred, dtype, branch_bias):
     statistics = x.new_empty(2 if centred else 1, x.shape[:-1].numel(), dtype=torch.float32)
     return [x.new_empty(x.shape), x.new_empty(x.shape, dtype=dtype), statistics]
 
@@ -109,10 +128,10 @@ def _(x, branch, weight, bias, eps, centred, dtype):
 def add_norm_backward(
     d_total: Tensor | None, d_y: Tensor, total: Tensor, weight: Tensor, bias: Tensor | None,
     statistics: Tensor, dtype: torch.dtype,
-    again: bool,
+    branch_bias: bool, again: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradient of x; the gradients of weight and bias in one tensor; that of the branch, if its
-    dtype is not x's; with `again` the norm in d_y's dtype.
+    """The gradient of x; those of weight, bias and the branch's bias in one tensor; that of the
+    branch, if its dtype is not x's; with `again` the norm in d_y's dtype.
     """
     from model.norm_kernel import backward
 
@@ -124,13 +143,15 @@ def add_norm_backward(
         bias,
         statistics,
         dtype,
-        again,
+        branch_bias=branch_bias,
+        again=again,
     )
 
 
 @add_norm_backward.register_fake
-def _(d_total, d_y, total, weight, bias, statistics, dtype, again):
-    d_parameters = total.new_empty(1 if bias is None else 2, total.shape[-1], dtype=torch.float32)
+def _(d_total, d_y, total, weight, bias, statistics, dtype, branch_bias, again):
+    sums = 1 + (bias is not None) + branch_bias
+    d_parameters = total.new_empty(sums, total.shape[-1], dtype=torch.float32)
     more = [dtype] * (dtype != total.dtype) + [d_y.dtype] * again
     return [
         torch.empty_like(total),
@@ -140,10 +161,10 @@ def _(d_total, d_y, total, weight, bias, statistics, dtype, again):
 
 
 def _save(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-    _, branch, weight, bias, *_ = inputs
+    _, branch, weight, bias, *_, branch_bias = inputs
     total, _, statistics = output
     ctx.set_materialize_grads(False)  # no zeros for the unused sum at the last norm
-    ctx.dtype = branch.dtype
+    ctx.dtype, ctx.parameters = branch.dtype, dtypes_of(weight, bias, branch_bias)
     ctx.save_for_backward(total, weight, bias, statistics)
 
 
@@ -151,34 +172,42 @@ def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Tensor | None, 
     total, weight, bias, statistics = ctx.saved_tensors
     d_total, d_y, _ = gradients
     d_y = torch.zeros_like(total) if d_y is None else d_y
-    d_x, d_parameters, *d_branch = add_norm_backward(
-        d_total, d_y, total, weight, bias, statistics, ctx.dtype, False
-    )
-    return d_x, *(d_branch or [d_x]), *_split(d_parameters, weight, bias), None, None, None
+    d_x, sums, *d_branch = add_norm_backward(
+        d_total, d_y, total, weight, bias, statistics, ctx.dtype, ctx.parameters[2] is not None,
+        False,
+    )  # fmt: skip
+    d_weight, d_bias, d_branch_bias = split(sums, ctx.parameters)
+    return d_x, *(d_branch or [d_x]), d_weight, d_bias, None, None, None, d_branch_bias
 
 
-def _split(
-    d_parameters: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    d_weight = d_parameters[0].to(weight.dtype)
-    return d_weight, None if bias is None else d_parameters[1].to(bias.dtype)
+def dtypes_of(*parameters: Tensor | None) -> list[torch.dtype | None]:
+    return [None if each is None else each.dtype for each in parameters]
+
+
+def split(sums: Tensor, dtypes: list[torch.dtype | None]) -> list[Tensor | None]:
+    """The rows of `sums` in these dtypes; None where there is none."""
+    rows = iter(sums)
+    return [None if dtype is None else next(rows).to(dtype) for dtype in dtypes]
 
 
 add_norm_operator.register_autograd(_backward, setup_context=_save)
 
 
 class AddNormLinear(torch.autograd.Function):
-    """add_norm_linear() with recompute, using the kernels."""
+    """add_norm_linear(), using the kernels."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, eps: float,
-        centred: bool, dtype: torch.dtype,
+        centred: bool, dtype: torch.dtype, branch_bias: Tensor | None,
         matrix: Tensor, offset: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        total, y, statistics = add_norm_operator(x, branch, weight, bias, eps, centred, dtype)
+        total, y, statistics = add_norm_operator(
+            x, branch, weight, bias, eps, centred, dtype, branch_bias
+        )
         ctx.set_materialize_grads(False)
-        ctx.dtype, ctx.offset_dtype = branch.dtype, None if offset is None else offset.dtype
+        ctx.dtype, ctx.parameters = branch.dtype, dtypes_of(weight, bias, branch_bias)
+        ctx.offset_dtype = None if offset is None else offset.dtype
         ctx.save_for_backward(total, weight, bias, statistics, matrix)
         return total, F.linear(y, matrix.to(dtype), None if offset is None else offset.to(dtype))
 
@@ -186,13 +215,14 @@ class AddNormLinear(torch.autograd.Function):
     def backward(ctx: Any, d_total: Tensor | None, d_out: Tensor) -> tuple[Tensor | None, ...]:
         total, weight, bias, statistics, matrix = ctx.saved_tensors
         d_y = d_out @ matrix.to(d_out.dtype)
-        d_x, d_parameters, *d_branch, y = add_norm_backward(
-            d_total, d_y, total, weight, bias, statistics, ctx.dtype, True
-        )
-        d_out = d_out.flatten(0, -2)
+        d_x, sums, *d_branch, y = add_norm_backward(
+            d_total, d_y, total, weight, bias, statistics, ctx.dtype,
+            ctx.parameters[2] is not None, True,
+        )  # fmt: skip
+        d_weight, d_bias, d_branch_bias = split(sums, ctx.parameters)
         d_offset = None
         if ctx.offset_dtype is not None:
-            d_offset = d_out.sum(0, dtype=torch.float32).to(ctx.offset_dtype)
-        d_matrix = (d_out.mT @ y.flatten(0, -2)).to(matrix.dtype)
-        d_norm = (*_split(d_parameters, weight, bias), None, None, None)
+            d_offset = d_out.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.offset_dtype)
+        d_matrix = weight_gradient(d_out, y, matrix.dtype)
+        d_norm = d_weight, d_bias, None, None, None, d_branch_bias
         return d_x, *(d_branch or [d_x]), *d_norm, d_matrix, d_offset

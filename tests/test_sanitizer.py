@@ -77,7 +77,7 @@ def call(
 def model_kernels() -> None:
     """The kernels of the loss, of the norms and of GELU."""
     from model import gelu_kernel, loss_kernel, norm_kernel
-    from model.loss import cross_entropy_in_place
+    from model.loss import cross_entropy_in_place, scaled
 
     logits = torch.randn(40, 1008, device="cuda", dtype=torch.bfloat16)
     assert (
@@ -89,6 +89,8 @@ def model_kernels() -> None:
     logits = torch.randn(300, 50_304, device="cuda", dtype=torch.bfloat16)
     targets = torch.arange(300, device="cuda")
     assert cross_entropy_in_place(logits, targets, 50_257, True).isfinite().all()
+    gradient = scaled(logits[:99, :1000].contiguous(), torch.ones((), device="cuda"), torch.float32)
+    assert gradient.isfinite().all()
     for width in (100, 300):
         d_out, hidden = torch.randn(2, 70, width, device="cuda", dtype=torch.bfloat16)
         assert all(x.isfinite().all() for x in gelu_kernel.backward(d_out, hidden))
@@ -99,7 +101,7 @@ def model_kernels() -> None:
     )
     for again in (False, True):
         gradients = norm_kernel.backward(
-            x, y, total, weight, bias, statistics, torch.bfloat16, again
+            x, y, total, weight, bias, statistics, torch.bfloat16, branch_bias=True, again=again
         )
         assert all(gradient.isfinite().all() for gradient in gradients)
 

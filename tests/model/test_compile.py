@@ -178,4 +178,6 @@ def test_inductor_knows_the_losss_operators_before_it_meets_them():
     assert {
         torch.ops.tilegpt.cross_entropy_in_place.default,
         torch.ops.tilegpt.add_product.default,
+        torch.ops.tilegpt.wide_product.default,
+        torch.ops.tilegpt.scaled.default,
     } <= lowerings.keys()

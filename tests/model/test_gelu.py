@@ -82,7 +82,7 @@ class Layers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """With the kernels, where they can run."""
-        return gelu_mlp(x, self.up, self.down)
+        return gelu_mlp(x, self.up, self.down, self.down.bias)
 
     def plain(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x), approximate="tanh"))
@@ -199,7 +199,7 @@ def test_a_repeated_part_has_a_product_at_its_end(products):
     """Checkpointing leaves it out the second time; it could not leave out a part of a Function."""
     x, layers, _ = example((1, 130, 256), width=256)
     with torch.autocast("cpu", BF16):
-        y = gelu_mlp(x.bfloat16(), layers.up, layers.down, repeated=True)
+        y = gelu_mlp(x.bfloat16(), layers.up, layers.down, layers.down.bias, repeated=True)
     assert not products and "Addmm" in type(y.grad_fn.next_functions[0][0]).__name__
 
 

@@ -21,9 +21,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from model.gelu_kernel import gelu_backward_kernel
-from model.loss_kernel import cross_entropy_kernel
-from model.norm_kernel import add_norm_backward_kernel, add_norm_kernel
+from model.loss_kernel import cross_entropy_kernel, scale_kernel
+from model.norm_kernel import SUM, add_norm_backward_kernel, add_norm_kernel, sum_shares_kernel
 from model.step_kernel import features_of_a_program, heads_kernel, product_kernel
+
+FLOAT32 = "loss factor statistics share shares sum cos sin".split()
 
 def compile(kernel, warps=1, **constants):
     types = {}
@@ -31,7 +33,7 @@ def compile(kernel, warps=1, **constants):
         pointer = "*bf16"
         if name in ("targets_ptr", "positions_ptr"):
             pointer = "*i64"
-        elif name in ("loss_ptr", "statistics_ptr", "partial_ptr", "cos_ptr", "sin_ptr"):
+        elif name.removesuffix("_ptr") in FLOAT32:
             pointer = "*fp32"
         types[name] = pointer if name.endswith("_ptr") else "fp32" if name == "eps" else "i32"
     types |= dict.fromkeys(constants, "constexpr")
@@ -48,8 +50,12 @@ compile(gelu_backward_kernel, 1, ROWS=4, BLOCK=256, STAGES=2)
 for centred, absent in product((False, True), ((), ("bias_ptr",))):
     meta = {"CENTRED": centred, "ROWS": 1, "BLOCK": 1024, **dict.fromkeys(absent)}
     compile(add_norm_kernel, **meta)
-    compile(add_norm_backward_kernel, **meta, STAGES=2)
-    compile(add_norm_backward_kernel, **meta | dict.fromkeys(("y_ptr", "d_total_ptr")), STAGES=2)
+    for more in ({}, dict.fromkeys(("y_ptr", "d_total_ptr"))):
+        for branch_bias in (False, True):
+            meta |= {**more, "BRANCH_BIAS": branch_bias, "STAGES": 2}
+            compile(add_norm_backward_kernel, 2, **meta)
+compile(sum_shares_kernel, 4, **SUM)
+compile(scale_kernel, 4, BLOCK=4096)
 without_norm = ("norm_weight_ptr", "norm_bias_ptr")
 for width, activation, absent in (
     (768, "gelu", ("residual_ptr",)),
@@ -150,7 +156,7 @@ def lines_of(code: str, folder: Path) -> list[str]:
 @COMPILER
 @pytest.mark.slow
 def test_the_kernels_of_the_model_compile_for_sm_90(tmp_path):
-    assert len(lines_of(COMPILE, tmp_path)) == 22
+    assert len(lines_of(COMPILE, tmp_path)) == 32
 
 
 @COMPILER

@@ -4,6 +4,7 @@ The GPU's kernel runs here in Triton's interpreter.
 """
 
 import copy
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -39,8 +40,12 @@ def kernel(monkeypatch):
     monkeypatch.setattr(model.norm, "has_kernel", fits)
 
 
-def plain(x: Tensor, branch: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+def plain(
+    x: Tensor, branch: Tensor, norm: nn.Module, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     x = x + branch
+    if bias is not None:  # the branch contains it: only its gradient is left
+        x = x + (bias - bias.detach())
     return x, norm(x)
 
 
@@ -86,18 +91,23 @@ def results(
     *,
     narrow: torch.dtype,
     sum_used: bool = True,
+    with_bias: bool = False,
 ) -> list[Tensor]:
-    """x + branch, its norm in `narrow`, and the gradients of x, branch, weight and bias."""
+    """x + branch, its norm in `narrow`, and the gradients of x, branch, weight and bias. with_bias:
+    and of a bias that the branch contains.
+    """
     inputs = [x.detach().requires_grad_(), branch.detach().requires_grad_()]
+    bias = [torch.ones_like(x[0, 0]).requires_grad_()] * with_bias
     with torch.autocast(
         x.device.type, narrow, enabled=narrow.itemsize < x.dtype.itemsize and x.dtype == FP32
     ):
-        total, y = function(*inputs, norm)
+        total, y = function(*inputs, norm, *bias)
     y = y.to(narrow)
     generator = torch.Generator().manual_seed(2)
     d_total, d_y = (torch.randn(x.shape, generator=generator).to(x.device) for _ in range(2))
     loss = (y * d_y).sum() + (total * d_total).sum() * sum_used
-    return [total.detach(), y.detach(), *torch.autograd.grad(loss, [*inputs, *norm.parameters()])]
+    leaves = [*inputs, *norm.parameters(), *bias]
+    return [total.detach(), y.detach(), *torch.autograd.grad(loss, leaves)]
 
 
 def assert_near(found: list[Tensor], baseline: list[Tensor], reference: list[Tensor]) -> None:
@@ -107,13 +117,13 @@ def assert_near(found: list[Tensor], baseline: list[Tensor], reference: list[Ten
         assert error <= 1.5 * budget + torch.finfo(x.dtype).eps, (i, error, budget)
 
 
-def check(
-    function: Callable, x: Tensor, branch: Tensor, norm: nn.Module, *, sum_used: bool = True
-) -> None:
-    settings = {"narrow": branch.dtype, "sum_used": sum_used}
-    found, baseline = (results(each, x, branch, norm, **settings) for each in (function, plain))
+def check(function: Callable, x: Tensor, branch: Tensor, norm: nn.Module, **settings: bool) -> None:
+    narrow = branch.dtype
+    found, baseline = (
+        results(each, x, branch, norm, narrow=narrow, **settings) for each in (function, plain)
+    )
     wide = x.double(), branch.double(), copy.deepcopy(norm).double()
-    assert_near(found, baseline, results(plain, *wide, narrow=torch.float64, sum_used=sum_used))
+    assert_near(found, baseline, results(plain, *wide, narrow=torch.float64, **settings))
 
 
 @pytest.mark.parametrize(
@@ -127,6 +137,12 @@ def test_kernel_gives_sum_norm_and_gradients(kernel, size, dtypes, fields):
 @every_norm
 def test_behind_the_last_norm_nobody_uses_the_sum(kernel, fields):
     check(add_norm, *example(96, 40, fields, DTYPES["fp32-bf16"]), sum_used=False)
+
+
+@pytest.mark.parametrize(("dtypes", "fields"), diagonal(DTYPES, NORMS))
+def test_gradient_of_a_bias_in_the_branch(kernel, dtypes, fields):
+    """Of fewer rows than the sum of the programs' shares takes at once, and of more columns."""
+    check(add_norm, *example(96, 40, fields, dtypes), with_bias=True)
 
 
 def test_nor_anybody_the_norm(kernel):
@@ -162,16 +178,15 @@ def test_lawful_operators(fields, dtypes):
         1e-5,
         "norm" not in fields,
         dtypes[1],
+        torch.ones(64, requires_grad=True),
     ]
     torch.library.opcheck(add_norm_operator, inputs)
     total, y, statistics = (each.detach() for each in add_norm_operator(*inputs))
     for d_total in (torch.randn_like(total), None):
         weight, bias = (None if each is None else each.detach() for each in inputs[2:4])
-        for again in (False, True):
-            torch.library.opcheck(
-                add_norm_backward,
-                (d_total, torch.randn_like(y), total, weight, bias, statistics, dtypes[1], again),
-            )
+        given = d_total, torch.randn_like(y), total, weight, bias, statistics, dtypes[1]
+        for branch_bias, again in itertools.product((False, True), repeat=2):
+            torch.library.opcheck(add_norm_backward, (*given, branch_bias, again))
 
 
 def loss_and_gradients(
@@ -262,7 +277,8 @@ def test_kernel_on_a_gpu(width, tokens, dtypes, fields, compiled):
     torch._dynamo.reset()
     x, branch, norm = example(width, tokens, fields, dtypes, "cuda")
     assert model.norm.has_kernel(x, branch)
-    check(torch.compile(add_norm, fullgraph=True) if compiled else add_norm, x, branch, norm)
+    run = torch.compile(add_norm, fullgraph=True) if compiled else add_norm
+    check(run, x, branch, norm, with_bias=True)
 
 
 @pytest.mark.gpu
