@@ -105,11 +105,11 @@ def before_attention(
     """x + branch, and q, k and v (B, N, H or H_kv, D) computed from it. repeated: see linear()."""
     values, bias = branch or (None, None)
     layer, recompute = block.attention.qkv, recomputes_elementwise(block)
-    if recompute:
-        x, qkv = add_norm_linear(x, values, block.attention_norm, layer, bias)
-    else:
+    if repeated:
         x, normed = add_norm(x, values, block.attention_norm, bias)
-        qkv = linear(layer, normed, layer.bias, repeated=repeated)
+        qkv = layer(normed)
+    else:
+        x, qkv = add_norm_linear(x, values, block.attention_norm, layer, bias, recompute=recompute)
 
     # tokens in dimension 1, as in_chunks needs them. The caller transposes back after the
     # recomputed part, so torch.compile keeps q and k: otherwise it would repeat QK-norm and RoPE
@@ -130,7 +130,12 @@ def after_attention(
     # proj's result is unnamed, so that it is freed after the sum
     if recompute:
         x, hidden = add_norm_linear(
-            x, block.dropout(linear(proj, out, added)), block.mlp_norm, mlp.up, left
+            x,
+            block.dropout(linear(proj, out, added)),
+            block.mlp_norm,
+            mlp.up,
+            left,
+            recompute=True,
         )
     else:
         x, normed = add_norm(x, block.dropout(linear(proj, out, added)), block.mlp_norm, left)

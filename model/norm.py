@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from config import ModelConfig
 from model.checkpointing import elementwise_recomputed
 from model.loss import TRITON
-from model.products import product_dtype, weight_gradient
+from model.products import NARROW, product_dtype, weight_gradient
 
 NORM_EPS = 1e-5
+ONES = 16  # columns after the norm: see AddNormLinear
 MAX_WIDTH = 8192  # the longest row that a program holds in its registers
 
 
@@ -46,7 +47,7 @@ def add_norm(
     The kernel returns the norm in autocast's dtype, which the next product takes; PyTorch in x's.
     """
     if branch is not None and has_kernel(x, branch):
-        x, normed, _ = add_norm_operator(x, branch, *arguments(x, norm), branch_bias)
+        x, normed, _ = add_norm_operator(x, branch, *arguments(x, norm), branch_bias, 0)
         return x, normed
     x = x if branch is None else x + branch
     return x, norm(x)
@@ -58,14 +59,18 @@ def add_norm_linear(
     norm: nn.Module,
     linear: nn.Linear,
     branch_bias: Tensor | None = None,
+    *,
+    recompute: bool,
 ) -> tuple[Tensor, Tensor]:
-    """x + branch and linear(norm(x + branch)); see add_norm(). Autograd keeps only the sum, and the
-    backward pass computes the norm again.
+    """x + branch and linear(norm(x + branch)); see add_norm(). With recompute, autograd keeps only
+    the sum, and the backward pass computes the norm again.
     """
     if branch is not None and has_kernel(x, branch):
-        return AddNormLinear.apply(
-            x, branch, *arguments(x, norm), branch_bias, linear.weight, linear.bias
-        )
+        given = *arguments(x, norm), branch_bias, linear.weight, linear.bias, recompute
+        return AddNormLinear.apply(x, branch, *given)
+    if not recompute:
+        x, normed = add_norm(x, branch, norm)
+        return x, linear(normed)
     x = x if branch is None else x + branch
     return x, elementwise_recomputed(lambda x: linear(norm(x)))(x)
 
@@ -109,29 +114,31 @@ def add_norm_operator(
     centred: bool,
     dtype: torch.dtype,
     branch_bias: Tensor | None,
+    ones: int,
 ) -> list[Tensor]:
     """x + branch, its norm in dtype, and statistics for the backward pass: see
-    model/norm_kernel.py. branch_bias is that of add_norm().
+    model/norm_kernel.py. branch_bias is that of add_norm(). With `ones`, autograd does not apply.
     """
     from model.norm_kernel import forward
 
-    return forward(x.contiguous(), branch.contiguous(), weight, bias, eps, centred, dtype)
+    return forward(x.contiguous(), branch.contiguous(), weight, bias, eps, centred, dtype, ones)
 
 
 @add_norm_operator.register_fake
-def _(x, branch, weight, bias, eps, centred, dtype, branch_bias):
+def _(x, branch, weight, bias, eps, centred, dtype, branch_bias, ones):
     statistics = x.new_empty(2 if centred else 1, x.shape[:-1].numel(), dtype=torch.float32)
-    return [x.new_empty(x.shape), x.new_empty(x.shape, dtype=dtype), statistics]
+    y = x.new_empty(*x.shape[:-1], x.shape[-1] + ones, dtype=dtype)
+    return [x.new_empty(x.shape), y, statistics]
 
 
 @torch.library.custom_op("tilegpt::add_norm_backward", mutates_args=())
 def add_norm_backward(
     d_total: Tensor | None, d_y: Tensor, total: Tensor, weight: Tensor, bias: Tensor | None,
     statistics: Tensor, dtype: torch.dtype,
-    branch_bias: bool, again: bool,
+    branch_bias: bool, again: bool, ones: int,
 ) -> list[Tensor]:  # fmt: skip
     """The gradient of x; those of weight, bias and the branch's bias in one tensor; that of the
-    branch, if its dtype is not x's; with `again` the norm in d_y's dtype.
+    branch, if its dtype is not x's; with `again` the norm in d_y's dtype, and its `ones`.
     """
     from model.norm_kernel import backward
 
@@ -145,23 +152,21 @@ def add_norm_backward(
         dtype,
         branch_bias=branch_bias,
         again=again,
+        ones=ones,
     )
 
 
 @add_norm_backward.register_fake
-def _(d_total, d_y, total, weight, bias, statistics, dtype, branch_bias, again):
+def _(d_total, d_y, total, weight, bias, statistics, dtype, branch_bias, again, ones):
     sums = 1 + (bias is not None) + branch_bias
     d_parameters = total.new_empty(sums, total.shape[-1], dtype=torch.float32)
-    more = [dtype] * (dtype != total.dtype) + [d_y.dtype] * again
-    return [
-        torch.empty_like(total),
-        d_parameters,
-        *(torch.empty_like(total, dtype=each) for each in more),
-    ]
+    d_branch = [torch.empty_like(total, dtype=dtype)] * (dtype != total.dtype)
+    y = [d_y.new_empty(*d_y.shape[:-1], d_y.shape[-1] + ones)] * again
+    return [torch.empty_like(total), d_parameters, *d_branch, *y]
 
 
 def _save(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-    _, branch, weight, bias, *_, branch_bias = inputs
+    _, branch, weight, bias, *_, branch_bias, _ = inputs
     total, _, statistics = output
     ctx.set_materialize_grads(False)  # no zeros for the unused sum at the last norm
     ctx.dtype, ctx.parameters = branch.dtype, dtypes_of(weight, bias, branch_bias)
@@ -174,10 +179,10 @@ def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Tensor | None, 
     d_y = torch.zeros_like(total) if d_y is None else d_y
     d_x, sums, *d_branch = add_norm_backward(
         d_total, d_y, total, weight, bias, statistics, ctx.dtype, ctx.parameters[2] is not None,
-        False,
+        False, 0,
     )  # fmt: skip
     d_weight, d_bias, d_branch_bias = split(sums, ctx.parameters)
-    return d_x, *(d_branch or [d_x]), d_weight, d_bias, None, None, None, d_branch_bias
+    return d_x, *(d_branch or [d_x]), d_weight, d_bias, None, None, None, d_branch_bias, None
 
 
 def dtypes_of(*parameters: Tensor | None) -> list[torch.dtype | None]:
@@ -194,35 +199,46 @@ add_norm_operator.register_autograd(_backward, setup_context=_save)
 
 
 class AddNormLinear(torch.autograd.Function):
-    """add_norm_linear(), using the kernels."""
+    """add_norm_linear(), using the kernels.
+
+    In 16 bits a one follows each row of the norm. So the product that is the gradient of the matrix
+    has one more column, the sum of d_out: the gradient of the offset, without another kernel that
+    reads d_out. cuBLAS takes the norm without the ones as it takes whole rows.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, eps: float,
         centred: bool, dtype: torch.dtype, branch_bias: Tensor | None,
-        matrix: Tensor, offset: Tensor | None,
+        matrix: Tensor, offset: Tensor | None, recompute: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx.ones = ONES if dtype in NARROW and offset is not None else 0
         total, y, statistics = add_norm_operator(
-            x, branch, weight, bias, eps, centred, dtype, branch_bias
+            x, branch, weight, bias, eps, centred, dtype, branch_bias, ctx.ones
         )
         ctx.set_materialize_grads(False)
         ctx.dtype, ctx.parameters = branch.dtype, dtypes_of(weight, bias, branch_bias)
-        ctx.offset_dtype = None if offset is None else offset.dtype
-        ctx.save_for_backward(total, weight, bias, statistics, matrix)
-        return total, F.linear(y, matrix.to(dtype), None if offset is None else offset.to(dtype))
+        ctx.matrix_dtype, ctx.offset_dtype = dtypes_of(matrix, offset)
+        narrow, offset = matrix.to(dtype), None if offset is None else offset.to(dtype)
+        kept = (matrix, None) if recompute else (narrow, y)
+        ctx.save_for_backward(total, weight, bias, statistics, *kept)
+        return total, F.linear(y[..., : x.shape[-1]], narrow, offset)
 
     @staticmethod
     def backward(ctx: Any, d_total: Tensor | None, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        total, weight, bias, statistics, matrix = ctx.saved_tensors
-        d_y = d_out @ matrix.to(d_out.dtype)
-        d_x, sums, *d_branch, y = add_norm_backward(
+        total, weight, bias, statistics, matrix, y = ctx.saved_tensors
+        d_y, width = d_out @ matrix.to(d_out.dtype), total.shape[-1]
+        d_x, sums, *more = add_norm_backward(
             d_total, d_y, total, weight, bias, statistics, ctx.dtype,
-            ctx.parameters[2] is not None, True,
+            ctx.parameters[2] is not None, y is None, ctx.ones,
         )  # fmt: skip
+        y = more.pop() if y is None else y
         d_weight, d_bias, d_branch_bias = split(sums, ctx.parameters)
+        d_matrix = weight_gradient(d_out, y, torch.promote_types(ctx.matrix_dtype, torch.float32))
         d_offset = None
         if ctx.offset_dtype is not None:
-            d_offset = d_out.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.offset_dtype)
-        d_matrix = weight_gradient(d_out, y, matrix.dtype)
+            d_offset = d_matrix[:, width] if ctx.ones else d_out.flatten(0, -2).sum(0)
+            d_offset = d_offset.to(ctx.offset_dtype)
+        d_matrix = d_matrix[:, :width].to(ctx.matrix_dtype)
         d_norm = d_weight, d_bias, None, None, None, d_branch_bias
-        return d_x, *(d_branch or [d_x]), *d_norm, d_matrix, d_offset
+        return d_x, *(more or [d_x]), *d_norm, d_matrix, d_offset, None

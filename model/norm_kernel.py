@@ -34,9 +34,24 @@ def load_row(ptr, column, of_columns):
 
 
 @triton.jit
+def store_norm(
+    y_ptr, y, first, row, column, of_rows, of_columns, width, stride, ONES: tl.constexpr
+):  # fmt: skip
+    """Store rows of y, followed by a one and zeros in ONES columns."""
+    y_ptr += (first + row)[:, None] * stride
+    mask = of_rows[:, None] & of_columns[None, :]
+    tl.store(y_ptr + column[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    if ONES:
+        after = tl.arange(0, ONES)[None, :] + tl.zeros_like(row)[:, None]
+        ones = tl.where(after == 0, 1.0, 0.0).to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + width + after, ones, mask=of_rows[:, None])
+
+
+@triton.jit
 def add_norm_kernel(
-    x_ptr, branch_ptr, weight_ptr, bias_ptr, total_ptr, y_ptr, statistics_ptr, rows, width, eps,
-    CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, branch_ptr, weight_ptr, bias_ptr, total_ptr, y_ptr, statistics_ptr, rows, width,
+    y_stride, eps,
+    CENTRED: tl.constexpr, ONES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """For ROWS rows per program: total = x + branch, y = norm(total)."""
     first = tl.program_id(0).to(tl.int64) * ROWS
@@ -61,15 +76,15 @@ def add_norm_kernel(
     y = total * rstd[:, None] * load_row(weight_ptr, column, of_columns)
     if bias_ptr is not None:
         y += load_row(bias_ptr, column, of_columns)
-    tl.store(y_ptr + start + offset, y.to(y_ptr.dtype.element_ty), mask=mask)
+    store_norm(y_ptr, y, first, row, column, of_rows, of_columns, width, y_stride, ONES)
 
 
 @triton.jit
 def add_norm_backward_kernel(
     d_total_ptr, d_y_ptr, total_ptr, weight_ptr, bias_ptr, statistics_ptr, d_x_ptr, d_branch_ptr,
-    y_ptr, share_ptr, rows, width,
-    CENTRED: tl.constexpr, BRANCH_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+    y_ptr, share_ptr, rows, width, y_stride,
+    CENTRED: tl.constexpr, BRANCH_BIAS: tl.constexpr, ONES: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program takes every num_programs-th tile of ROWS rows. It computes the gradients of x and
     the branch, and its rows' share of the gradients of weight, bias and the branch's bias.
@@ -102,7 +117,7 @@ def add_norm_backward_kernel(
             y = normalised * weight
             if bias_ptr is not None:  # loaded for every tile: no registers are left to keep it
                 y += load_row(bias_ptr, column, of_columns)
-            tl.store(y_ptr + start + offset, y.to(y_ptr.dtype.element_ty), mask=mask)
+            store_norm(y_ptr, y, first, row, column, of_rows, of_columns, width, y_stride, ONES)
         if bias_ptr is not None:
             d_bias += tl.sum(d_y, 0)
         d_normalised = d_y * weight
@@ -173,21 +188,26 @@ def forward(
     eps: float,
     centred: bool,
     dtype: torch.dtype,
+    ones: int,
 ) -> list[Tensor]:
-    """x + branch, its norm in dtype, and the statistics of each row for backward(): float32 1 /
-    deviation (1, T), or with the mean (2, T).
+    """x + branch, its norm in dtype (..., C + ones), and the statistics of each row for backward():
+    float32 1 / deviation (1, T), or with the mean (2, T).
+
+    ones: 0, or a power of two. So many columns follow the norm; the first holds ones, the others
+    zeros. Multiples of 16 keep the stores fast.
 
     x and branch (..., C), contiguous, weight and bias (C,), each of float16, bfloat16 or float32.
     centred: LayerNorm, else RMSNorm.
     """
     width = x.shape[-1]
     rows, meta = x.numel() // width, constants(width, WARP_ELEMENTS)
-    total, y = torch.empty_like(x), torch.empty_like(x, dtype=dtype)
+    total, y = torch.empty_like(x), x.new_empty(*x.shape[:-1], width + ones, dtype=dtype)
     statistics = x.new_empty(2 if centred else 1, rows, dtype=torch.float32)
     grid = (triton.cdiv(rows, meta["ROWS"]),)
     add_norm_kernel[grid](
-        x, branch, weight, bias, total, y, statistics, rows, width, eps, CENTRED=centred, **meta
-    )
+        x, branch, weight, bias, total, y, statistics, rows, width, width + ones, eps,
+        CENTRED=centred, ONES=ones, **meta,
+    )  # fmt: skip
     return [total, y, statistics]
 
 
@@ -195,11 +215,11 @@ def backward(
     d_total: Tensor | None, d_y: Tensor, total: Tensor, weight: Tensor, bias: Tensor | None,
     statistics: Tensor, dtype: torch.dtype,
     *,
-    branch_bias: bool, again: bool,
+    branch_bias: bool, again: bool, ones: int = 0,
 ) -> list[Tensor]:  # fmt: skip
     """The gradient of x; those of the weight, the bias unless it is None, and the branch's bias if
     branch_bias is true, in float32 (1 to 3, C); the gradient of x in `dtype`, if that differs; with
-    `again` the norm.
+    `again` the norm and its `ones`, see forward().
 
     d_total, d_y: the gradients of the sum (None is zero) and of its norm, contiguous. dtype: the
     branch's. Sums over rows have the same order every time.
@@ -212,12 +232,13 @@ def backward(
     )
     d_x = torch.empty_like(total)
     d_branch = None if dtype == total.dtype else torch.empty_like(total, dtype=dtype)
-    y = torch.empty_like(d_y) if again else None
+    y = d_y.new_empty(*d_y.shape[:-1], width + ones) if again else None
     sums = 1 + (bias is not None) + branch_bias
     shares = total.new_empty(programs, sums, width, dtype=torch.float32)
     add_norm_backward_kernel[programs,](
         d_total, d_y, total, weight, bias, statistics, d_x, d_branch, y, shares, rows, width,
-        CENTRED=len(statistics) == 2, BRANCH_BIAS=branch_bias, STAGES=STAGES, **meta,
+        width + ones, CENTRED=len(statistics) == 2, BRANCH_BIAS=branch_bias, ONES=ones,
+        STAGES=STAGES, **meta,
     )  # fmt: skip
     d_parameters = shares.new_empty(sums, width)
     sum_shares_kernel[triton.cdiv(sums * width, SUM["BLOCK"]),](

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import model.norm
 from attention import get_backend
 from config import ModelConfig
-from model import GPT
+from model import GPT, norm_kernel
 from model.norm import add_norm, add_norm_backward, add_norm_operator, build_norm
 from tests.selection import diagonal
 
@@ -145,6 +145,22 @@ def test_gradient_of_a_bias_in_the_branch(kernel, dtypes, fields):
     check(add_norm, *example(96, 40, fields, dtypes), with_bias=True)
 
 
+@pytest.mark.parametrize("width", [64, 96])
+def test_ones_after_the_norm(width):
+    """Forward, and where the backward pass computes the norm again."""
+    x, branch, norm = example(width, 37, {}, DTYPES["fp32-bf16"])
+    given = norm.weight.detach(), norm.bias.detach()
+    total, y, statistics = norm_kernel.forward(x, branch, *given, 1e-5, True, BF16, 16)
+    *_, again = norm_kernel.backward(
+        None, y[..., :width].contiguous(), total, *given, statistics, BF16,
+        branch_bias=False, again=True, ones=16,
+    )  # fmt: skip
+    for rows in (y, again):
+        assert rows[..., width].eq(1).all() and rows[..., width + 1 :].eq(0).all()
+        plain = norm_kernel.forward(x, branch, *given, 1e-5, True, BF16, 0)[1]
+        torch.testing.assert_close(rows[..., :width], plain, rtol=0.01, atol=0.01)
+
+
 def test_nor_anybody_the_norm(kernel):
     x, branch, norm = example(64, 3, {}, DTYPES["fp32"])
     gradients = torch.autograd.grad(
@@ -179,14 +195,15 @@ def test_lawful_operators(fields, dtypes):
         "norm" not in fields,
         dtypes[1],
         torch.ones(64, requires_grad=True),
+        0,
     ]
     torch.library.opcheck(add_norm_operator, inputs)
     total, y, statistics = (each.detach() for each in add_norm_operator(*inputs))
     for d_total in (torch.randn_like(total), None):
         weight, bias = (None if each is None else each.detach() for each in inputs[2:4])
         given = d_total, torch.randn_like(y), total, weight, bias, statistics, dtypes[1]
-        for branch_bias, again in itertools.product((False, True), repeat=2):
-            torch.library.opcheck(add_norm_backward, (*given, branch_bias, again))
+        for more in itertools.product((False, True), (False, True), (0, 16)):
+            torch.library.opcheck(add_norm_backward, (*given, *more))
 
 
 def loss_and_gradients(
