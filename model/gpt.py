@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from attention import Backend, Shards, attention, attention_with_cache, build_module
 from config import AttentionConfig, ModelConfig
+from model.embedding import TiedEmbedding, has_kernel
 from model.fused_block import first_branch, fused_block, is_fused
 from model.gelu import gelu
 from model.kv_cache import KVCache, LayerCache
@@ -377,7 +378,11 @@ class GPT(nn.Module):
         z_loss is that of linear_cross_entropy(). Raises ValueError for more tokens than the learned
         positions or the cache hold.
         """
-        x, rope = self.embed(tokens, cache)
+        weight = self.output_weight
+        if self.output_layer is None and targets is not None and has_kernel(weight):
+            x, rope, weight = self._embed_tied(tokens)
+        else:
+            x, rope = self.embed(tokens, cache)
         x = self.dropout(x)
         # fused_block leaves the last sum, x + branch, to the next norm
         branch = first_branch(self.blocks[0], x) if self._compiled else None
@@ -388,21 +393,29 @@ class GPT(nn.Module):
         x = add_norm(x, values, self.final_norm, bias)[1]
         del branch, values  # frees memory for the loss
         if targets is not None:
-            loss = self._run_loss(x, self.output_weight, targets, z_loss=z_loss)
+            loss = self._run_loss(x, weight, targets, z_loss=z_loss)
             return ModelOutput(None, loss)
-        return ModelOutput(F.linear(x, self.output_weight), None)  # (B, N, vocab_size)
+        return ModelOutput(F.linear(x, weight), None)  # (B, N, vocab_size)
 
     def embed(self, tokens: Tensor, cache: KVCache | None) -> tuple[Tensor, Rope | None]:
         """Tokens (B, N) to (B, N, C) with learned positions; and the tables of rotary ones."""
         positions = self._positions(tokens, cache)
-        x, rope = self.token_embedding(tokens), None
+        x = self.token_embedding(tokens)
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions)
-        elif self.config.positions == "rope":
-            rope = rope_tables(
-                positions, head_dim=self.config.head_dim, theta=self.config.rope_theta
-            )
-        return x, rope
+        return x, self._rope(positions)
+
+    def _embed_tied(self, tokens: Tensor) -> tuple[Tensor, Rope | None, Tensor]:
+        """embed() by kernels, and the weight of the output layer."""
+        positions = self._positions(tokens, None)
+        learned = None if self.position_embedding is None else self.position_embedding.weight
+        x, weight = TiedEmbedding.apply(tokens, self.token_embedding.weight, positions, learned)
+        return x, self._rope(positions), weight
+
+    def _rope(self, positions: Tensor) -> Rope | None:
+        if self.config.positions != "rope":
+            return None
+        return rope_tables(positions, head_dim=self.config.head_dim, theta=self.config.rope_theta)
 
     def compiled(self, **options: Any) -> "GPT":
         """The same model with compiled blocks and loss; the options are those of torch.compile.

@@ -203,7 +203,7 @@ class AddNormLinear(torch.autograd.Function):
 
     In 16 bits a one follows each row of the norm. So the product that is the gradient of the matrix
     has one more column, the sum of d_out: the gradient of the offset, without another kernel that
-    reads d_out. cuBLAS takes the norm without the ones as it takes whole rows.
+    reads d_out.
     """
 
     @staticmethod
@@ -222,7 +222,9 @@ class AddNormLinear(torch.autograd.Function):
         narrow, offset = matrix.to(dtype), None if offset is None else offset.to(dtype)
         kept = (matrix, None) if recompute else (narrow, y)
         ctx.save_for_backward(total, weight, bias, statistics, *kept)
-        return total, F.linear(y[..., : x.shape[-1]], narrow, offset)
+        # as a matrix: F.linear adds the offset to a larger strided tensor in a kernel of its own
+        rows = y.flatten(0, -2)[:, : x.shape[-1]]
+        return total, F.linear(rows, narrow, offset).unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, d_total: Tensor | None, d_out: Tensor) -> tuple[Tensor | None, ...]:

@@ -75,8 +75,8 @@ def call(
 
 
 def model_kernels() -> None:
-    """The kernels of the loss, of the norms and of GELU."""
-    from model import gelu_kernel, loss_kernel, norm_kernel
+    """The kernels of the embedding, of the loss, of the norms and of GELU."""
+    from model import embedding_kernel, gelu_kernel, loss_kernel, norm_kernel
     from model.loss import cross_entropy_in_place, scaled
 
     logits = torch.randn(40, 1008, device="cuda", dtype=torch.bfloat16)
@@ -91,6 +91,13 @@ def model_kernels() -> None:
     assert cross_entropy_in_place(logits, targets, 50_257, True).isfinite().all()
     gradient = scaled(logits[:99, :1000].contiguous(), torch.ones((), device="cuda"), torch.float32)
     assert gradient.isfinite().all()
+    tokens = torch.randint(
+        -1, 4, (150,), device="cuda"
+    )  # several pieces of a token, and an invalid
+    weight, positions = torch.zeros(3, 100, device="cuda"), torch.arange(150, device="cuda")
+    d_x = embedding_kernel.lookup(tokens[None].clamp(0, 2), weight, positions % 3, weight)[0]
+    embedding_kernel.add_gradient(weight, tokens, d_x)
+    assert weight.isfinite().all()
     for width in (100, 300):
         d_out, hidden = torch.randn(2, 70, width, device="cuda", dtype=torch.bfloat16)
         assert all(x.isfinite().all() for x in gelu_kernel.backward(d_out, hidden))

@@ -20,6 +20,7 @@ from itertools import product
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from model.embedding_kernel import add_pieces_kernel, join_pieces_kernel, lookup_kernel
 from model.gelu_kernel import gelu_backward_kernel
 from model.loss_kernel import cross_entropy_kernel, scale_kernel
 from model.norm_kernel import SUM, add_norm_backward_kernel, add_norm_kernel, sum_shares_kernel
@@ -31,8 +32,10 @@ def compile(kernel, warps=1, **constants):
     types = {}
     for name in kernel.arg_names:
         pointer = "*bf16"
-        if name in ("targets_ptr", "positions_ptr"):
+        if name in ("targets_ptr", "tokens_ptr", "positions_ptr", "order_ptr"):
             pointer = "*i64"
+        elif name == "sorted_ptr":
+            pointer = "*i32"
         elif name.removesuffix("_ptr") in FLOAT32:
             pointer = "*fp32"
         types[name] = pointer if name.endswith("_ptr") else "fp32" if name == "eps" else "i32"
@@ -58,6 +61,10 @@ for centred, absent in product((False, True), ((), ("bias_ptr",))):
             compile(add_norm_backward_kernel, 2, **meta)
 compile(sum_shares_kernel, 4, **SUM)
 compile(scale_kernel, 4, BLOCK=4096)
+for absent in ((), ("position_weight_ptr",)):
+    compile(lookup_kernel, BLOCK=1024, **dict.fromkeys(absent))
+for kernel in (add_pieces_kernel, join_pieces_kernel):
+    compile(kernel, PIECE=32, BLOCK=256)
 without_norm = ("norm_weight_ptr", "norm_bias_ptr")
 for width, activation, absent in (
     (768, "gelu", ("residual_ptr",)),
@@ -158,7 +165,7 @@ def lines_of(code: str, folder: Path) -> list[str]:
 @COMPILER
 @pytest.mark.slow
 def test_the_kernels_of_the_model_compile_for_sm_90(tmp_path):
-    assert len(lines_of(COMPILE, tmp_path)) == 36
+    assert len(lines_of(COMPILE, tmp_path)) == 40
 
 
 @COMPILER
