@@ -120,11 +120,9 @@ def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """factor x in dtype, for a factor of one number on x's device and a contiguous x. PyTorch's
     product with such a number takes half again as long.
     """
-    if has_kernel(x):
-        from model.loss_kernel import scale
+    from model.loss_kernel import scale
 
-        return scale(x, factor, dtype)
-    return (x.to(factor.dtype) * factor).to(dtype)
+    return scale(x, factor, dtype)
 
 
 @scaled.register_fake
@@ -244,5 +242,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             )
         # not in place, because retain_graph=True may run this twice
         factors = d_total, d_total / ctx.shrink
-        d_x, d_weight = map(scaled, ctx.saved_tensors, factors, ctx.dtypes)
+        d_x, d_weight = (
+            scaled(x, factor, dtype) if has_kernel(x) else x.to(dtype) * factor
+            for x, factor, dtype in zip(ctx.saved_tensors, factors, ctx.dtypes, strict=True)
+        )
         return d_x, d_weight, None, None, None, None

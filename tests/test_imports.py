@@ -250,7 +250,7 @@ def test_what_is_optional_or_slow_is_imported_where_it_is_used():
     )
     kernels = {Path("attention/kernels") / name for name in names} | {
         Path(f"model/{name}_kernel.py")
-        for name in ("gelu", "loss", "loss_hopper", "mlp", "norm", "step")
+        for name in ("embedding", "gelu", "loss", "loss_hopper", "mlp", "norm", "step")
     }
     found = [x for x in imports(*OURS - {"tests"}) if x.at_import and x.top in LAZY]
     allowed = {("triton", file) for file in kernels} | {("transformers", HF)}
