@@ -158,7 +158,9 @@ def norm_sums(block: "Block", x: Tensor) -> bool:
     of the branch, and sums it at almost no cost. Dropout would come between.
     """
     dropout = block.dropout.p > 0 and block.training
-    return block.config.bias and not dropout and model.norm.has_kernel(x, x)
+    # as has_kernel() would say of the branch
+    fits = torch.promote_types(x.dtype, product_dtype(x, x.dtype)) == x.dtype
+    return block.config.bias and not dropout and fits and model.norm.has_kernel(x, x)
 
 
 def ending(layer: nn.Linear, sums: bool) -> tuple[Tensor | None, Tensor | None]:

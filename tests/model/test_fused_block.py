@@ -8,7 +8,7 @@ from torch import Tensor
 
 import model.gelu
 import model.norm
-from model.fused_block import fused_block, is_fused
+from model.fused_block import fused_block, is_fused, norm_sums
 from model.gpt import GPT, Block
 from model.kv_cache import LayerCache
 from model.norm import Branch
@@ -166,3 +166,13 @@ def test_where_the_kernel_is_a_model_runs_it_while_training(build_gpt, random_to
     assert is_fused(network.config, x)
     with torch.no_grad():
         assert not is_fused(network.config, x)
+
+
+def test_the_norm_sums_no_bias_of_a_branch_that_its_kernel_does_not_take(build_block, kernel):
+    """Else nobody would. The sum of bfloat16 and float16 is float32."""
+    block, x = build_block(**SHAPES["gpt2"]).bfloat16(), inputs(torch.bfloat16)[0]
+    sums = []
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            sums.append(norm_sums(block, x))
+    assert sums == [True, False]
