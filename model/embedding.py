@@ -22,9 +22,10 @@ def fits_kernel(weight: Tensor) -> bool:
 
 
 class TiedEmbedding(torch.autograd.Function):
-    """weight[tokens] + position_weight[positions] (B, N, C), and the weight again for the output
-    layer: its gradient comes back to here, and the tokens' rows are added to it in place.
+    """x = weight[tokens] + position_weight[positions], (B, N, C), and the weight for the output
+    layer.
 
+    The backward pass gets both gradients. It adds the rows of x's to the weight's, in place.
     tokens (B, N), positions (N,) without repetitions.
     """
 

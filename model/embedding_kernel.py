@@ -22,7 +22,7 @@ def lookup_kernel(
     tokens_ptr, weight_ptr, positions_ptr, position_weight_ptr, out_ptr, length, width, vocab_size,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One token per program: its row of the weight and that of its position."""
+    """A program adds the rows of one token and of its position."""
     token = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     of_columns = column < width

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.loss import TRITON
-from model.products import linear, product_dtype, weight_gradient
+from model.products import bias_gradient, linear, product_dtype, weight_gradient
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -127,15 +127,12 @@ class GeluMLP(torch.autograd.Function):
         d_hidden, d_up_bias = product_gelu_backward(d_y, down, hidden)
         d_x = d_hidden @ up
         up_dtype, up_bias_dtype, down_dtype, down_bias_dtype = ctx.dtypes
-        d_down_bias = None
-        if ctx.needs_input_grad[4]:
-            d_down_bias = d_y.flatten(0, -2).sum(0, dtype=torch.float32).to(down_bias_dtype)
         return (
             d_x,
             weight_gradient(d_hidden, x, up_dtype),
             d_up_bias.to(up_bias_dtype),
             weight_gradient(d_y, activated, down_dtype),
-            d_down_bias,
+            bias_gradient(d_y, down_bias_dtype) if ctx.needs_input_grad[4] else None,
         )
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from attention import Backend, Shards, attention, attention_with_cache, build_module
 from config import AttentionConfig, ModelConfig
-from model.embedding import TiedEmbedding, has_kernel
+from model import embedding
 from model.fused_block import first_branch, fused_block, is_fused
 from model.gelu import gelu
 from model.kv_cache import KVCache, LayerCache
@@ -277,7 +277,6 @@ class GPT(nn.Module):
         )
         self._initialise()
         self._run_block, self._run_loss = run_block, linear_cross_entropy
-        self._compiled = False
         # last, so that the other weights start as with any other attention of the same seed
         for layer, block in enumerate(self.blocks):
             block.attention.build_own(config, layer)
@@ -379,13 +378,13 @@ class GPT(nn.Module):
         positions or the cache hold.
         """
         weight = self.output_weight
-        if self.output_layer is None and targets is not None and has_kernel(weight):
+        if self.output_layer is None and targets is not None and embedding.has_kernel(weight):
             x, rope, weight = self._embed_tied(tokens)
         else:
             x, rope = self.embed(tokens, cache)
         x = self.dropout(x)
         # fused_block leaves the last sum, x + branch, to the next norm
-        branch = first_branch(self.blocks[0], x) if self._compiled else None
+        branch = None if self._run_block is run_block else first_branch(self.blocks[0], x)
         caches = [None] * len(self.blocks) if cache is None else cache.layers
         for block, layer_cache in zip(self.blocks, caches, strict=True):
             x, branch = self._run_block(block, x, branch, rope, document_ids, layer_cache)
@@ -409,7 +408,7 @@ class GPT(nn.Module):
         """embed() by kernels, and the weight of the output layer."""
         positions = self._positions(tokens, None)
         learned = None if self.position_embedding is None else self.position_embedding.weight
-        x, weight = TiedEmbedding.apply(tokens, self.token_embedding.weight, positions, learned)
+        x, weight = embedding.TiedEmbedding.apply(tokens, self.output_weight, positions, learned)
         return x, self._rope(positions), weight
 
     def _rope(self, positions: Tensor) -> Rope | None:
@@ -418,18 +417,18 @@ class GPT(nn.Module):
         return rope_tables(positions, head_dim=self.config.head_dim, theta=self.config.rope_theta)
 
     def compiled(self, **options: Any) -> "GPT":
-        """The same model with compiled blocks and loss; the options are those of torch.compile.
+        """The same model with compiled blocks; the options are those of torch.compile. Without
+        kernels for the loss, it is compiled too.
 
         One compiled block serves all layers: compiling the whole model takes several times as long.
         """
-        # graphs for each kind of layer, for first and later layers, with and without gradients.
-        # Beyond the limit the rest would silently run uncompiled
+        # graphs for each kind of layer, with and without gradients. Beyond the limit the rest would
+        # silently run uncompiled
         limit = 4 * len(self.blocks) + 8
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
         made = copy.copy(self)  # shares the parameters and blocks
         made._run_block = torch.compile(run_block, **options)
-        made._compiled = True
-        if not (TRITON and next(self.parameters()).is_cuda):  # else its parts are kernels already
+        if not (TRITON and next(self.parameters()).is_cuda):
             made._run_loss = torch.compile(linear_cross_entropy, **options)
         return made
 

@@ -77,6 +77,15 @@ def store_gradient(own_ptr, logits, columns, width, lse, slope, ignored, Z_LOSS:
 
 
 @gluon.jit
+def load_target(target_ptr, vocab_size, IGNORED: gl.constexpr):
+    """A row's target, 0 if it is not in the vocabulary; whether it is; whether it is ignored."""
+    given = gl.load(target_ptr)
+    ignored = given == IGNORED
+    valid = (given >= 0) & (given < vocab_size)
+    return gl.where(valid, given, 0).to(gl.int32), valid, ignored
+
+
+@gluon.jit
 def cross_entropy_rows_kernel(
     logits_ptr, targets_ptr, loss_ptr, rows, stride, vocab_size, width, IGNORED: gl.constexpr,
     GRADIENT: gl.constexpr, Z_LOSS: gl.constexpr, BLOCKS: gl.constexpr, BLOCK: gl.constexpr
@@ -99,10 +108,7 @@ def cross_entropy_rows_kernel(
     async_copy.commit_group()
     for row in range(gl.program_id(0), rows, gl.num_programs(0)):
         own_ptr = logits_ptr + gl.to_tensor(row).to(gl.int64) * stride
-        given = gl.load(targets_ptr + row)
-        ignored = given == IGNORED
-        valid = (given >= 0) & (given < vocab_size)
-        target = gl.where(valid, given, 0).to(gl.int32)
+        target, valid, ignored = load_target(targets_ptr + row, vocab_size, IGNORED)
         async_copy.wait_group(0)
 
         # kept apart: in their sum, a tiny log_sum would be lost

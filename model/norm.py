@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from config import ModelConfig
 from model.checkpointing import elementwise_recomputed
 from model.loss import TRITON
-from model.products import NARROW, product_dtype, weight_gradient
+from model.products import NARROW, bias_gradient, product_dtype, weight_gradient
 
 NORM_EPS = 1e-5
 ONES = 16  # columns after the norm: see AddNormLinear
@@ -24,8 +24,7 @@ class Branch(NamedTuple):
     """What a block leaves to the next norm to add."""
 
     values: Tensor  # (B, N, C)
-    # (C,), the last layer's, contained in values; its gradient comes from the norm. None: from the
-    # layer
+    # (C,), the bias in values whose gradient the norm computes. None if its layer does
     bias: Tensor | None
 
 
@@ -68,11 +67,12 @@ def add_norm_linear(
     if branch is not None and has_kernel(x, branch):
         given = *arguments(x, norm), branch_bias, linear.weight, linear.bias, recompute
         return AddNormLinear.apply(x, branch, *given)
-    if not recompute:
-        x, normed = add_norm(x, branch, norm)
-        return x, linear(normed)
+
+    def run(x: Tensor) -> Tensor:
+        return linear(norm(x))
+
     x = x if branch is None else x + branch
-    return x, elementwise_recomputed(lambda x: linear(norm(x)))(x)
+    return x, (elementwise_recomputed(run) if recompute else run)(x)
 
 
 def arguments(x: Tensor, norm: nn.Module) -> tuple:
@@ -137,9 +137,7 @@ def add_norm_backward(
     statistics: Tensor, dtype: torch.dtype,
     branch_bias: bool, again: bool, ones: int,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradient of x; those of weight, bias and the branch's bias in one tensor; that of the
-    branch, if its dtype is not x's; with `again` the norm in d_y's dtype, and its `ones`.
-    """
+    """See model/norm_kernel.py, whose list it returns."""
     from model.norm_kernel import backward
 
     return backward(
@@ -201,9 +199,8 @@ add_norm_operator.register_autograd(_backward, setup_context=_save)
 class AddNormLinear(torch.autograd.Function):
     """add_norm_linear(), using the kernels.
 
-    In 16 bits a one follows each row of the norm. So the product that is the gradient of the matrix
-    has one more column, the sum of d_out: the gradient of the offset, without another kernel that
-    reads d_out.
+    In 16 bits a one follows each row of the norm. So the matrix's gradient, a product with these
+    rows, has one more column: the sum of d_out, which is the offset's gradient.
     """
 
     @staticmethod
@@ -238,9 +235,10 @@ class AddNormLinear(torch.autograd.Function):
         d_weight, d_bias, d_branch_bias = split(sums, ctx.parameters)
         d_matrix = weight_gradient(d_out, y, torch.promote_types(ctx.matrix_dtype, torch.float32))
         d_offset = None
-        if ctx.offset_dtype is not None:
-            d_offset = d_matrix[:, width] if ctx.ones else d_out.flatten(0, -2).sum(0)
-            d_offset = d_offset.to(ctx.offset_dtype)
+        if ctx.ones:
+            d_offset = d_matrix[:, width].to(ctx.offset_dtype)
+        elif ctx.offset_dtype is not None:
+            d_offset = bias_gradient(d_out, ctx.offset_dtype)
         d_matrix = d_matrix[:, :width].to(ctx.matrix_dtype)
         d_norm = d_weight, d_bias, None, None, None, d_branch_bias
         return d_x, *(more or [d_x]), *d_norm, d_matrix, d_offset, None

@@ -48,6 +48,20 @@ def store_norm(
 
 
 @triton.jit
+def store_share(
+    share_ptr, d_weight, d_bias, d_branch_bias, of_columns, width,
+    BIAS: tl.constexpr, BRANCH_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Store a program's rows of sums, one below the other."""
+    tl.store(share_ptr, d_weight, mask=of_columns)
+    if BIAS:
+        share_ptr += width
+        tl.store(share_ptr, d_bias, mask=of_columns)
+    if BRANCH_BIAS:
+        tl.store(share_ptr + width, d_branch_bias, mask=of_columns)
+
+
+@triton.jit
 def add_norm_kernel(
     x_ptr, branch_ptr, weight_ptr, bias_ptr, total_ptr, y_ptr, statistics_ptr, rows, width,
     y_stride, eps,
@@ -135,14 +149,9 @@ def add_norm_backward_kernel(
                 d_branch_ptr + start + offset, d_x.to(d_branch_ptr.dtype.element_ty), mask=mask
             )
 
-    sums: tl.constexpr = 1 + (bias_ptr is not None) + BRANCH_BIAS
-    share_ptr += tl.program_id(0) * sums * width + column
-    tl.store(share_ptr, d_weight, mask=of_columns)
-    if bias_ptr is not None:
-        share_ptr += width
-        tl.store(share_ptr, d_bias, mask=of_columns)
-    if BRANCH_BIAS:
-        tl.store(share_ptr + width, d_branch_bias, mask=of_columns)
+    BIAS: tl.constexpr = bias_ptr is not None
+    share_ptr += tl.program_id(0) * (1 + BIAS + BRANCH_BIAS) * width + column
+    store_share(share_ptr, d_weight, d_bias, d_branch_bias, of_columns, width, BIAS, BRANCH_BIAS)
 
 
 @triton.jit
@@ -215,11 +224,13 @@ def backward(
     d_total: Tensor | None, d_y: Tensor, total: Tensor, weight: Tensor, bias: Tensor | None,
     statistics: Tensor, dtype: torch.dtype,
     *,
-    branch_bias: bool, again: bool, ones: int = 0,
+    branch_bias: bool, again: bool, ones: int,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradient of x; those of the weight, the bias unless it is None, and the branch's bias if
-    branch_bias is true, in float32 (1 to 3, C); the gradient of x in `dtype`, if that differs; with
-    `again` the norm and its `ones`, see forward().
+    """A list of the gradients and, with `again`, the norm.
+
+    The first is the gradient of x. The second, float32 (1 to 3, C), has a row each for the weight,
+    the bias if there is one, and the branch's bias if branch_bias is true. A copy of the first in
+    `dtype` follows if that is not x's dtype. The norm comes last, with its `ones` as in forward().
 
     d_total, d_y: the gradients of the sum (None is zero) and of its norm, contiguous. dtype: the
     branch's. Sums over rows have the same order every time.

@@ -64,6 +64,11 @@ def weight_gradient(d_y: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     return wide_product(d_y.mT, x) if widens(dtype, d_y) else (d_y.mT @ x).to(dtype)
 
 
+def bias_gradient(d_y: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum of d_y (..., M) over all but its last dimension, (M,) in dtype."""
+    return d_y.flatten(0, -2).sum(0, dtype=torch.float32).to(dtype)
+
+
 def linear(layer: nn.Linear, x: Tensor, bias: Tensor | None, *, repeated: bool = False) -> Tensor:
     """layer(x) with another bias. The gradient of a float32 weight is not rounded to 16 bits.
 
@@ -90,7 +95,5 @@ class WideGradientLinear(torch.autograd.Function):
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), (dtype, bias_dtype) = ctx.saved_tensors, ctx.dtypes
         d_weight = weight_gradient(d_y, x, dtype) if ctx.needs_input_grad[1] else None
-        d_bias = None
-        if ctx.needs_input_grad[2]:
-            d_bias = d_y.flatten(0, -2).sum(0, dtype=torch.float32).to(bias_dtype)
+        d_bias = bias_gradient(d_y, bias_dtype) if ctx.needs_input_grad[2] else None
         return d_y @ weight, d_weight, d_bias

@@ -68,7 +68,7 @@ def test_gradients_of_weights_are_not_rounded_on_a_gpu(dtype, compiled):
         y = run(layer, x, layer.bias)
     d_weight, d_bias = torch.autograd.grad(y, [layer.weight, layer.bias], d_y.to(dtype))
     narrow_x, narrow_d_y = (t.to(dtype).double().flatten(0, 1) for t in (x, d_y))
-    # float32's own rounding, far below that of 16 bits
+    # float32 rounds far less than 16 bits
     torch.testing.assert_close(d_weight.double(), narrow_d_y.mT @ narrow_x, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(d_bias.double(), narrow_d_y.sum(0), rtol=1e-5, atol=1e-4)
 
