@@ -33,10 +33,11 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.serialization import config as serialization
 
 from attention import dtype_name
 from data.token_file import meta_checksum, sync
-from training.files import MetricsFile, Row, sha256_of
+from training.files import HashedFile, MetricsFile, Row, sha256_of
 from training.memory import GIB, is_out_of_memory
 from training.names import as_typed
 from training.phases import phase
@@ -240,26 +241,32 @@ def _write(
         fresh.mkdir(parents=True)
         # a file is hashed and written to the disk while the next one is made
         with ThreadPoolExecutor() as others:
-            pending: dict[str, tuple[Future[str], Future[None]]] = {}
+            digests: dict[str, Future[str]] = {}
+            synced: list[Future[None]] = []
 
-            def made(name: str) -> None:
-                file = fresh / name
-                pending[name] = others.submit(sha256_of, file), others.submit(sync, file)
+            def made(name: str) -> Path:
+                synced.append(others.submit(sync, fresh / name))
+                return fresh / name
 
-            # the largest file is first, because its hash takes longest
-            torch.save(state, fresh / TRAINING)
-            made(TRAINING)
             save_file(tensors, fresh / WEIGHTS)
-            made(WEIGHTS)
+            digests[WEIGHTS] = others.submit(sha256_of, made(WEIGHTS))
+            # the largest file is last: it is hashed as it is written, so it needs no CRC-32
+            without_crc32 = serialization.patch("save.compute_crc32", False)
+            with HashedFile(fresh / TRAINING, others) as file, without_crc32:
+                torch.save(state, file)
+            digests[TRAINING] = others.submit(file.digest.hexdigest)
+            made(TRAINING)
             if rows is not None:
                 (fresh / METRICS).write_bytes(rows)
-                made(METRICS)
+                digests[METRICS] = others.submit(sha256_of, made(METRICS))
             # safetensors creates files that only their owner can read
             shutil.copymode(fresh / TRAINING, fresh / WEIGHTS)
-            files = {}
-            for name, (digest, synced) in sorted(pending.items()):
-                synced.result()
-                files[name] = {"bytes": (fresh / name).stat().st_size, "sha256": digest.result()}
+            for each in synced:
+                each.result()
+            files = {
+                name: {"bytes": (fresh / name).stat().st_size, "sha256": digest.result()}
+                for name, digest in sorted(digests.items())
+            }
         meta = {"format": FORMAT, "version": VERSION, **meta, "files": files}
         (fresh / META).write_text(json.dumps(meta | {"sha256": meta_checksum(meta)}, indent=2))
         for path in (fresh / META, fresh):

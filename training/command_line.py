@@ -7,6 +7,7 @@ that such arguments mean. Nothing here imports torch, so a mistyped key is repor
 import argparse
 import atexit
 import difflib
+import gc
 import os
 import re
 import shlex
@@ -62,6 +63,9 @@ def launch(main: Callable[[], Any], began: float, resume_sweep: Callable[[Path],
     is the time at which the program started; its first run counts from there.
     """
     phases.process_began = began
+    # the imports and torch.compile make a million objects that stay. At Python's own thresholds,
+    # garbage collection walks over them for more than a second
+    gc.set_threshold(100_000, 20, 100)
     answers = any(argument.startswith(ANSWERS) for argument in sys.argv[1:])
     keep_streams(lasting=not answers)
     ranks = of_environment()

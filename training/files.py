@@ -13,6 +13,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,30 @@ def write_file(path: Path, content: str | bytes) -> None:
 def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class HashedFile:
+    """A new binary file whose SHA-256 is computed in another thread while it is written."""
+
+    def __init__(self, path: Path, threads: Executor) -> None:
+        self.digest = hashlib.sha256()
+        self._file, self._threads = path.open("wb"), threads
+
+    def __enter__(self) -> "HashedFile":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def write(self, content: bytes | memoryview) -> int:
+        hashed = self._threads.submit(self.digest.update, content)
+        try:
+            return self._file.write(content)
+        finally:
+            hashed.result()  # the caller may free the content now
+
+    def flush(self) -> None:
+        self._file.flush()
 
 
 def check_writable(path: Path, ending: str = ".json") -> None:

@@ -2,24 +2,13 @@
 
 import io
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 from attention import LIMITS
 from training.files import read_metrics, write_file
 from training.palette import INK, mixed, variant_colors
-
-
-def import_meanwhile() -> None:
-    """Import matplotlib while the last checkpoint is written: either takes a second."""
-
-    def run() -> None:
-        with suppress(Exception):  # drawing will report it
-            import matplotlib.figure  # noqa: F401
-
-    Thread(target=run, daemon=True).start()
 
 
 @contextmanager

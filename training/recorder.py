@@ -1,8 +1,9 @@
 """Records and shows a run: in metrics.jsonl, a logger, the terminal and summary.json."""
 
 import logging
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from threading import Thread
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -11,6 +12,7 @@ from attention import Backend
 from config import LoggerConfig
 from model import sample_text
 from training.command_line import job_overrides, searched_folders
+from training.compiler import end_workers
 from training.evaluate import belies_exact
 from training.files import MetricsFile, Row, write_json
 from training.health import AttentionMonitor, to_blame
@@ -18,7 +20,7 @@ from training.loggers import build_logger
 from training.names import attention_in_words
 from training.outcome import after_training, outcome_of, resume_command, save_summary
 from training.phases import current, phase
-from training.plot import draw_loss_curve, draw_max_scores, import_meanwhile
+from training.plot import draw_loss_curve, draw_max_scores
 from training.resume import stop_clock, write_settings
 from training.run import Run
 from training.step import Stepper, StepResult
@@ -152,12 +154,13 @@ class Recorder:
         log.info(f"step {step}: from here on attention={backend.name} {options}")
 
     def note_progress(self, result: StepResult) -> None:
+        """Note what the checkpoint that follows holds."""
         self.summary.update(steps_done=result.step, tokens=result.tokens)
+        if result.last and self.run.ranks.first:
+            prepare_end()
 
     def end(self, result: StepResult, *, stopped: bool) -> None:
-        """Note how the loop ended; its last checkpoint is being saved."""
-        if self.run.ranks.first:
-            import_meanwhile()
+        """Note how the loop ended; its last checkpoint is saved."""
         summary = self.summary
         summary["tokens_per_sec"] = self.wall.tokens_per_sec(result.tokens)
         if summary["status"] != "diverged":
@@ -233,3 +236,14 @@ class Recorder:
             "tokens_per_sec": self.wall.tokens_per_sec(tokens),
         }
         self.memory.reset()
+
+
+def prepare_end() -> None:
+    """Do in a thread, while the last checkpoint is written, what would take seconds after it."""
+
+    def run() -> None:
+        with suppress(Exception):  # drawing will report it
+            import matplotlib.figure  # noqa: F401
+        end_workers()
+
+    Thread(target=run, daemon=True).start()

@@ -7,12 +7,10 @@
 All three work in a notebook and from any folder, even beside your own config.py or data/.
 """
 
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from training.files import Row
@@ -225,27 +223,13 @@ def _build_model(
     import torch
 
     from model import GPT
+    from training.compiler import importing_torch_compile
     from training.schedule import run_compiles
 
     torch.manual_seed(config.seed)
     with importing_torch_compile(run_compiles(config, backend, device.type)):
         made = {"vocab_size": vocab_size, "backend": backend}
         return GPT(config.model, **made, attention=config.attention).to(device)
-
-
-@contextmanager
-def importing_torch_compile(wanted: bool) -> Iterator[None]:
-    """Import torch.compile in a thread, if it is wanted, while the block draws the first weights.
-
-    The import takes seconds of Python, and the drawing takes seconds outside Python.
-    """
-    if not wanted:
-        yield
-        return
-    with ThreadPoolExecutor(1, thread_name_prefix="import") as thread:
-        imported = thread.submit(import_module, "torch._inductor.lowering")
-        yield
-        imported.result()
 
 
 def _meet(config: "RunConfig") -> "tuple[Ranks, torch.device]":

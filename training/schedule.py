@@ -22,6 +22,7 @@ from config import AttentionConfig, ModelConfig, RunConfig
 from model.gpt import GPT
 from model.layer_function import layer_functions
 from model.loss import introduce_operators
+from training.compiler import keep_compiled
 from training.names import as_typed
 from training.phases import count_compiling
 from training.step_graph import PYTHON, reason_against
@@ -215,6 +216,7 @@ def prepare_model(model: GPT, backend: Backend, *, compile_mode: str) -> GPT:
         count_compiling()
     if not compiled:
         return model
+    keep_compiled()
     introduce_operators()
     return model.compiled()
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import training.run
 from tests import forked
 from tests.command import TINY
-from training.run import build_run, compose, importing_torch_compile, run
+from training.run import build_run, compose, run
 
 CALLS = """
 import config  # the user's own, imported first
@@ -112,25 +111,6 @@ def test_a_run_is_built_without_a_folder(here):
     assert list(row) == ["val/loss", "val/bpb", "val/loss_exact", "val/bpb_exact"]
     assert row["val/bpb"] == row["val/loss"] / math.log(2)  # a token is a byte
     assert not list(here.iterdir())
-
-
-@pytest.mark.parametrize("wanted", [True, False])
-def test_torch_compile_is_imported_only_where_it_is_wanted(monkeypatch, wanted):
-    """And before the block ends; an error of the import is the block's."""
-    names = []
-    monkeypatch.setattr(training.run, "import_module", names.append)
-    with importing_torch_compile(wanted):
-        pass
-    assert names == ["torch._inductor.lowering"] * wanted
-
-    def fail(name: str) -> None:
-        raise ImportError(f"{name} is broken")
-
-    monkeypatch.setattr(training.run, "import_module", fail)
-    if not wanted:
-        return
-    with pytest.raises(ImportError, match="lowering is broken"), importing_torch_compile(wanted):
-        pass
 
 
 def test_bits_per_byte_count_the_bytes_of_the_targets(here):

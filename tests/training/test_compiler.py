@@ -1,0 +1,110 @@
+"""torch.compile's import, caches and workers."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from training import compiler
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_torch_compile_is_imported_only_where_it_is_wanted(monkeypatch, wanted):
+    """And before the block ends; an error of the import is the block's."""
+    names = []
+    monkeypatch.setattr(compiler, "import_module", names.append)
+    with compiler.importing_torch_compile(wanted):
+        pass
+    assert names == ["torch._inductor.lowering"] * wanted
+
+    def fail(name: str) -> None:
+        raise ImportError(f"{name} is broken")
+
+    monkeypatch.setattr(compiler, "import_module", fail)
+    if not wanted:
+        return
+    with (
+        pytest.raises(ImportError, match="lowering is broken"),
+        compiler.importing_torch_compile(wanted),
+    ):
+        pass
+
+
+def test_triton_has_one_cache_and_a_users_own_stays(monkeypatch):
+    """Inductor would set it in runs that compile, and not in runs that find its graphs."""
+    knobs = pytest.importorskip("triton").knobs
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    default = knobs.cache.dir
+    compiler.keep_compiled()
+    assert os.environ["TRITON_CACHE_DIR"] == default
+    monkeypatch.setenv("TRITON_CACHE_DIR", "mine")
+    compiler.keep_compiled()
+    assert os.environ["TRITON_CACHE_DIR"] == "mine"
+
+
+def test_changed_operators_are_traced_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiler, "ROOT", tmp_path)
+    tags = set()
+    for text in ("a", "b"):
+        for name in compiler.OPERATORS:
+            (tmp_path / name / "kernels").mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / "kernels/op.py").write_text(text)
+            compiler.code_of_operators.cache_clear()
+            tags.add(compiler.code_of_operators())
+    compiler.code_of_operators.cache_clear()
+    assert len(tags) == 4
+
+
+# a fused block is a graph with an autograd.Function, as this one is
+PROGRAM = """
+import torch
+from torch._dynamo.utils import counters
+from training.compiler import keep_compiled
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * 2
+
+keep_compiled()
+x = torch.ones(3, device="DEVICE", requires_grad=True)
+torch.compile(Double.apply)(x).sum().backward()
+assert x.grad.tolist() == [2, 2, 2]
+print(dict(counters["aot_autograd"]))
+"""
+
+
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)],
+)
+def test_a_later_process_finds_the_graph(tmp_path, device):
+    """Unless the tag says that operators changed."""
+    variables = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+
+    def run(**more: str) -> str:
+        program = [sys.executable, "-c", PROGRAM.replace("DEVICE", device)]
+        where = {"env": variables | more, "cwd": compiler.ROOT}
+        return subprocess.run(program, **where, capture_output=True, text=True, check=True).stdout
+
+    assert "'autograd_cache_miss': 1" in run()
+    assert "'autograd_cache_hit': 1" in run()
+    assert "'autograd_cache_miss': 1" in run(TORCH_COMPILE_CACHE_KEY_TAG="other")
+
+
+@pytest.mark.slow
+def test_the_workers_end(monkeypatch):
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
+
+    monkeypatch.setattr(config, "compile_threads", 2)
+    pool = AsyncCompile.process_pool()
+    compiler.end_workers()
+    assert pool.process.returncode == 0
+    assert AsyncCompile.process_pool() is not pool  # what compiles later has workers too
+    compiler.end_workers()
