@@ -16,17 +16,25 @@ OPERATORS = ("attention", "model")  # the packages that register operators
 
 @contextmanager
 def importing_torch_compile(wanted: bool) -> Iterator[None]:
-    """Import torch.compile in a thread, if it is wanted, while the block draws the first weights.
+    """Load torch.compile in a thread, if it is wanted, while the block draws the first weights.
 
-    The import takes seconds of Python, and the drawing takes seconds outside Python.
+    Loading takes seconds of Python, and the drawing takes seconds outside Python.
     """
     if not wanted:
         yield
         return
     with ThreadPoolExecutor(1, thread_name_prefix="import") as thread:
-        imported = thread.submit(import_module, "torch._inductor.lowering")
+        loaded = thread.submit(load_torch_compile)
         yield
-        imported.result()
+        loaded.result()
+
+
+def load_torch_compile() -> None:
+    """Import it, and compute the hashes of Triton and PyTorch that the keys of caches contain."""
+    with suppress(ImportError):
+        import_module("triton.runtime.cache").triton_key()
+    import_module("torch._inductor.lowering")
+    import_module("torch._inductor.codecache").torch_key()
 
 
 def keep_compiled() -> None:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -10,25 +11,38 @@ from training import compiler
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-def test_torch_compile_is_imported_only_where_it_is_wanted(monkeypatch, wanted):
+def test_torch_compile_is_loaded_only_where_it_is_wanted(monkeypatch, wanted):
     """And before the block ends; an error of the import is the block's."""
-    names = []
-    monkeypatch.setattr(compiler, "import_module", names.append)
+    calls = []
+    monkeypatch.setattr(compiler, "load_torch_compile", lambda: calls.append(1))
     with compiler.importing_torch_compile(wanted):
         pass
-    assert names == ["torch._inductor.lowering"] * wanted
+    assert calls == [1] * wanted
 
-    def fail(name: str) -> None:
-        raise ImportError(f"{name} is broken")
+    def fail() -> None:
+        raise ImportError("lowering is broken")
 
-    monkeypatch.setattr(compiler, "import_module", fail)
+    monkeypatch.setattr(compiler, "load_torch_compile", fail)
     if not wanted:
         return
-    with (
-        pytest.raises(ImportError, match="lowering is broken"),
-        compiler.importing_torch_compile(wanted),
-    ):
+    with pytest.raises(ImportError, match="broken"), compiler.importing_torch_compile(wanted):
         pass
+
+
+def test_the_hashes_are_computed_once(monkeypatch):
+    """The first kernel and the first graph find them, because both functions keep their result."""
+    from torch._inductor import codecache
+
+    cache = pytest.importorskip("triton.runtime.cache")
+    spies = []
+    for module, name in ((cache, "triton_key"), (codecache, "torch_key")):
+        function = getattr(module, name)
+        assert function() is function()
+        spy = Mock(side_effect=function)
+        spies.append(spy)
+        monkeypatch.setattr(module, name, spy)
+    compiler.load_torch_compile()
+    assert all(spy.called for spy in spies)
 
 
 def test_triton_has_one_cache_and_a_users_own_stays(monkeypatch):
