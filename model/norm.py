@@ -231,7 +231,8 @@ class AddNormLinear(torch.autograd.Function):
             d_total, d_y, total, weight, bias, statistics, ctx.dtype,
             ctx.parameters[2] is not None, y is None, ctx.ones,
         )  # fmt: skip
-        y = more.pop() if y is None else y
+        if y is None:
+            *more, y = more
         d_weight, d_bias, d_branch_bias = split(sums, ctx.parameters)
         d_matrix = weight_gradient(d_out, y, torch.promote_types(ctx.matrix_dtype, torch.float32))
         d_offset = None

@@ -253,10 +253,14 @@ def test_the_whole_model_with_the_kernel_and_without(
         assert_near(found, baseline, loss_and_gradients(copy.deepcopy(network).double(), tokens))
 
 
+# the paths of add_norm_linear() and of recomputed halves, and what comes between
+QUICK = ("elementwise", "block", "dropout")
+
+
 @pytest.mark.parametrize(
     "keeps",
     [
-        pytest.param(keeps, id=name, marks=() if name in ("block", "dropout") else pytest.mark.slow)
+        pytest.param(keeps, id=name, marks=() if name in QUICK else pytest.mark.slow)
         for name, keeps in MODES.items()
     ],
 )
