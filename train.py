@@ -77,6 +77,8 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
                 stepper.update(result)
 
             # Evaluate; at a switch, under the next attention too: val/loss_switched.
+            if result.last:
+                checkpoints.begin_last()
             switch_to = run.schedule[step] if due.switch else None
             if due.evaluate:
                 row |= run.evaluate(also={"_switched": switch_to} if switch_to else {})

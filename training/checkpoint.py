@@ -23,7 +23,9 @@ import random
 import re
 import shutil
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,7 @@ log = logging.getLogger("tilegpt")
 FORMAT = "tilegpt-checkpoint"
 VERSION = 1
 WEIGHTS, TRAINING, METRICS = "model.safetensors", "training.pt", "metrics.jsonl"
+FRESH = f"{LATEST}.tmp"  # the folder of a checkpoint that is being written
 
 # settings of the model that change neither a tensor nor what the weights mean
 FREE_SETTINGS = ("name", "dropout", "init_std", "checkpoint", "chunk_tokens", "offload")
@@ -73,7 +76,8 @@ class Checkpoints:
     In the background (the default on CUDA) save() copies the state to host memory, and a thread
     writes it while the training continues. The next save() and the exit wait for that write, and
     raise its OSError. On a CPU the thread would slow the training down, and the copy would take
-    memory from it. After the last step nothing continues, so save(last=True) writes at once.
+    memory from it. After the last step nothing changes the state, so it is not copied: begin_last()
+    writes it beside the evaluation, and save(last=True) waits for it.
     """
 
     def __init__(
@@ -94,7 +98,8 @@ class Checkpoints:
         self.starts: list[Row] = []  # see training/resume.py; saved with every checkpoint
         self.background = next(model.parameters()).is_cuda if background is None else background
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending: Future | None = None
+        self._pending: Future[None] | None = None
+        self._ahead: tuple[Future[Row], list] | None = None  # see begin_last()
 
     def begin(self, entry: Row) -> Start:
         """Resume from the checkpoint of resume=, or begin at step 0.
@@ -145,25 +150,64 @@ class Checkpoints:
         if self.starts:
             stop_clock(self.starts)
             meta["starts"] = copy.deepcopy(self.starts)
+        path = self.run_dir / METRICS
+        rows = path.read_bytes() if path.is_file() else None
+        if last or not self.background:
+            files = self._written_ahead() or _write_state(self.run_dir, *self._state())
+            _publish(self.run_dir, files, rows, meta, self.keep)
+            return
+        tensors, state = _on_host(self._state())
+        if torch.cuda.is_initialized():
+            # the copies are still running, and the next step changes what they copy
+            torch.cuda.synchronize()
+
+        def write() -> None:
+            files = _write_state(self.run_dir, tensors, state)
+            _publish(self.run_dir, files, rows, meta, self.keep)
+
+        self._pending = self._writer.submit(write)
+
+    def begin_last(self) -> None:
+        """Start to write the state after the last step, while the run goes on with its evaluation.
+
+        save(last=True) must follow. Does nothing where save() writes at once.
+        """
+        if not (self.writes and self.background):
+            return
+        self._wait()
+        stream = None
+        if torch.cuda.is_initialized():
+            # copies in the evaluation's stream would wait for its kernels
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+        tensors, state = self._state()
+
+        def write() -> Row:
+            with torch.cuda.stream(stream):
+                return _write_state(self.run_dir, tensors, state)
+
+        self._ahead = self._writer.submit(write), tree_leaves(state["random"])
+
+    def _written_ahead(self) -> Row | None:
+        """What begin_last() wrote, unless random numbers were drawn since, by a user's attention in
+        the evaluation: a resumed run must go on after these.
+        """
+        if self._ahead is None:
+            return None
+        (written, before), self._ahead = self._ahead, None
+        files, now = written.result(), tree_leaves(_random_state())
+        pairs = zip(before, now, strict=True)
+        same = all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
+        return files if same else None
+
+    def _state(self) -> tuple[dict[str, Tensor], Row]:
+        """What a checkpoint holds: the weights, and the rest that is needed to go on."""
         named = _named_tensors(self.model)
-        tensors = {name: tensor.detach().contiguous() for name, tensor in named.items()}
-        state = {
+        return {name: tensor.detach().contiguous() for name, tensor in named.items()}, {
             "optimizer": self.optimizer.state_dict(),
             "scaler": {} if self.scaler is None else self.scaler.state_dict(),
             "random": _random_state(),
         }
-        path = self.run_dir / METRICS
-        rows = path.read_bytes() if path.is_file() else None
-        if last or not self.background:
-            _write(self.run_dir, tensors, state, rows, meta, self.keep)
-            return
-        tensors, state = _on_host(tensors), _on_host(state)
-        if torch.cuda.is_initialized():
-            # the copies are still running, and the next step changes what they copy
-            torch.cuda.synchronize()
-        self._pending = self._writer.submit(
-            _write, self.run_dir, tensors, state, rows, meta, self.keep
-        )
 
     def load(self) -> Row:
         """Restore model, optimizer, scaler and random numbers from the newest whole checkpoint.
@@ -214,6 +258,8 @@ class Checkpoints:
             log.error(failure)  # the run itself raises another error
         finally:
             self._writer.shutdown()
+            if self._ahead is not None:  # the run ended before its save(last=True)
+                shutil.rmtree(self.run_dir / FRESH, ignore_errors=True)
 
 
 def _on_host(tensors: Any) -> Any:
@@ -224,58 +270,60 @@ def _on_host(tensors: Any) -> Any:
     return tree_map_only(Tensor, lambda x: x.to("cpu", non_blocking=True, copy=True), tensors)
 
 
-def _write(
-    run_dir: Path,
-    tensors: dict[str, Tensor],
-    state: Row,
-    rows: bytes | None,
-    meta: Row,
-    keep: int,
-) -> None:
-    from safetensors import SafetensorError
+def _write_state(run_dir: Path, tensors: dict[str, Tensor], state: Row) -> Row:
+    """Write the largest files of a new checkpoint; returns their entries in meta.json."""
     from safetensors.torch import save_file
 
-    fresh = run_dir / f"{LATEST}.tmp"
-    try:
+    fresh = run_dir / FRESH
+    size = sum(x.nbytes for x in tree_leaves([tensors, state]) if isinstance(x, Tensor))
+    with _whole(run_dir, size), ThreadPoolExecutor() as others:
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(parents=True)
-        # a file is hashed and written to the disk while the next one is made
-        with ThreadPoolExecutor() as others:
-            digests: dict[str, Future[str]] = {}
-            synced: list[Future[None]] = []
+        # a file is hashed and synced while the next one is made
+        save_file(tensors, fresh / WEIGHTS)
+        hashed, synced = (others.submit(each, fresh / WEIGHTS) for each in (sha256_of, sync))
+        # the largest file is hashed as it is written, so it needs no CRC-32
+        without_crc32 = serialization.patch("save.compute_crc32", False)
+        with HashedFile(fresh / TRAINING, others) as file, without_crc32:
+            torch.save(state, file)
+        sync(fresh / TRAINING)
+        synced.result()
+        # safetensors creates files that only their owner can read
+        shutil.copymode(fresh / TRAINING, fresh / WEIGHTS)
+        digests = {WEIGHTS: hashed.result(), TRAINING: file.digest.hexdigest()}
+        return {name: _entry(fresh / name, digest) for name, digest in digests.items()}
 
-            def made(name: str) -> Path:
-                synced.append(others.submit(sync, fresh / name))
-                return fresh / name
 
-            save_file(tensors, fresh / WEIGHTS)
-            digests[WEIGHTS] = others.submit(sha256_of, made(WEIGHTS))
-            # the largest file is last: it is hashed as it is written, so it needs no CRC-32
-            without_crc32 = serialization.patch("save.compute_crc32", False)
-            with HashedFile(fresh / TRAINING, others) as file, without_crc32:
-                torch.save(state, file)
-            digests[TRAINING] = others.submit(file.digest.hexdigest)
-            made(TRAINING)
-            if rows is not None:
-                (fresh / METRICS).write_bytes(rows)
-                digests[METRICS] = others.submit(sha256_of, made(METRICS))
-            # safetensors creates files that only their owner can read
-            shutil.copymode(fresh / TRAINING, fresh / WEIGHTS)
-            for each in synced:
-                each.result()
-            files = {
-                name: {"bytes": (fresh / name).stat().st_size, "sha256": digest.result()}
-                for name, digest in sorted(digests.items())
-            }
-        meta = {"format": FORMAT, "version": VERSION, **meta, "files": files}
+def _publish(run_dir: Path, files: Row, rows: bytes | None, meta: Row, keep: int) -> None:
+    """Add rows of metrics and meta.json to a new checkpoint, and make it the latest."""
+    fresh = run_dir / FRESH
+    with _whole(run_dir, sum(each["bytes"] for each in files.values())):
+        if rows is not None:
+            path = fresh / METRICS
+            path.write_bytes(rows)
+            sync(path)
+            files = files | {METRICS: _entry(path, sha256_of(path))}
+        meta = {"format": FORMAT, "version": VERSION, **meta, "files": dict(sorted(files.items()))}
         (fresh / META).write_text(json.dumps(meta | {"sha256": meta_checksum(meta)}, indent=2))
         for path in (fresh / META, fresh):
             sync(path)
         rotate(fresh, run_dir, keep=keep)
+
+
+def _entry(path: Path, digest: str) -> Row:
+    return {"bytes": path.stat().st_size, "sha256": digest}
+
+
+@contextmanager
+def _whole(run_dir: Path, size: int) -> Iterator[None]:
+    """Remove the new checkpoint of about `size` bytes if writing it fails, and say why."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
     # safetensors and PyTorch report a full disk with errors of their own
     except (OSError, SafetensorError, RuntimeError) as error:
-        shutil.rmtree(fresh, ignore_errors=True)
-        size = sum(x.nbytes for x in tree_leaves([tensors, state]) if isinstance(x, Tensor))
+        shutil.rmtree(run_dir / FRESH, ignore_errors=True)
         raise _write_error(run_dir, error, size) from error
 
 

@@ -63,9 +63,10 @@ def launch(main: Callable[[], Any], began: float, resume_sweep: Callable[[Path],
     is the time at which the program started; its first run counts from there.
     """
     phases.process_began = began
-    # the imports and torch.compile make a million objects that stay. At Python's own thresholds,
-    # garbage collection walks over them for more than a second
+    # the imports and torch.compile make a million objects that stay. Python would look among them
+    # for garbage for more than a second, and for another one at its exit
     gc.set_threshold(100_000, 20, 100)
+    atexit.register(gc.freeze)
     answers = any(argument.startswith(ANSWERS) for argument in sys.argv[1:])
     keep_streams(lasting=not answers)
     ranks = of_environment()

@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
+import training.checkpoint
 from config import OptimConfig
 from tests import forked
-from tests.command import environment, load_checkpoint, save_checkpoint
-from training.checkpoint import CheckpointError, load_model_state, read_meta
+from tests.command import environment, load_checkpoint, same, save_checkpoint
+from training.checkpoint import CheckpointError, Checkpoints, load_model_state, read_meta
 from training.optimizer import build_optimizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,6 +121,50 @@ def test_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path, scaled):
     ):
         assert all(torch.equal(mine[key], theirs[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
     assert scaler.get_scale() == whole[2].get_scale()
+
+
+@pytest.mark.parametrize("drawn", [0, 1])
+def test_the_last_state_is_written_beside_the_evaluation(tmp_path, monkeypatch, drawn):
+    """Its random numbers are those after the evaluation, which may draw some."""
+    model, optimizer, scaler = build()
+    parts = {"model": model, "optimizer": optimizer, "scaler": scaler, "config": CONFIG}
+    written = mock.Mock(side_effect=training.checkpoint._write_state)
+    monkeypatch.setattr(training.checkpoint, "_write_state", written)
+    with Checkpoints(tmp_path, **parts, background=True) as checkpoints:
+        checkpoints.begin_last()
+        torch.rand(drawn)
+        after = torch.get_rng_state()
+        checkpoints.save(5, 60, last=True)
+    assert written.call_count == 1 + drawn
+    seed(99)
+    other, optimizer, scaler = build()
+    load_checkpoint(tmp_path, **parts | {"model": other, "optimizer": optimizer})
+    assert torch.equal(torch.get_rng_state(), after)
+    assert same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+def test_a_last_state_that_is_not_saved_leaves_nothing(tmp_path):
+    model, optimizer, scaler = build()
+    parts = {"model": model, "optimizer": optimizer, "scaler": scaler, "config": CONFIG}
+    with (
+        pytest.raises(KeyboardInterrupt),
+        Checkpoints(tmp_path, **parts, background=True) as checkpoints,
+    ):
+        checkpoints.begin_last()
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_during_the_evaluation_is_said(tmp_path, monkeypatch):
+    model, optimizer, scaler = build()
+    parts = {"model": model, "optimizer": optimizer, "scaler": scaler, "config": CONFIG}
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(training.checkpoint.HashedFile, "write", mock.Mock(side_effect=full))
+    with Checkpoints(tmp_path, **parts, background=True) as checkpoints:
+        checkpoints.begin_last()
+        with pytest.raises(OSError, match="cannot write a checkpoint.*No space left.*free some"):
+            checkpoints.save(5, 60, last=True)
+    assert not list(tmp_path.iterdir())
 
 
 def test_optimizer_settings_are_the_callers(tmp_path):
