@@ -422,6 +422,7 @@ def nanogpt_wall_table(data: Row) -> str:
     columns = """
         seq_len                            {seq_len:,}
         attention                          {name}
+        commit                             {ours[commit]:.7}
         steps                              {ours[steps]:,}
         rounds                             {rounds}
         nanoGPT's run, s                   {theirs[seconds]:.1f}
