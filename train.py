@@ -76,7 +76,8 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
             else:
                 stepper.update(result)
 
-            # Evaluate; at a switch, under the next attention too: val/loss_switched.
+            # Evaluate, while what the last checkpoint needs is written; at a switch, under the next
+            # attention too: val/loss_switched.
             if result.last:
                 checkpoints.begin_last()
             switch_to = run.schedule[step] if due.switch else None
