@@ -121,7 +121,7 @@ def test_the_seconds_of_a_run_add_up_to_its_time(tmp_path, monkeypatch):
         "training.evaluate.exact_attention": "evaluating",
         "training.health.AttentionMonitor._note": "looking",
         "training.step.compute_gradients": "training",
-        "training.checkpoint._write": "saving",
+        "training.checkpoint._write_state": "saving",
         "training.files.MetricsFile.write": "logging",
         "training.recorder.draw_loss_curve": "drawing",
         "training.recorder.sample_text": "sampling",

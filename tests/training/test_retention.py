@@ -246,13 +246,13 @@ def test_a_kill_between_any_two_steps_of_a_rotation(tmp_path):
 def test_a_background_save_is_of_its_moment(tmp_path, monkeypatch):
     """Weights and moments change in place while the writer has not begun."""
     go = threading.Event()
-    write = checkpoint._write
+    write = checkpoint._write_state
     model, optimizer, scaler = build()
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     train(model, optimizer, scaler, 2)
     with checkpoints(tmp_path / "now", **parts) as now:
         now.save(2, 200, 1.0)
-    monkeypatch.setattr(checkpoint, "_write", lambda *arguments: go.wait(10) and write(*arguments))
+    monkeypatch.setattr(checkpoint, "_write_state", lambda *args: go.wait(10) and write(*args))
     with checkpoints(tmp_path / "later", **parts, background=True) as later:
         later.save(2, 200, 1.0)
         train(model, optimizer, scaler, 3)
@@ -273,17 +273,18 @@ def test_the_last_save_is_written_when_it_returns(tmp_path, monkeypatch):
 def test_one_write_at_a_time(tmp_path, monkeypatch):
     """The next save waits for the last one, and the end for all of them."""
     running, most = 0, 0
-    write = checkpoint._write
+    write = checkpoint._write_state
 
     def slow(*arguments):
         nonlocal running, most
         running += 1
         most = max(most, running)
         time.sleep(0.02)
-        write(*arguments)
+        files = write(*arguments)
         running -= 1
+        return files
 
-    monkeypatch.setattr(checkpoint, "_write", slow)
+    monkeypatch.setattr(checkpoint, "_write_state", slow)
     with checkpoints(tmp_path, keep=9, background=True) as saves:
         for step in range(1, 6):
             saves.save(step, step)
