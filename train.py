@@ -54,15 +54,14 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
     checkpoints = Checkpoints(
         run_dir, **run.state, config=run.settings, keep=config.keep, writes=run.ranks.first
     )
-    start = checkpoints.begin(new_start(run, summary["started"]))
-    stepper = Stepper(run, start)
+    stepper = Stepper(run, checkpoints.begin(new_start(run, summary["started"])))
     # the largest scores of earlier starts belong to this run too
     monitor = AttentionMonitor(run.model, run.autocast, read_metrics(run_dir / "metrics.jsonl"))
     recorder = Recorder(run, stepper, monitor, run_dir, summary)
 
     # the recorder is first, so that it sees how all the others end
     with recorder, cpu_memory_limit(), Interrupt() as interrupt, checkpoints, stepper:
-        recorder.begin(run.evaluate() if start.step == 0 and config.eval_every else {})
+        recorder.begin(run.evaluate() if stepper.start.step == 0 and config.eval_every else {})
 
         # Step: forward and backward are done; where nothing is due, the next step is queued too.
         for result in stepper.steps(stop=interrupt):
@@ -76,10 +75,8 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
             else:
                 stepper.update(result)
 
-            # Evaluate, while what the last checkpoint needs is written; at a switch, under the next
-            # attention too: val/loss_switched.
-            if result.last:
-                checkpoints.begin_last()
+            # Evaluate; at a switch, under the next attention too: val/loss_switched.
+            checkpoints.write_ahead(last=result.last)
             switch_to = run.schedule[step] if due.switch else None
             if due.evaluate:
                 row |= run.evaluate(also={"_switched": switch_to} if switch_to else {})

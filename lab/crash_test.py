@@ -46,7 +46,7 @@ from scripts.arguments import Json, Natural, command
 from scripts.tables import Row
 from training.environment import ROOT, measured_on
 from training.files import read_metrics, write_json
-from training.retention import LATEST, newest_first, step_of
+from training.retention import FRESH, LATEST, newest_first, step_of
 
 STEPS, EVERY = 200, 10
 # everything that has state: dropout, two passes a step, rows, evaluations and checkpoints at
@@ -163,7 +163,7 @@ def killed(
     """
     process = started_until(run_dir, moment.randint(earliest, STEPS - 2 * EVERY))
     if saving:
-        wait_for(process, (run_dir / f"{LATEST}.tmp").exists)
+        wait_for(process, (run_dir / FRESH).exists)
     time.sleep(moment.uniform(0, 0.01))
     process.kill()
     code, output = finish(process)
@@ -175,7 +175,7 @@ def killed(
     return {
         "step": reached(run_dir),
         "checkpoint": step_of(last) if last else None,
-        "in_a_save": moved or (run_dir / f"{LATEST}.tmp").exists(),
+        "in_a_save": moved or (run_dir / FRESH).exists(),
     }
 
 

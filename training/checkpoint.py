@@ -46,6 +46,7 @@ from training.phases import phase
 from training.resume import Start, resumed_starts, stop_clock
 from training.retention import (
     BEST,
+    FRESH,
     LATEST,
     META,
     best_val_loss,
@@ -60,7 +61,6 @@ log = logging.getLogger("tilegpt")
 FORMAT = "tilegpt-checkpoint"
 VERSION = 1
 WEIGHTS, TRAINING, METRICS = "model.safetensors", "training.pt", "metrics.jsonl"
-FRESH = f"{LATEST}.tmp"  # the folder of a checkpoint that is being written
 
 # settings of the model that change neither a tensor nor what the weights mean
 FREE_SETTINGS = ("name", "dropout", "init_std", "checkpoint", "chunk_tokens", "offload")
@@ -76,8 +76,8 @@ class Checkpoints:
     In the background (the default on CUDA) save() copies the state to host memory, and a thread
     writes it while the training continues. The next save() and the exit wait for that write, and
     raise its OSError. On a CPU the thread would slow the training down, and the copy would take
-    memory from it. After the last step nothing changes the state, so it is not copied: begin_last()
-    writes it beside the evaluation, and save(last=True) waits for it.
+    memory from it. After the last step nothing changes the state, so it is not copied:
+    write_ahead() writes it beside the evaluation, and save(last=True) waits for it.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Checkpoints:
         self.background = next(model.parameters()).is_cuda if background is None else background
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
-        self._ahead: tuple[Future[Row], list] | None = None  # see begin_last()
+        self._ahead: tuple[Future[Row], list] | None = None  # see write_ahead()
 
     def begin(self, entry: Row) -> Start:
         """Resume from the checkpoint of resume=, or begin at step 0.
@@ -167,12 +167,13 @@ class Checkpoints:
 
         self._pending = self._writer.submit(write)
 
-    def begin_last(self) -> None:
-        """Start to write the state after the last step, while the run goes on with its evaluation.
+    def write_ahead(self, *, last: bool) -> None:
+        """After the last step, start to write the state. The evaluation goes on meanwhile, and
+        save(last=True) follows.
 
-        save(last=True) must follow. Does nothing where save() writes at once.
+        Does nothing after other steps, or where save() writes at once.
         """
-        if not (self.writes and self.background):
+        if not (last and self.writes and self.background):
             return
         self._wait()
         stream = None
@@ -189,8 +190,8 @@ class Checkpoints:
         self._ahead = self._writer.submit(write), tree_leaves(state["random"])
 
     def _written_ahead(self) -> Row | None:
-        """What begin_last() wrote, unless random numbers were drawn since, by a user's attention in
-        the evaluation: a resumed run must go on after these.
+        """What write_ahead() wrote. None if random numbers were drawn since, by a user's attention
+        in the evaluation: a resumed run must go on after these.
         """
         if self._ahead is None:
             return None
@@ -201,7 +202,7 @@ class Checkpoints:
         return files if same else None
 
     def _state(self) -> tuple[dict[str, Tensor], Row]:
-        """What a checkpoint holds: the weights, and the rest that is needed to go on."""
+        """The weights, and what else a resumed run needs."""
         named = _named_tensors(self.model)
         return {name: tensor.detach().contiguous() for name, tensor in named.items()}, {
             "optimizer": self.optimizer.state_dict(),

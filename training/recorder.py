@@ -154,7 +154,7 @@ class Recorder:
         log.info(f"step {step}: from here on attention={backend.name} {options}")
 
     def note_progress(self, result: StepResult) -> None:
-        """Note what the checkpoint that follows holds."""
+        """Note what the next checkpoint will hold. Before the last one, prepare the end."""
         self.summary.update(steps_done=result.step, tokens=result.tokens)
         if result.last and self.run.ranks.first:
             prepare_end()

@@ -25,6 +25,7 @@ from data.token_file import sync
 from training.files import Row
 
 LATEST, EARLIER, BEST, META = "checkpoint", "checkpoints", "checkpoint.best", "meta.json"
+FRESH = f"{LATEST}.tmp"  # the folder of a checkpoint that is being written
 
 
 def newest_first(run_dir: Path) -> list[Path]:

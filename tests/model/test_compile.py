@@ -64,8 +64,8 @@ def loss_and_gradients(
 def check_graphs(
     model: GPT, *, dtype: torch.dtype = torch.float32, by: str = "aot_eager", **settings: object
 ) -> None:
-    """The model gives the same as operator by operator from a graph of a block, and on a CPU one of
-    the loss, with and without a look at the largest scores.
+    """A compiled model gives what it gives operator by operator. One graph serves all blocks,
+    with a look at the largest scores and without. On a CPU the loss has one too.
 
     To the bit on a CPU without generated code.
     """
@@ -76,9 +76,9 @@ def check_graphs(
     found = [loss_and_gradients(compiled, model, look=look, **settings) for look in (False, True)]
     scores = model.max_scores()
     assert not scores.requires_grad
-    assert not torch._dynamo.utils.counters["graph_break"] and torch._dynamo.utils.counters[
-        "stats"
-    ]["unique_graphs"] == 1 + (DEVICE == "cpu")
+    counters = torch._dynamo.utils.counters
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1 + (DEVICE == "cpu")
     expected = loss_and_gradients(model, model, look=True, **settings)
     for each in found:
         torch.testing.assert_close(each, expected, **tolerance(dtype))

@@ -86,9 +86,14 @@ def seed(value: int) -> None:
 
 
 def save(run_dir: Path, step: int = 3, config: dict = CONFIG, **replaced):
-    model, optimizer, scaler = build()
-    parts = {"model": model, "optimizer": optimizer, "scaler": scaler} | replaced
-    return save_checkpoint(run_dir, **parts, step=step, tokens=step * 100, config=config)
+    parts = new_parts() | {"config": config} | replaced
+    return save_checkpoint(run_dir, **parts, step=step, tokens=step * 100)
+
+
+def new_parts() -> dict:
+    """What Checkpoints takes, newly built."""
+    parts = zip(("model", "optimizer", "scaler"), build(), strict=True)
+    return dict(parts) | {"config": CONFIG}
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["unscaled", "scaled"])
@@ -126,42 +131,37 @@ def test_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path, scaled):
 @pytest.mark.parametrize("drawn", [0, 1])
 def test_the_last_state_is_written_beside_the_evaluation(tmp_path, monkeypatch, drawn):
     """Its random numbers are those after the evaluation, which may draw some."""
-    model, optimizer, scaler = build()
-    parts = {"model": model, "optimizer": optimizer, "scaler": scaler, "config": CONFIG}
+    parts = new_parts()
     written = mock.Mock(side_effect=training.checkpoint._write_state)
     monkeypatch.setattr(training.checkpoint, "_write_state", written)
     with Checkpoints(tmp_path, **parts, background=True) as checkpoints:
-        checkpoints.begin_last()
+        checkpoints.write_ahead(last=True)
         torch.rand(drawn)
         after = torch.get_rng_state()
         checkpoints.save(5, 60, last=True)
     assert written.call_count == 1 + drawn
     seed(99)
-    other, optimizer, scaler = build()
-    load_checkpoint(tmp_path, **parts | {"model": other, "optimizer": optimizer})
+    others = new_parts()
+    load_checkpoint(tmp_path, **others)
     assert torch.equal(torch.get_rng_state(), after)
-    assert same(dict(other.state_dict()), dict(model.state_dict()))
+    assert same(*(dict(each["model"].state_dict()) for each in (others, parts)))
 
 
 def test_a_last_state_that_is_not_saved_leaves_nothing(tmp_path):
-    model, optimizer, scaler = build()
-    parts = {"model": model, "optimizer": optimizer, "scaler": scaler, "config": CONFIG}
     with (
         pytest.raises(KeyboardInterrupt),
-        Checkpoints(tmp_path, **parts, background=True) as checkpoints,
+        Checkpoints(tmp_path, **new_parts(), background=True) as checkpoints,
     ):
-        checkpoints.begin_last()
+        checkpoints.write_ahead(last=True)
         raise KeyboardInterrupt
     assert not list(tmp_path.iterdir())
 
 
 def test_a_full_disk_during_the_evaluation_is_said(tmp_path, monkeypatch):
-    model, optimizer, scaler = build()
-    parts = {"model": model, "optimizer": optimizer, "scaler": scaler, "config": CONFIG}
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     monkeypatch.setattr(training.checkpoint.HashedFile, "write", mock.Mock(side_effect=full))
-    with Checkpoints(tmp_path, **parts, background=True) as checkpoints:
-        checkpoints.begin_last()
+    with Checkpoints(tmp_path, **new_parts(), background=True) as checkpoints:
+        checkpoints.write_ahead(last=True)
         with pytest.raises(OSError, match="cannot write a checkpoint.*No space left.*free some"):
             checkpoints.save(5, 60, last=True)
     assert not list(tmp_path.iterdir())
@@ -382,10 +382,8 @@ def test_what_to_do_when_a_checkpoint_cannot_be_written(
 
     monkeypatch.setattr(torch, "save", fail)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: mock.Mock(free=free))
-    model, optimizer, scaler = build()
-    parts = {"model": model, "optimizer": optimizer, "scaler": scaler, "config": CONFIG}
     with pytest.raises(OSError, match="cannot write a checkpoint") as raised:
-        save_checkpoint(tmp_path, step=1, tokens=1, **parts)
+        save_checkpoint(tmp_path, step=1, tokens=1, **new_parts())
     assert str(raised.value).endswith(way_out)
 
 

@@ -13,19 +13,22 @@ from training import compiler
 @pytest.mark.parametrize("wanted", [True, False])
 def test_torch_compile_is_loaded_only_where_it_is_wanted(monkeypatch, wanted):
     """And before the block ends; an error of the import is the block's."""
-    calls = []
-    monkeypatch.setattr(compiler, "load_torch_compile", lambda: calls.append(1))
+    importer = Mock()
+    monkeypatch.setattr(compiler, "import_module", importer)
     with compiler.importing_torch_compile(wanted):
         pass
-    assert calls == [1] * wanted
+    names = [call.args[0] for call in importer.call_args_list]
+    expected = ["triton.runtime.cache", "torch._inductor.lowering", "torch._inductor.codecache"]
+    assert names == expected * wanted
 
-    def fail() -> None:
-        raise ImportError("lowering is broken")
+    def fail(name: str) -> None:
+        raise ImportError(f"{name} is broken")
 
-    monkeypatch.setattr(compiler, "load_torch_compile", fail)
+    monkeypatch.setattr(compiler, "import_module", fail)
     if not wanted:
         return
-    with pytest.raises(ImportError, match="broken"), compiler.importing_torch_compile(wanted):
+    broken = pytest.raises(ImportError, match="lowering is broken")
+    with broken, compiler.importing_torch_compile(wanted):
         pass
 
 
