@@ -120,7 +120,7 @@ class AttentionConfig:
         if self.name == "custom" and self.target is None:
             raise ValueError(
                 "attention=custom needs attention.target=pkg.module:BACKEND; "
-                "attention=pkg.module:BACKEND says both"
+                "attention=pkg.module:BACKEND is short for both"
             )
         if self.switch_at is not None and self.switch_to is None:
             raise ValueError(

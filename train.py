@@ -89,7 +89,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
             if result.last or due.save or checkpoints.is_best(step, row.get("val/loss")):
                 recorder.note_progress(result)
                 checkpoints.save(step, result.tokens, row.get("val/loss"), last=result.last)
-        recorder.end(result, stopped=interrupt.requested)
+        recorder.end(result, interrupt)
 
     recorder.report()
 

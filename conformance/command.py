@@ -32,7 +32,7 @@ dialect. Arguments are key=value, and all have a default:
                torch and the attention alone, beside the card or in this folder (false)
 
 probe takes device and dtype; fuzz also calls, seed, card and the dialect; export and judge take
-cases and seed. quiz alone lists its exercises, and with a number it takes:
+cases and seed. quiz alone says which exercises there are, and with a number it takes:
 
     out        write the exercise and its symptoms into this folder
     fix        judge this file, an exercise that you have repaired

@@ -47,7 +47,7 @@ from config import RunConfig
 from data.interface import TrainingData
 from model import GPT
 from model.hugging_face import GPT2
-from scripts.arguments import Count, Json, command, default, parse_backend
+from scripts.arguments import Count, Device, Json, command, default, parse_backend
 from scripts.tables import Row
 from training.device import autocast_to, pick_device, pick_dtype
 from training.environment import ROOT, measured_on
@@ -92,10 +92,10 @@ class Comparison:
     out: Json | None = None
     seq_len: list[Count] = default(1024, 8192, 32768)
     attention: list[str] = default("triton")
-    tokens: int = 32768
+    tokens: Count = 32768
     model: str = "gpt2"
     vocab_size: int = 50304
-    device: str = "auto"
+    device: Device = "auto"
     overrides: list[str] = default()  # train.py's own settings
 
     repository: ClassVar[str] = "karpathy/nanoGPT"
@@ -103,6 +103,10 @@ class Comparison:
 
     def __post_init__(self) -> None:
         check_clone("folder", self.folder, self.files, self.repository)
+        for name in ("seq_len", "attention"):
+            values = getattr(self, name)
+            if len(set(values)) < len(values):
+                raise ValueError(f"{name}={','.join(map(str, values))} names one of them twice")
         for length in self.seq_len:
             if self.tokens % length:
                 raise ValueError(f"tokens={self.tokens} is not a multiple of seq_len={length}")

@@ -50,7 +50,7 @@ from scripts.tables import Row, by
 from training.command_line import compose
 from training.device import pick_device, pick_dtype
 from training.environment import ROOT
-from training.sweep import load_json
+from training.retention import parse
 from training.trained import data_of
 
 LOG_EVERY = 10  # steps
@@ -204,13 +204,25 @@ def spread(rounds: list[float]) -> Row:
     return {"rounds": rounds} | ends
 
 
+def earlier_runs(path: Path) -> tuple[list[Row], str | None]:
+    """The runs in a file of this command, and their GPU. Raises ValueError for another file."""
+    try:
+        found = parse(path)
+        compared(found["runs"])
+        return found["runs"], found["environment"]["hardware"]["gpu"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"out={path} is not a file of this command; name another one") from error
+
+
 @command
 def main(options: Options) -> None:
-    head, before = options.head(), load_json(options.out) if options.out else {}
-    where = head["environment"]
-    if before and before["environment"]["hardware"]["gpu"] != where["hardware"]["gpu"]:
-        raise ValueError(f"{options.out} was measured on another device; name another file")
-    runs = [run for run in before.get("runs", []) if run["seq_len"] not in options.seq_len]
+    head = options.head()
+    where, runs = head["environment"], []
+    if options.out and options.out.exists():
+        before, gpu = earlier_runs(options.out)
+        if gpu != where["hardware"]["gpu"]:
+            raise ValueError(f"out={options.out} was measured on another device; name another file")
+        runs = [run for run in before if run["seq_len"] not in options.seq_len]
     with tempfile.TemporaryDirectory() as home:
         prepare(options, Path(home))
         for row in measure(options, Path(home)):

@@ -216,7 +216,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         logits = logits.to(dtype)  # frees the narrow ones
         log_p = torch.log_softmax(logits, -1)
         counts = (targets != IGNORED).unsqueeze(1)
-        target = targets.unsqueeze(1).clamp(min=0)  # any index will do for an ignored token
+        target = targets.unsqueeze(1).where(counts, 0)  # any index will do for an ignored token
         log_p_target = log_p.gather(1, target)
         loss = -log_p_target.masked_fill(~counts, 0.0).sum()
         lse = logits.gather(1, target) - log_p_target if z_loss else None

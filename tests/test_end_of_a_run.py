@@ -4,14 +4,19 @@ import os
 import re
 import shlex
 import signal
+import subprocess
+import sys
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
 from tests import forked
 from tests.command import (
     QUICK,
+    ROOT,
     checkpoint,
     contents,
     environment,
@@ -29,9 +34,11 @@ hangs_up = pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="the platfor
 
 
 def send_at(monkeypatch, place: str, *signals: signal.Signals) -> None:
-    """Send the signals to this process at the first call of our function module.name."""
+    """Send the signals to this process at the first call of our function module.name, or
+    module.class.name.
+    """
     module, _, name = place.rpartition(".")
-    called, pending = getattr(import_module(module), name), list(signals)
+    called, pending = getattr(resolve_name(module), name), list(signals)
 
     def patched(*arguments, **options):
         while pending:
@@ -81,9 +88,10 @@ def test_a_signal_after_the_last_step_leaves_a_completed_run(monkeypatch, tmp_pa
     assert summary(tmp_path)["status"] == "completed" and not summary(tmp_path)["stopped"]
 
 
-def test_ctrl_c_after_a_job_ends_its_sweep(monkeypatch, tmp_path):
+@pytest.mark.parametrize("place", ["recorder.draw_loss_curve", "checkpoint.Checkpoints.__exit__"])
+def test_ctrl_c_after_a_job_ends_its_sweep(monkeypatch, tmp_path, place):
     """That job counts as completed. One that runs later joins the table in its file."""
-    send_at(monkeypatch, "training.recorder.draw_loss_curve", signal.SIGINT)
+    send_at(monkeypatch, f"training.{place}", signal.SIGINT)
     done = run(*tiny_sweep(tmp_path, "seed=0,1,2", "eval_every=0"))
     assert done.code == 130 and [row["status"] for row in index(tmp_path)] == [
         "completed",
@@ -228,3 +236,12 @@ def test_an_answer_that_cannot_be_printed_is_a_failure():
 @pytest.mark.parametrize("value", ["1", "", "many"])
 def test_a_world_of_one_process_trains(tmp_path, value):
     assert run(*tiny(tmp_path, "steps=1", "eval_every=0"), WORLD_SIZE=value).code == 0
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+def test_triton_says_nothing_at_the_exit():
+    """A regression test: it printed a line for each object that Python left where it was."""
+    code = "import atexit, triton\nfrom training.command_line import leave_garbage\n"
+    code += "atexit.register(leave_garbage)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

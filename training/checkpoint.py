@@ -99,7 +99,7 @@ class Checkpoints:
         self.background = next(model.parameters()).is_cuda if background is None else background
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
-        self._ahead: tuple[Future[Row], list] | None = None  # see write_ahead()
+        self._ahead: tuple[Future[Row], list, list] | None = None  # see write_ahead()
 
     def begin(self, entry: Row) -> Start:
         """Resume from the checkpoint of resume=, or begin at step 0.
@@ -187,19 +187,23 @@ class Checkpoints:
             with torch.cuda.stream(stream):
                 return _write_state(self.run_dir, tensors, state)
 
-        self._ahead = self._writer.submit(write), tree_leaves(state["random"])
+        self._ahead = self._writer.submit(write), self._versions(), tree_leaves(state["random"])
 
     def _written_ahead(self) -> Row | None:
-        """What write_ahead() wrote. None if random numbers were drawn since, by a user's attention
-        in the evaluation: a resumed run must go on after these.
+        """What write_ahead() wrote. None if a user's attention has changed a buffer or drawn random
+        numbers in the evaluation: a resumed run must go on after these.
         """
         if self._ahead is None:
             return None
-        (written, before), self._ahead = self._ahead, None
+        (written, versions, before), self._ahead = self._ahead, None
         files, now = written.result(), tree_leaves(_random_state())
         pairs = zip(before, now, strict=True)
         same = all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
-        return files if same else None
+        return files if same and versions == self._versions() else None
+
+    def _versions(self) -> list[tuple[int, int]]:
+        """Of the model's tensors: PyTorch counts how often each was changed in place."""
+        return [(id(tensor), tensor._version) for tensor in _named_tensors(self.model).values()]
 
     def _state(self) -> tuple[dict[str, Tensor], Row]:
         """The weights, and what else a resumed run needs."""
@@ -259,7 +263,7 @@ class Checkpoints:
             log.error(failure)  # the run itself raises another error
         finally:
             self._writer.shutdown()
-            if self._ahead is not None:  # the run ended before its save(last=True)
+            if self.writes:  # a second Ctrl-C may have ended a save
                 shutil.rmtree(self.run_dir / FRESH, ignore_errors=True)
 
 
@@ -344,7 +348,7 @@ def _write_error(run_dir: Path, error: Exception, size: int) -> OSError:
         reason += "; free some space of your quota there"
     elif number is None and free > 2 * size:
         reason += "; it would fit, so look for a limit on the size of a file (ulimit -f) or a quota"
-    elif not isinstance(error, (PermissionError, NotADirectoryError)):
+    elif number in (None, errno.ENOSPC):
         reason += "; free some space there"
     return OSError(
         f"cannot write a checkpoint to {run_dir} ({free / GIB:.2f} GiB free on that disk): {reason}"

@@ -56,6 +56,19 @@ SHARED_OPTIONS = {
 }
 
 
+def leave_garbage() -> None:
+    """At the exit, Python would look for garbage twice, for a second or two.
+
+    From version 3.7 on, Triton prints a line for each of its objects that the second look has not
+    found, so there only the first is left out.
+    """
+    triton = sys.modules.get("triton")
+    if triton and [*map(int, triton.__version__.split(".")[:2])] >= [3, 7]:
+        gc.disable()
+    else:
+        gc.freeze()
+
+
 def launch(main: Callable[[], Any], began: float, resume_sweep: Callable[[Path], NoReturn]) -> None:
     """Run `main`, which Hydra decorates, with the command line of this process.
 
@@ -64,9 +77,9 @@ def launch(main: Callable[[], Any], began: float, resume_sweep: Callable[[Path],
     """
     phases.process_began = began
     # the imports and torch.compile make a million objects that stay. Python would look among them
-    # for garbage for more than a second, and for another one at its exit
+    # for garbage for more than a second
     gc.set_threshold(100_000, 20, 100)
-    atexit.register(gc.freeze)
+    atexit.register(leave_garbage)
     answers = any(argument.startswith(ANSWERS) for argument in sys.argv[1:])
     keep_streams(lasting=not answers)
     ranks = of_environment()

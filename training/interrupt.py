@@ -77,6 +77,7 @@ class Interrupt(Signals):
         elif number == signal.SIGINT or (
             number == signal.SIGTERM and time.monotonic() - self.since > 1
         ):
+            current().signal = None  # no longer what happens
             raise Stopped
 
 

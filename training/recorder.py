@@ -16,6 +16,7 @@ from training.compiler import end_workers
 from training.evaluate import belies_exact
 from training.files import MetricsFile, Row, write_json
 from training.health import AttentionMonitor, to_blame
+from training.interrupt import Interrupt
 from training.loggers import build_logger
 from training.names import attention_in_words
 from training.outcome import after_training, outcome_of, resume_command, save_summary
@@ -49,6 +50,7 @@ class Recorder:
         self.first, self.throughput, self.monitor = first, stepper.throughput, monitor
         self.metrics = MetricsFile(run_dir / "metrics.jsonl")
         self.memory = stepper.memory
+        self.interrupt: Interrupt | None = None  # set by end()
         self.wall = WallClock(seconds=stop_clock(first.starts))
         self.progress = Progress(
             config.steps, tokens_per_step=run.tokens_per_step, first_step=first.step
@@ -90,6 +92,8 @@ class Recorder:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         self.terminal.close()
         summary = self.summary
+        if self.interrupt:  # now, as a signal may come between end() and here
+            summary["stopped"] = self.interrupt.requested
         if error is not None:
             summary |= outcome_of(
                 error,
@@ -159,13 +163,12 @@ class Recorder:
         if result.last and self.run.ranks.first:
             prepare_end()
 
-    def end(self, result: StepResult, *, stopped: bool) -> None:
+    def end(self, result: StepResult, interrupt: Interrupt) -> None:
         """Note how the loop ended; its last checkpoint is saved."""
-        summary = self.summary
+        summary, self.interrupt = self.summary, interrupt
         summary["tokens_per_sec"] = self.wall.tokens_per_sec(result.tokens)
         if summary["status"] != "diverged":
             summary["status"] = "completed" if result.finished else "interrupted"
-        summary["stopped"] = stopped
 
     def report(self) -> None:
         """After the run: draw its pictures, sample a text, and end the logger."""

@@ -148,6 +148,11 @@ def test_a_run_of_ours_that_fails_is_one_line_and_loses_nothing(tmp_path, measur
         (["steps=30"], "steps=30 must be at least 40"),
         (["seq_len=16,32,8", "steps=40,50"], "steps= has 2 numbers for 3 lengths"),
         (["data=needle"], "data=needle is not text"),
+        (["tokens=0"], "tokens=0 must be at least 1"),
+        (["device=tpu"], "device=tpu is not one of: auto, cpu, cuda"),
+        (["seq_len=16,16"], "seq_len=16,16 names one of them twice"),
+        (["attention=tiled,tiled"], "attention=tiled,tiled names one of them twice"),
+        (["fodler=x"], "there is no key 'fodler'; did you mean folder?"),
     ],
 )
 def test_bad_input_is_one_line(measure, arguments, complaint):
@@ -161,6 +166,14 @@ def test_another_device_has_its_own_file(tmp_path, measure):
     (tmp_path / "found.json").write_text(json.dumps({"environment": environment, "runs": []}))
     with pytest.raises(SystemExit, match="found.json was measured on another device"):
         measure()
+
+
+@pytest.mark.parametrize("text", ['{"runs": [{"seq_len": 8192', '{"a": 1}', '{"runs": [1]}', "[]"])
+def test_a_file_of_something_else_stays(tmp_path, measure, text):
+    (tmp_path / "found.json").write_text(text)
+    with pytest.raises(SystemExit, match=r"found.json is not a file of this command; name another"):
+        measure()
+    assert (tmp_path / "found.json").read_text() == text
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 7, 100])

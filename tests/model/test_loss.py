@@ -53,6 +53,13 @@ def test_is_float32_for_narrow_logits():
     assert math.isclose(loss.item(), expected.item(), rel_tol=1e-6)
 
 
+def test_a_target_that_is_no_token_is_refused():
+    x, weight = torch.randn(1, 3, 8), torch.randn(5, 8)
+    for target in (-5, 5):
+        with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+            linear_cross_entropy(x, weight, torch.tensor([[1, target, 2]]))
+
+
 def example(
     *, tokens: int = 90, vocab_size: int = 97, width: int = 32, ignored: slice = slice(5, 40)
 ) -> tuple[Tensor, Tensor, Tensor]:

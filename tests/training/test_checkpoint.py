@@ -128,18 +128,26 @@ def test_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path, scaled):
     assert scaler.get_scale() == whole[2].get_scale()
 
 
-@pytest.mark.parametrize("drawn", [0, 1])
-def test_the_last_state_is_written_beside_the_evaluation(tmp_path, monkeypatch, drawn):
-    """Its random numbers are those after the evaluation, which may draw some."""
+@pytest.mark.parametrize("changed", ["nothing", "random numbers", "a buffer in place", "a buffer"])
+def test_the_last_state_is_written_beside_the_evaluation(tmp_path, monkeypatch, changed):
+    """It is that after the evaluation, in which a user's attention may draw random numbers or
+    change its buffers.
+    """
     parts = new_parts()
     written = mock.Mock(side_effect=training.checkpoint._write_state)
     monkeypatch.setattr(training.checkpoint, "_write_state", written)
     with Checkpoints(tmp_path, **parts, background=True) as checkpoints:
         checkpoints.write_ahead(last=True)
-        torch.rand(drawn)
+        norm = parts["model"].norm
+        if changed == "random numbers":
+            torch.rand(1)
+        elif changed == "a buffer in place":
+            norm.running_mean += 1
+        elif changed == "a buffer":
+            norm.running_mean = norm.running_mean + 1
         after = torch.get_rng_state()
         checkpoints.save(5, 60, last=True)
-    assert written.call_count == 1 + drawn
+    assert written.call_count == 1 + (changed != "nothing")
     seed(99)
     others = new_parts()
     load_checkpoint(tmp_path, **others)
@@ -154,6 +162,18 @@ def test_a_last_state_that_is_not_saved_leaves_nothing(tmp_path):
     ):
         checkpoints.write_ahead(last=True)
         raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_that_a_second_ctrl_c_ends_leaves_nothing(tmp_path, monkeypatch, background):
+    monkeypatch.setattr(training.checkpoint, "rotate", mock.Mock(side_effect=KeyboardInterrupt))
+    with (
+        pytest.raises(KeyboardInterrupt),
+        Checkpoints(tmp_path, **new_parts(), background=background) as checkpoints,
+    ):
+        checkpoints.write_ahead(last=True)
+        checkpoints.save(5, 60, last=True)
     assert not list(tmp_path.iterdir())
 
 
@@ -370,6 +390,7 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path, limit):
         (RuntimeError("I/O error: File too large (os error 27)"), 10**9, "a file (ulimit -f)"),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), 10**9, "some space of your quota there"),
         (PermissionError(errno.EACCES, "Permission denied"), 10**9, "denied"),
+        (OSError(errno.EIO, "Input/output error"), 10**9, "Input/output error"),
     ],
 )
 def test_what_to_do_when_a_checkpoint_cannot_be_written(
