@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
+from tempfile import TemporaryFile
 
 from training.own_modules import ROOT
 
@@ -30,11 +31,29 @@ def importing_torch_compile(wanted: bool) -> Iterator[None]:
 
 
 def load_torch_compile() -> None:
-    """Import it, and compute the hashes of Triton and PyTorch that the keys of caches contain."""
+    """Import it, and compute the hashes of Triton and PyTorch that the keys of caches contain.
+
+    Raises OSError if its folder cannot be written.
+    """
+    check_cache()
     with suppress(ImportError):
         import_module("triton.runtime.cache").triton_key()
     import_module("torch._inductor.lowering")
     import_module("torch._inductor.codecache").torch_key()
+
+
+def check_cache() -> None:
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if not folder:
+        return
+    try:
+        os.makedirs(folder, exist_ok=True)
+        TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise OSError(
+            f"TORCHINDUCTOR_CACHE_DIR={folder} cannot be written ({error.strerror}), and "
+            "torch.compile keeps its code there; name another folder, or set compile=false"
+        ) from error
 
 
 def keep_compiled() -> None:

@@ -7,6 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from tests.command import run, tiny
 from training import compiler
 
 
@@ -30,6 +31,12 @@ def test_torch_compile_is_loaded_only_where_it_is_wanted(monkeypatch, wanted):
     broken = pytest.raises(ImportError, match="lowering is broken")
     with broken, compiler.importing_torch_compile(wanted):
         pass
+
+
+def test_a_cache_that_cannot_be_written_ends_a_run_before_it_begins(tmp_path):
+    done = run(*tiny(tmp_path, "compile=true"), TORCHINDUCTOR_CACHE_DIR="/dev/null/cache")
+    assert done.code == 1
+    assert "TORCHINDUCTOR_CACHE_DIR=/dev/null/cache cannot be written" in done.complaint()
 
 
 def test_the_hashes_are_computed_once(monkeypatch):
