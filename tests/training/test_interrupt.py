@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.command import ROOT, environment
-from training.interrupt import Ending, Stopped, one_line
+from training.interrupt import Ending, Interrupt, Stopped, one_line
+from training.phases import current
 
 
 class Pressed:
@@ -76,3 +77,12 @@ def test_a_reader_of_the_help_that_has_read_enough():
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_second_ctrl_c_takes_back_what_the_first_would_have_said():
+    """A regression test: a run that had stopped at once then said that it saves."""
+    with pytest.raises(Stopped), Interrupt():
+        signal.raise_signal(signal.SIGINT)
+        assert current().signal == "SIGINT"
+        signal.raise_signal(signal.SIGINT)
+    assert current().signal is None
