@@ -204,25 +204,31 @@ def spread(rounds: list[float]) -> Row:
     return {"rounds": rounds} | ends
 
 
-def earlier_runs(path: Path) -> tuple[list[Row], str | None]:
-    """The runs in a file of this command, and their GPU. Raises ValueError for another file."""
+def earlier_runs(options: Options, gpu: str | None) -> list[Row]:
+    """The runs of other lengths in the file out=, if it exists. Raises ValueError for a file of
+    another device or command.
+    """
+    if not (options.out and options.out.exists()):
+        return []
     try:
-        found = parse(path)
-        compared(found["runs"])
-        return found["runs"], found["environment"]["hardware"]["gpu"]
+        found = parse(options.out)
+        theirs = found["environment"]["hardware"]["gpu"]
+        runs = [run for run in found["runs"] if run["seq_len"] not in options.seq_len]
+        compared(runs)  # fails now, and not after the first new run
     except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"out={path} is not a file of this command; name another one") from error
+        raise ValueError(
+            f"out={options.out} is not a file of this command; name another one"
+        ) from error
+    if theirs != gpu:
+        raise ValueError(f"out={options.out} was measured on another device; name another file")
+    return runs
 
 
 @command
 def main(options: Options) -> None:
     head = options.head()
-    where, runs = head["environment"], []
-    if options.out and options.out.exists():
-        before, gpu = earlier_runs(options.out)
-        if gpu != where["hardware"]["gpu"]:
-            raise ValueError(f"out={options.out} was measured on another device; name another file")
-        runs = [run for run in before if run["seq_len"] not in options.seq_len]
+    where = head["environment"]
+    runs = earlier_runs(options, where["hardware"]["gpu"])
     with tempfile.TemporaryDirectory() as home:
         prepare(options, Path(home))
         for row in measure(options, Path(home)):

@@ -18,7 +18,7 @@ import yaml
 
 from attention import BACKENDS, Backend, get_backend
 from config import RunConfig, check_int64
-from training.command_line import check_keys, compose, key_of, known_keys, split
+from training.command_line import check_keys, compose, key_of, split
 from training.files import check_writable
 from training.interrupt import one_line
 from training.settings import settle
@@ -89,11 +89,7 @@ def read_settings(options: type[Options], arguments: Iterable[str]) -> Options:
         else:
             raise ValueError(unknown_key(argument, keys))
     if passes_on:
-        for argument in overrides:
-            key = argument.partition("=")[0]
-            if key not in known_keys() and difflib.get_close_matches(key, keys):
-                raise ValueError(unknown_key(argument, keys))
-        check_keys(overrides)
+        check_keys(overrides, keys)
         values["overrides"] = overrides
     if bare:
         values["paths"] = bare

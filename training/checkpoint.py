@@ -99,7 +99,7 @@ class Checkpoints:
         self.background = next(model.parameters()).is_cuda if background is None else background
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
-        self._ahead: tuple[Future[Row], list, list] | None = None  # see write_ahead()
+        self._ahead: tuple[Future[Row], dict, list] | None = None  # see write_ahead()
 
     def begin(self, entry: Row) -> Start:
         """Resume from the checkpoint of resume=, or begin at step 0.
@@ -199,11 +199,19 @@ class Checkpoints:
         files, now = written.result(), tree_leaves(_random_state())
         pairs = zip(before, now, strict=True)
         same = all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
-        return files if same and versions == self._versions() else None
+        return files if same and self._are_still(versions) else None
 
-    def _versions(self) -> list[tuple[int, int]]:
-        """Of the model's tensors: PyTorch counts how often each was changed in place."""
-        return [(id(tensor), tensor._version) for tensor in _named_tensors(self.model).values()]
+    def _versions(self) -> dict[str, tuple[Tensor, int]]:
+        """The model's tensors, and PyTorch's counts of how often each was changed in place."""
+        named = _named_tensors(self.model)
+        return {name: (tensor, tensor._version) for name, tensor in named.items()}
+
+    def _are_still(self, versions: dict[str, tuple[Tensor, int]]) -> bool:
+        now = _named_tensors(self.model)
+        return now.keys() == versions.keys() and all(
+            now[name] is tensor and tensor._version == version
+            for name, (tensor, version) in versions.items()
+        )
 
     def _state(self) -> tuple[dict[str, Tensor], Row]:
         """The weights, and what else a resumed run needs."""

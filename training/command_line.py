@@ -15,7 +15,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from itertools import chain, islice
@@ -255,8 +255,9 @@ def refuse_mistakes_in_files(arguments: list[str]) -> None:
         raise SystemExit(f"error: {error}") from None
 
 
-def check_keys(arguments: list[str]) -> None:
-    """Raise ValueError for a key=value whose key does not exist; the error names the closest key.
+def check_keys(arguments: list[str], others: Sequence[str] = ()) -> None:
+    """Raise ValueError for a key=value whose key does not exist; the error names the closest key,
+    which may also be one of `others`, the keys of a command that passes these arguments on.
 
     Hydra would advise +key=value, which then has no effect. Arguments that are not key=value are
     left to Hydra.
@@ -284,16 +285,16 @@ def check_keys(arguments: list[str]) -> None:
             ("hydra.", "attention.options.", "attention.switch_options.")
         ):
             continue
-        raise ValueError(f"{argument}: {no_key(key)}")
+        raise ValueError(f"{argument}: {no_key(key, others)}")
 
 
 def known_keys() -> list[str]:
     return ["experiment", *setting_keys(RunConfig)]
 
 
-def no_key(key: str) -> str:
+def no_key(key: str, others: Sequence[str] = ()) -> str:
     """there is no key 'step'; did you mean steps?"""
-    keys = known_keys()
+    keys = [*others, *known_keys()]
     # steps for step, attention.block_kv for attention.block_k; optim.lr for lr
     close = [other for other in keys if other.rpartition(".")[2] == key]
     close = close or difflib.get_close_matches(key, keys, n=1)

@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
-from tempfile import TemporaryFile
+from pathlib import Path
 
+from training.files import try_folder
 from training.own_modules import ROOT
 
 OPERATORS = ("attention", "model")  # the packages that register operators
@@ -33,7 +34,7 @@ def importing_torch_compile(wanted: bool) -> Iterator[None]:
 def load_torch_compile() -> None:
     """Import it, and compute the hashes of Triton and PyTorch that the keys of caches contain.
 
-    Raises OSError if its folder cannot be written.
+    Raises OSError if its folder of compiled code cannot be written.
     """
     check_cache()
     with suppress(ImportError):
@@ -47,8 +48,7 @@ def check_cache() -> None:
     if not folder:
         return
     try:
-        os.makedirs(folder, exist_ok=True)
-        TemporaryFile(dir=folder).close()
+        try_folder(Path(folder))
     except OSError as error:
         raise OSError(
             f"TORCHINDUCTOR_CACHE_DIR={folder} cannot be written ({error.strerror}), and "

@@ -169,9 +169,16 @@ class HashedFile:
         self._file.flush()
 
 
+def try_folder(folder: Path, size: int = 4096) -> None:
+    """Create the folder, and write and remove a file of `size` bytes in it. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        file.write(bytes(size))
+
+
 def check_writable(path: Path, ending: str = ".json") -> None:
-    """Check that a file can be written, before the work whose result it will hold. Creates the
-    folder, and writes and removes a block beside the file.
+    """Check that a file can be written, before the work whose result it will hold. Creates its
+    folder.
 
     Raises a one-line OSError that names the path and a way out. Raises ValueError for another
     ending: a file of another kind is probably not to be replaced.
@@ -181,9 +188,7 @@ def check_writable(path: Path, ending: str = ".json") -> None:
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent, buffering=0) as file:
-            file.write(bytes(4096))
+        try_folder(path.parent)
     except OSError as error:
         raise OSError(
             f"{path} cannot be written: {error.strerror or error}; name another file"

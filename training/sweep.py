@@ -14,7 +14,6 @@ import os
 import re
 import shlex
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -27,7 +26,7 @@ from omegaconf import read_write
 
 from config import BACKEND_OPTIONS, FUNCTION_SETTINGS, RunConfig
 from training.command_line import as_written
-from training.files import Row, parse_rows, read_metrics, strict, write_file
+from training.files import Row, parse_rows, read_metrics, strict, try_folder, write_file
 from training.names import differing_settings, name_run, name_runs
 from training.own_modules import ROOT
 from training.ranks import of_environment
@@ -267,9 +266,7 @@ def claim(folder: Path, mark: str | None, key: str, go_on: str = "") -> IO:
     """
     way_out = f"choose another {key}" if mark else "copy it, and resume the copy"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(2**16))
+        try_folder(folder, 2**16)
         file = lock(folder, way_out)
     except OSError as error:
         raise SystemExit(
