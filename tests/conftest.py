@@ -57,6 +57,7 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
 
 composition.quicken()
 
+NO_GPU = None if torch.cuda.is_available() else "no GPU: tests marked gpu are deselected"
 CONFORMANCE = pytest.StashKey[list]()
 KILLS = pytest.StashKey[list]()
 
@@ -81,11 +82,22 @@ def pytest_configure(config):
     config.stash[KILLS] = []
 
 
-def pytest_collection_modifyitems(items):
-    if not torch.cuda.is_available():
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+def pytest_report_header():
+    return NO_GPU
+
+
+def pytest_collection_modifyitems(config, items):
+    if torch.cuda.is_available():
+        return
+    on_gpu = [item for item in items if "gpu" in item.keywords]
+    config.hook.pytest_deselected(items=on_gpu)
+    items[:] = [item for item in items if "gpu" not in item.keywords]
+
+
+def pytest_terminal_summary(terminalreporter, exitstatus):
+    """Where nothing ran, say why: -q prints no header."""
+    if NO_GPU and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        terminalreporter.write_line(NO_GPU)
 
 
 def pytest_collection_finish():
