@@ -10,7 +10,6 @@ tried on the CPU with one property that catches it in the committed matrix.
 """
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -169,18 +168,6 @@ def test_some_properties_stand_alone():
     # calls that stand alone are nothing that the other properties ask for
     alone = [row["killed_by"][0] for row in data["mutants"] if len(row["killed_by"]) == 1]
     assert {"every length", "call history", "poisoned memory", "row independence"} <= set(alone)
-
-
-PAGE = (RESULTS.parent / "docs/shipped-bugs.md").read_text()
-SHIPPED = re.findall(r"^\| .+ \| .*\| `(\w+)` \| (.+) \|$", PAGE, re.MULTILINE)
-
-
-def test_the_page_of_shipped_bugs_says_what_was_measured():
-    rows = [row for matrix in MATRICES.values() for row in matrix["mutants"]]
-    killed_by = {row["name"]: row["killed_by"] for row in rows}
-    assert len(SHIPPED) >= 8
-    for name, property in SHIPPED:
-        assert property in killed_by[name], name
 
 
 @by_name(RING_MUTANTS)

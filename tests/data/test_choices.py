@@ -50,15 +50,6 @@ def test_the_choice_alone_says_what_else_it_needs(source, message):
         compose(DataConfig, CONF / "data" / f"{source}.yaml")
 
 
-@pytest.mark.parametrize(
-    "file",
-    sorted(CONF.glob("data/*.yaml")) + sorted(CONF.glob("tokenizer/*.yaml")),
-    ids=lambda file: file.stem,
-)
-def test_each_file_begins_with_the_command_that_uses_it(file):
-    assert file.read_text().startswith(f"# python train.py {file.parent.name}={file.stem}")
-
-
 def test_importing_loads_no_heavy_library():
     modules = "data, data.tokenizer, data.corpora, data.token_store, data.batches, data.synthetic"
     code = (
