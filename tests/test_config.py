@@ -121,19 +121,7 @@ def test_the_default_run():
     )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        # as attentions, stabilisers and fp8_forward, which stay
-        pytest.param(
-            name,
-            marks=pytest.mark.slow
-            if name.startswith(("attentions_", "stabilisers_", "fp8_large"))
-            else (),
-        )
-        for name in EXPERIMENTS
-    ],
-)
+@pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_run_of_an_experiment_composes(name):
     """Compose the run, or every job of its sweep, as Hydra would."""
     lines = (ROOT / f"conf/experiment/{name}.yaml").read_text().splitlines()

@@ -333,7 +333,7 @@ def test_variants_differ_in_settings_of_their_own(tmp_path):
     ],
 )
 def test_a_variant_that_is_none_is_refused(tmp_path, variants, said):
-    recipe = ("experiment=attentions_cpu", "seed=0", f"hydra.sweep.dir={tmp_path}")
+    recipe = ("experiment=attentions", "seed=0", f"hydra.sweep.dir={tmp_path}")
     assert said in run(*recipe, f"hydra.sweeper.variants{variants}").complaint()
 
 
@@ -352,7 +352,7 @@ def test_a_variant_of_a_recipe_gets_further_settings(tmp_path):
     kept = [f"hydra.sweeper.variants.{name}=null" for name in others]
     window = "hydra.sweeper.variants.window={attention.window:8,attention.softcap:3}"
     short = ("seed=0", "steps=1", "eval_every=0", "logger=none")
-    asked = ("experiment=attentions_cpu", *short, window, *kept, f"hydra.sweep.dir={tmp_path}")
+    asked = ("experiment=attentions", *short, window, *kept, f"hydra.sweep.dir={tmp_path}")
     assert run(*asked).code == 0
     assert [row["variant"] for row in index(tmp_path)][1] == "tiled block_kv=16 window=8 softcap=3"
 
