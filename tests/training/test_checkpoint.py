@@ -6,7 +6,6 @@ import os
 import random
 import resource
 import shutil
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -18,8 +17,7 @@ from torch.amp import GradScaler
 
 import training.checkpoint
 from config import OptimConfig
-from tests import forked
-from tests.command import environment, load_checkpoint, same, save_checkpoint
+from tests.command import load_checkpoint, same, save_checkpoint
 from training.checkpoint import CheckpointError, Checkpoints, load_model_state, read_meta
 from training.optimizer import build_optimizer
 
@@ -412,61 +410,6 @@ def test_an_output_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="cannot write a checkpoint"):
         save(tmp_path / "file")
-
-
-def test_a_kill_between_the_renames_leaves_the_last_checkpoint(tmp_path):
-    save(tmp_path, step=1)
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoint").rename(tmp_path / "checkpoints/step-000001")
-    assert read_meta(tmp_path)["step"] == 1
-    save(tmp_path, step=2)
-    assert read_meta(tmp_path)["step"] == 2
-    assert os.listdir(tmp_path) == ["checkpoint"]
-
-
-def save_forever(run_dir: Path, step: int) -> None:
-    torch.set_num_threads(1)
-    model = TiedModel()
-    optimizer = build_optimizer(model, OptimConfig(lr=1e-3))
-    parts = {"model": model, "optimizer": optimizer, "scaler": None, "config": CONFIG}
-    while True:
-        model.embedding.weight.data.fill_(step)
-        save_checkpoint(run_dir, **parts, step=step, tokens=step)
-        os.write(1, f"{step}\n".encode())
-        step += 1
-
-
-SAVE_FOREVER = """
-import sys
-from pathlib import Path
-from tests.training.test_checkpoint import save_forever
-save_forever(Path(sys.argv[1]), int(sys.argv[2]))
-"""
-
-
-def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
-    loaded = (*forked.PACKAGES, "tests.training.test_checkpoint")
-    moments = random.Random(0)
-    first = 0
-    for _ in range(25):
-        command = ("-c", SAVE_FOREVER, str(tmp_path), str(first))
-        process = forked.Process(*command, env=environment(), loaded=loaded)
-        while not process.stdout.stat().st_size:
-            time.sleep(0.001)
-        # after the first save, somewhere within the next two
-        time.sleep(moments.uniform(0, 0.02))
-        process.kill()
-        written = int(process.communicate()[0].split()[-1])
-        model = TiedModel()
-        optimizer = build_optimizer(model, OptimConfig(lr=1e-3))
-        meta = load_checkpoint(
-            tmp_path, model=model, optimizer=optimizer, scaler=None, config=CONFIG
-        )
-        assert meta["step"] in (written, written + 1)
-        assert torch.equal(
-            model.embedding.weight, torch.full_like(model.embedding.weight, meta["step"])
-        )
-        first = meta["step"] + 1
 
 
 def test_meta_is_plain_json(tmp_path):
