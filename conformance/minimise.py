@@ -177,7 +177,7 @@ def smaller(case: Case, subject: Subject) -> Iterator[Case]:
             yield replace(case, num_heads=heads, num_kv_heads=heads)
     if case.num_heads > 2 * case.num_kv_heads or (case.num_kv_heads > 1 and case.num_heads > 2):
         yield replace(case, num_heads=2, num_kv_heads=1)
-    lengths = dict.fromkeys(map(subject.shared, LENGTHS))
+    lengths = dict.fromkeys(map(subject.rounded, LENGTHS))
     if case.num_queries != case.num_keys:
         shorter = min(case.num_queries, case.num_keys)
         yield replace(case, num_queries=shorter, num_keys=shorter)

@@ -66,7 +66,7 @@ def write_memory(target: Target, subject: Subject, figure: str) -> str:
     device, lengths, dialect = subject.device, lengths_on(subject.device), target.dialect
     few, many = lengths[0], lengths[-1]
     # a number that nothing else in the text is, and that becomes the variable n
-    length = subject.shared(104729)
+    length = subject.rounded(104729)
     case = subject.case(length, **shape_of(subject.head_dims))
     masked = dialect.needs_mask(length, length, causal=True, given={})
     values = values_of(Call(case, "out", subject.dtype), None)

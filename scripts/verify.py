@@ -16,17 +16,11 @@ documented, or does not apply. Arguments are key=value, and all have a default:
                GPU (auto)
     cases      random shapes besides the adversarial inputs (100)
     seed       of the random shapes (0)
-    context    processes that share every sequence (1); on GPUs, one GPU each
-    how        how they share it: ring, heads or gather, as parallel.how (ring)
-    target     instead of attention: pkg.module:NAME of a Backend that is itself distributed, called
-               in each process with its tokens
-    layout     of target's tokens: zigzag (rank r has the r-th of 2 W chunks from both ends) or
-               contiguous (zigzag)
     processes  how many run in parallel, each for some properties in one dtype (1). On a GPU most of
                the time is compilation, and each process needs up to 9 GiB of its memory
     out        write every cell to this JSON file; columns of other backends stay, if they were
                measured alike. The file grows as cells are done and lists the rest under "missing":
-               the same command continues there (with context=1)
+               the same command continues there
 
 Triton runs on a CPU if TRITON_INTERPRET=1 is set (minutes).
 """
@@ -36,10 +30,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -49,7 +43,7 @@ from conformance.backend_under_test import Subject
 from conformance.cases import SHORT
 from conformance.command import LARGEST_SEED, set_up
 from conformance.fuzz import finite
-from conformance.properties import PROPERTIES, Cell, Property, examine
+from conformance.properties import PROPERTIES, Cell, examine
 from scripts.arguments import Count, Device, Dtype, Json, Natural, command, default, parse_backend
 from scripts.processes import Died, in_processes
 from scripts.tables import Row
@@ -57,7 +51,6 @@ from training.device import DTYPES, pick_device, pick_dtype
 from training.environment import first_difference, measured_on
 from training.files import write_json
 from training.interrupt import Ending
-from training.sharing import RINGS
 
 # parts of a column in one dtype, for parallel processes: starting one takes seconds. If there are
 # fewer parts than processes, each property is a part
@@ -71,23 +64,12 @@ class Options:
     dtype: list[Dtype] = default("auto")
     cases: Natural = 100
     seed: Natural = 0
-    context: Count = 1
-    how: Literal["ring", "heads", "gather"] = "ring"
-    target: str | None = None
-    layout: Literal["zigzag", "contiguous"] = "zigzag"
     processes: Count = 1
     out: Json | None = None
 
     def __post_init__(self) -> None:
         if self.seed > LARGEST_SEED:
             raise ValueError(f"seed={self.seed} must be at most {LARGEST_SEED}")
-        if self.context > 1 and self.processes > 1:
-            raise ValueError(
-                f"processes={self.processes} is for context=1: with context={self.context} every "
-                "call takes as many processes"
-            )
-        if self.target is not None and self.context == 1:
-            raise ValueError(f"target={self.target} is called in several processes: add context=2")
         if self.out is not None and not self.out.absolute().parent.is_dir():
             raise ValueError(f"out={self.out}: its folder does not exist")
 
@@ -199,37 +181,28 @@ def examined(
     dtype: str,
     options: Options,
     device: torch.device,
-    properties: Mapping[str, Property | None],
+    properties: list[str],
     done: Callable[[], Any] = lambda: None,
 ) -> Part:
     """Check the properties in one dtype; call `done` after each one."""
-    multiple = 1 if options.context == 1 else 2 * options.context
     start, cells = time.perf_counter(), []
-    subject = Subject(backend, device.type, DTYPES[dtype], options.cases, options.seed, multiple)
-    for name, check in properties.items():
-        cells.append(as_json(examine(subject, name, check), dtype))
+    subject = Subject(backend, device.type, DTYPES[dtype], options.cases, options.seed)
+    for name in properties:
+        cells.append(as_json(examine(subject, name), dtype))
         done()
     cases = {str(case) for case, row in subject.rows.items() if row is not None}
     return Part(dtype, cells, cases, time.perf_counter() - start)
 
 
-def verify(
-    column: Column,
-    options: Options,
-    device: torch.device,
-    properties: Mapping[str, Property] | None = None,
-) -> Iterator[Column]:
-    """Check the column in this process; yield it after each dtype. `properties` outside PROPERTIES
-    come with their check.
-    """
+def verify(column: Column, options: Options, device: torch.device) -> Iterator[Column]:
+    """Check the column in this process; yield it after each dtype."""
     missing = column.missing()
     total = sum(map(len, missing.values()))
     # shown only at a terminal
     what = {"desc": column.backend.name, "unit": "property", "leave": False, "disable": None}
     with tqdm(total=total, **what) as bar:
         for dtype, names in missing.items():
-            checks = {name: (properties or {}).get(name) for name in names}
-            part = examined(column.backend, dtype, options, device, checks, bar.update)
+            part = examined(column.backend, dtype, options, device, names, bar.update)
             column.parts.append(part)
             yield column
 
@@ -252,7 +225,7 @@ def matrix(columns: dict[str, Row]) -> str:
     """The matrix as text: a row per property, a column per backend, names written downwards."""
     rows = dict.fromkeys(cell["property"] for each in columns.values() for cell in each["cells"])
     width = max(map(len, rows)) + 2
-    # without a target's module, which would make the heading long
+    # without the module of a user's backend, which would make the heading long
     names = [name.rpartition(":")[2] for name in columns]
     height = max(map(len, names))
     lines = [
@@ -365,43 +338,7 @@ def examine_part(options: Options, column: str, dtype: str, names: list[str]) ->
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.processes))
     set_up(device)
     backend = pick_backends(options.attention, device)[column]
-    return examined(backend, dtype, options, device, dict.fromkeys(names))
-
-
-def verify_distributed(dtypes: list[torch.dtype], options: Options, device: torch.device) -> Found:
-    """Yield name and column, checked in processes that share every sequence."""
-    from conformance.distributed import Processes, Setting
-
-    if device.type == "cuda" and torch.cuda.device_count() < options.context:
-        gpus = torch.cuda.device_count()
-        raise ValueError(
-            f"context={options.context} needs as many GPUs, and there are {gpus}; device=cpu runs "
-            "processes on the CPU"
-        )
-    where = {"world": options.context, "device": device.type}
-    if options.target is not None:
-        settings = [Setting(**where, target=options.target, layout=options.layout)]
-    else:
-        heads = options.context if options.how == "heads" else 1
-        where |= {"heads": heads, "gather": options.how == "gather"}
-        names = RINGS if options.attention == ["all"] else options.attention
-        parsed = list(map(parse_backend, names))
-        for each in parsed:
-            if each.ring is None and options.how != "heads":
-                raise ValueError(
-                    f"attention={each.name} cannot attend to a part of the keys; these can: "
-                    f"{', '.join(RINGS)}; how=heads takes any"
-                )
-        settings = [
-            Setting(**where, attention=each.name, options=tuple(each.options.items()))
-            for each in parsed
-        ]
-    for setting in settings:
-        with Processes(setting) as processes:
-            backend, properties = processes.backend, processes.properties
-            column = Column(backend, {SHORT[dtype]: list(properties) for dtype in dtypes})
-            for found in verify(column, options, device, properties):
-                yield f"{backend.name} on {options.context}", found
+    return examined(backend, dtype, options, device, names)
 
 
 @command
@@ -417,20 +354,14 @@ def main(options: Options) -> None:
         "properties": {name: check.__doc__ for name, check in PROPERTIES.items()},
     }
     before = measured_alike(options.out, head)
-    columns: dict[str, Column] = {}
-    rows: dict[str, Row] = {}
-    if options.context > 1:
-        found = verify_distributed(dtypes, options, device)
-    else:
-        wanted = {SHORT[dtype]: list(PROPERTIES) for dtype in dtypes}
-        backends = pick_backends(options.attention, device)
-        columns = {name: Column(backend, wanted) for name, backend in backends.items()}
-        rows = dict.fromkeys(columns, {}) | go_on(columns, before)
-        examine_all = verify_side_by_side if options.processes > 1 else verify_here
-        found = examine_all(columns, options, device)
+    wanted = {SHORT[dtype]: list(PROPERTIES) for dtype in dtypes}
+    backends = pick_backends(options.attention, device)
+    columns = {name: Column(backend, wanted) for name, backend in backends.items()}
+    rows = dict.fromkeys(columns, {}) | go_on(columns, before)
+    examine_all = verify_side_by_side if options.processes > 1 else verify_here
+    found = examine_all(columns, options, device)
     with Ending(), contextlib.closing(found):
         for name, column in found:
-            columns[name] = column
             if not column.missing():
                 print(f"{name}: {column.row()['seconds']} s", file=sys.stderr, flush=True)
             if options.out is not None:

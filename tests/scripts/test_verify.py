@@ -306,7 +306,7 @@ def test_several_dtypes_share_a_column(run_verify):
         (
             "backend=tiled",
             "verify: backend=tiled: there is no key 'backend'; the keys are: attention, device, "
-            "dtype, cases, seed, context, how, target, layout, processes, out",
+            "dtype, cases, seed, processes, out",
         ),
     ],
 )
@@ -334,26 +334,6 @@ def test_pytorchs_remarks_on_flex_attention_are_not_printed_and_others_are(
     monkeypatch.setitem(PROPERTIES, "forward", remark)
     run_verify("attention=naive", "cases=0")
     assert [str(warning.message) for warning in recwarn] == ["something is wrong"]
-
-
-@pytest.mark.slow
-def test_processes_share_every_sequence(run_verify):
-    code, out = run_verify("attention=tiled,ring_no_rescale", "context=4")
-    assert code == 0 and "ring_no_rescale on 4" in out
-
-
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        (("target=tests.user_rings:RIGHT",), "is called in several processes: add context=2"),
-        (("context=0",), "context=0 must be at least 1"),
-        (("context=2", "how=star"), "how=star is not one of: ring, heads, gather"),
-        (("context=2", "attention=sdpa"), "attention=sdpa cannot attend to a part of the keys"),
-    ],
-)
-def test_what_processes_cannot_share_is_refused(run_verify, arguments, said):
-    complaint, _ = run_verify(*arguments)
-    assert said in complaint
 
 
 @pytest.mark.slow
