@@ -4,8 +4,7 @@
     dialects.py             how to call an attention, as data
     probe.py                finds the dialect by calling the attention
     minimise.py             finds the smallest failing call of a red property
-    script_of_call.py       writes it as a script; script_of_memory.py writes one for memory
-    exchange.py             judges an attention that runs elsewhere, through files
+    script_of_call.py       writes it as a script
     pytest_plugin.py        pytest --attention my_package:attend --dialect fa
     properties.py           what an attention must do; PROPERTIES is the table
     cases.py                random and adversarial inputs; the budget, relative to naive's own error

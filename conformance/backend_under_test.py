@@ -3,7 +3,6 @@
 Dimensions: N queries, M keys.
 """
 
-import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -37,7 +36,6 @@ class Subject:
     dtype: torch.dtype
     random_cases: int = 0
     seed: int = 0
-    multiple: int = 1  # lengths are multiples of it, so that processes get equal parts
     rows: dict[Case, dict[str, Check] | None] = field(default_factory=dict)
     # of the current property
     tried: list[Case] = field(default_factory=list)
@@ -51,10 +49,10 @@ class Subject:
         self.backend = standalone(self.backend, noise=PARAMETER_NOISE)
         self.given = self.backend
         dialect = dialect_of(self.backend)
+        self.multiple = 1 if dialect is None else dialect.multiple
         self.lse_gradient = "lse" in self.backend.features
         if dialect is not None:
             self.lse_gradient = self.lse_gradient and dialect.lse_gradient
-            self.multiple = math.lcm(self.multiple, dialect.multiple)
         self.has_blocks = TILES.keys() <= self.backend.options.keys()
         if self.has_blocks and self.device == "cpu":
             self.backend = self.backend.configured(**TILES)
@@ -63,23 +61,23 @@ class Subject:
         every = (*wanted, *range(1, 513))
         self.head_dims = [size for size in every if takes is None or size in takes]
         # GPU kernels have tiles of up to 128: three of them, the last one ragged
-        self.length = self.shared(70 if on_cpu else 330)
+        self.length = self.rounded(70 if on_cpu else 330)
 
     def begin(self) -> None:
         """Start another property."""
         self.tried.clear()
         self.refusals.clear()
 
-    def shared(self, length: int) -> int:
-        """The length, rounded up so that processes can share it."""
+    def rounded(self, length: int) -> int:
+        """The length, rounded up to a multiple of what the dialect asks for."""
         return length + -length % self.multiple
 
     def case(
         self, num_queries: int | None = None, num_keys: int | None = None, **fields: Any
     ) -> Case:
         """A case. `fields` are fields of Case, or what its `optional` holds, such as window=9."""
-        num_queries = self.shared(num_queries or self.length)
-        num_keys = self.shared(num_keys or num_queries)
+        num_queries = self.rounded(num_queries or self.length)
+        num_keys = self.rounded(num_keys or num_queries)
         optional = {
             name: fields.pop(name) for name in list(fields) if name not in Case.__dataclass_fields__
         }

@@ -3,17 +3,12 @@
     attn-conform probe my_package:attend
     attn-conform run my_package:attend dialect=fa card=card.json minimise=true
     attn-conform fuzz my_package:attend dialect=fa calls=10000
-    attn-conform export inputs.npz
-    attn-conform judge inputs.npz outputs.npz
-    attn-conform quiz 7 out=. hint=true
 
 probe calls the attention on small inputs, says how it is called and what it returns, and prints the
 words for run. run holds it to each property. Green: every check stays in its budget, which is
 relative to naive attention's own error against float64. Red: one does not. N/a: the attention takes
 no such input. The exit code is 1 where a property is red, unless a Backend names it in `breaks`.
 fuzz makes random calls: shapes, layouts in memory, masks, features and logits in any combination.
-export and judge are for an attention outside Python's torch: one file goes out, another comes back.
-quiz is for learners: an attention with one wrong line, its symptoms, and a judge of your repair.
 
 my_package:attend is a function, an autograd.Function, or an attention.Backend, which needs no
 dialect. Arguments are key=value, and all have a default:
@@ -31,12 +26,7 @@ dialect. Arguments are key=value, and all have a default:
     minimise   true writes the smallest failing call of each red property as a script that needs
                torch and the attention alone, beside the card or in this folder (false)
 
-probe takes device and dtype; fuzz also calls, seed, card and the dialect; export and judge take
-cases and seed. quiz alone says which exercises there are, and with a number it takes:
-
-    out        write the exercise and its symptoms into this folder
-    fix        judge this file, an exercise that you have repaired
-    hint       true says where to look (false)
+probe takes device and dtype; fuzz also calls, seed, card and the dialect.
 """
 
 import json
@@ -51,10 +41,8 @@ from typing import Any
 import numpy
 import torch
 
-from conformance import exchange, quiz
 from conformance.backend_under_test import Check, Subject
 from conformance.cases import SHORT
-from conformance.course import beyond_the_course
 from conformance.dialects import DIALECTS, Dialect, Misfit, Target, dialect_of, target
 from conformance.files import check_writable, write_file
 from conformance.fuzz import Tally, finite, fuzz
@@ -78,10 +66,6 @@ class Options:
     quick: bool = False
     card: str | None = None
     minimise: bool = False
-    # of the quiz
-    out: str | None = None
-    fix: str | None = None
-    hint: bool = False
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
@@ -110,14 +94,7 @@ def main() -> None:
         names = {"dialects": ", ".join(DIALECTS), "dtypes": ", ".join(DTYPES)}
         print((__doc__ or "").strip().format(**names))
         return
-    commands = {
-        "run": run,
-        "probe": run_probe,
-        "fuzz": run_fuzz,
-        "export": export,
-        "judge": judge,
-        "quiz": run_quiz,
-    }
+    commands = {"run": run, "probe": run_probe, "fuzz": run_fuzz}
     try:
         if words[0] not in commands:
             raise ValueError(f"{words[0]} is not one of: {', '.join(commands)}")
@@ -190,8 +167,6 @@ def run(words: list[str]) -> str | None:
             if options.minimise and cell.status == "red":
                 print(f"      {f'a call that shows it: {file}' if file else NO_CALL}", flush=True)
             rows.append((name, cell, file))
-    if options.dialect == "cs336":
-        print(beyond_the_course(cell for _, cell, _ in rows))
     if options.card is not None:
         card = json.dumps(scorecard(found, options, rows), indent=1)
         write_file(Path(options.card), card + "\n")
@@ -332,39 +307,6 @@ def run_fuzz(words: list[str]) -> str | None:
         return "every call was refused"
     wrong = sum(len(tally.failures) for tally in tallies.values())
     return f"{wrong} failures" if wrong else None
-
-
-def export(words: list[str]) -> None:
-    (file,), options, _ = read(words, ("inputs.npz",), "cases", "seed")
-    check_writable(file, Path(file), ".npz")
-    count = exchange.export(Path(file), options.cases, options.seed)
-    print(f"{file}: {count} cases; {exchange.WHAT_COMES_BACK}")
-
-
-def judge(words: list[str]) -> str | None:
-    (inputs, outputs), _, _ = read(words, ("inputs.npz", "outputs.npz"))
-    cells = []
-    for cell in exchange.judge(Path(inputs), Path(outputs)):
-        print(f"fp32  {described(cell)}", flush=True)
-        cells.append(cell)
-    return verdict(cells)
-
-
-def run_quiz(words: list[str]) -> str | None:
-    set_up(torch.device("cpu"))
-    if not words:
-        print(quiz.listed())
-        return None
-    (text,), options, _ = read(words, ("NUMBER",), "out", "fix", "hint")
-    number, exercise = quiz.numbered(text)
-    if not (options.out or options.fix or options.hint):
-        raise ValueError("quiz takes a number, and with it out=FOLDER, fix=FILE or hint=true")
-    if options.out:
-        for file in quiz.write(number, exercise, Path(options.out)):
-            print(file)
-    if options.hint:
-        print(quiz.hint(exercise))
-    return quiz.judge(exercise, Path(options.fix)) if options.fix else None
 
 
 def set_up(device: torch.device) -> None:

@@ -6,12 +6,12 @@ import tempfile
 from pathlib import Path
 
 
-def write_file(path: Path, content: str | bytes) -> None:
+def write_file(path: Path, content: str) -> None:
     """Raises OSError with the path if it cannot be written; the old file then stays."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            file.write(content.encode())
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

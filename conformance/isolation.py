@@ -71,7 +71,7 @@ def call_history(subject: Subject) -> Iterator[Check]:
     passes = subject.passes(case)
     if not passes:
         return
-    first, half = subject.run(case), subject.shared(subject.length // 2)
+    first, half = subject.run(case), subject.rounded(subject.length // 2)
     between = [
         subject.case(batch=2, causal=False),
         subject.case(batch=2, window=9),

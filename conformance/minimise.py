@@ -21,10 +21,8 @@ from conformance.backend_under_test import Subject
 from conformance.cases import SHORT, Case, expect
 from conformance.dialects import Dialect, Target, dialect_of
 from conformance.errors import in_one_line
-from conformance.memory_growth import LINEAR
 from conformance.properties import TENSORS, Cell, why_unusable
 from conformance.script_of_call import INPUTS, VIEWS, Call, write
-from conformance.script_of_memory import FIGURES, write_memory
 from conformance.views import HEADS_INSIDE
 
 OPTIONAL = {"window", "softcap", "alibi_slopes", "document_ids", "key_lengths"}
@@ -45,8 +43,8 @@ class Minimiser:
         """The script for a red property that was just examined; None if no single call with random
         inputs fails.
         """
-        if cell.property in FIGURES:
-            return self.memory(FIGURES[cell.property])
+        if cell.property in ("saved bytes", "largest tensor"):
+            return None  # memory against length, which one call does not show
         raises = cell.note if re.match(r"\w+:", cell.note) else ""
         named = re.search(rf"-({'|'.join(SHORT.values())})(:|, )", cell.note)
         dtypes = [self.subject.dtype]
@@ -70,15 +68,6 @@ class Minimiser:
             if script := self.failing(call):
                 return self.smallest(call, script)
         return None
-
-    def memory(self, figure: str) -> str | None:
-        """The script that shows how memory grows; None if the growth is within the budget."""
-        text = write_memory(self.target, self.subject, figure)
-        try:
-            exponent = executed(text)["exponent"]
-        except Exception:  # a user's function may raise anything
-            return None
-        return text if exponent > LINEAR else None
 
     def smallest(self, call: Call, script: str) -> str:
         """The script of the smallest call that still fails; `script` if none is smaller."""
@@ -177,7 +166,7 @@ def smaller(case: Case, subject: Subject) -> Iterator[Case]:
             yield replace(case, num_heads=heads, num_kv_heads=heads)
     if case.num_heads > 2 * case.num_kv_heads or (case.num_kv_heads > 1 and case.num_heads > 2):
         yield replace(case, num_heads=2, num_kv_heads=1)
-    lengths = dict.fromkeys(map(subject.shared, LENGTHS))
+    lengths = dict.fromkeys(map(subject.rounded, LENGTHS))
     if case.num_queries != case.num_keys:
         shorter = min(case.num_queries, case.num_keys)
         yield replace(case, num_queries=shorter, num_keys=shorter)

@@ -362,8 +362,6 @@ def words(text: str, function: Callable[..., Any], dialect: Dialect) -> str:
         }
         for name, each in DIALECTS.items()
     }
-    if dialect.layout != DIALECTS["cs336"].layout:
-        del differences["cs336"]  # such a run ends with what the course's test lets pass
     name = min(differences, key=lambda name: len(differences[name]))
     values = asdict(dialect)
     values |= {key: str(x).lower() for key, x in values.items() if isinstance(x, bool)}

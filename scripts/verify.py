@@ -16,30 +16,14 @@ documented, or does not apply. Arguments are key=value, and all have a default:
                GPU (auto)
     cases      random shapes besides the adversarial inputs (100)
     seed       of the random shapes (0)
-    context    processes that share every sequence (1); on GPUs, one GPU each
-    how        how they share it: ring, heads or gather, as parallel.how (ring)
-    target     instead of attention: pkg.module:NAME of a Backend that is itself distributed, called
-               in each process with its tokens
-    layout     of target's tokens: zigzag (rank r has the r-th of 2 W chunks from both ends) or
-               contiguous (zigzag)
-    processes  how many run in parallel, each for some properties in one dtype (1). On a GPU most of
-               the time is compilation, and each process needs up to 9 GiB of its memory
-    out        write every cell to this JSON file; columns of other backends stay, if they were
-               measured alike. The file grows as cells are done and lists the rest under "missing":
-               the same command continues there (with context=1)
+    out        write every cell to this JSON file at the end; a file of that name is replaced then
 
 Triton runs on a CPU if TRITON_INTERPRET=1 is set (minutes).
 """
 
-import contextlib
-import json
-import os
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from dataclasses import asdict, dataclass
 
 import torch
 from tqdm import tqdm
@@ -49,19 +33,12 @@ from conformance.backend_under_test import Subject
 from conformance.cases import SHORT
 from conformance.command import LARGEST_SEED, set_up
 from conformance.fuzz import finite
-from conformance.properties import PROPERTIES, Cell, Property, examine
-from scripts.arguments import Count, Device, Dtype, Json, Natural, command, default, parse_backend
-from scripts.processes import Died, in_processes
+from conformance.properties import PROPERTIES, Cell, examine
+from scripts.arguments import Device, Dtype, Json, Natural, command, default, parse_backend
 from scripts.tables import Row
-from training.device import DTYPES, pick_device, pick_dtype
-from training.environment import first_difference, measured_on
+from training.device import pick_device, pick_dtype
+from training.environment import measured_on
 from training.files import write_json
-from training.interrupt import Ending
-from training.sharing import RINGS
-
-# parts of a column in one dtype, for parallel processes: starting one takes seconds. If there are
-# fewer parts than processes, each property is a part
-PARTS = 3
 
 
 @dataclass
@@ -71,23 +48,11 @@ class Options:
     dtype: list[Dtype] = default("auto")
     cases: Natural = 100
     seed: Natural = 0
-    context: Count = 1
-    how: Literal["ring", "heads", "gather"] = "ring"
-    target: str | None = None
-    layout: Literal["zigzag", "contiguous"] = "zigzag"
-    processes: Count = 1
     out: Json | None = None
 
     def __post_init__(self) -> None:
         if self.seed > LARGEST_SEED:
             raise ValueError(f"seed={self.seed} must be at most {LARGEST_SEED}")
-        if self.context > 1 and self.processes > 1:
-            raise ValueError(
-                f"processes={self.processes} is for context=1: with context={self.context} every "
-                "call takes as many processes"
-            )
-        if self.target is not None and self.context == 1:
-            raise ValueError(f"target={self.target} is called in several processes: add context=2")
         if self.out is not None and not self.out.absolute().parent.is_dir():
             raise ValueError(f"out={self.out}: its folder does not exist")
 
@@ -114,7 +79,7 @@ def pick_backends(names: list[str], device: torch.device) -> dict[str, Backend]:
 def pick_dtypes(names: list[str], device: torch.device) -> list[torch.dtype]:
     if "auto" in names:
         names = ["fp32"] if device.type == "cpu" else ["fp32", "bf16", "fp16"]
-    return [pick_dtype(name, device) for name in names]
+    return list(dict.fromkeys(pick_dtype(name, device) for name in names))
 
 
 def as_json(cell: Cell, dtype: str) -> Row:
@@ -123,115 +88,41 @@ def as_json(cell: Cell, dtype: str) -> Row:
     return {"dtype": dtype, **asdict(cell), "ok": cell.ok} | figures
 
 
-class Part(NamedTuple):
-    """Some results of a column: cells of one dtype, the cases tried for them, and the seconds."""
-
-    dtype: str
-    cells: list[Row]
-    cases: set[str]
-    seconds: float
-
-
-@dataclass
-class Column:
-    """A column of the matrix: the properties to check for a backend, and the results so far."""
-
-    backend: Backend
-    wanted: dict[str, list[str]]  # properties to check, by dtype
-    parts: list[Part] = field(default_factory=list)
-
-    def missing(self) -> dict[str, list[str]]:
-        """The unchecked properties by dtype, without dtypes that are done."""
-        found = {(part.dtype, cell["property"]) for part in self.parts for cell in part.cells}
-        missing = {
-            dtype: [name for name in names if (dtype, name) not in found]
-            for dtype, names in self.wanted.items()
-        }
-        return {dtype: names for dtype, names in missing.items() if names}
-
-    def row(self) -> Row:
-        """The cells of every dtype, and what was tried for them. If cells are missing, also the
-        names of the cases, for take_over().
-        """
-        cases = {
-            dtype: sorted(set().union(*(x.cases for x in self.parts if x.dtype == dtype)))
-            for dtype in self.wanted
-        }
-        order = [(dtype, name) for dtype, names in self.wanted.items() for name in names]
-        cells = [cell for part in self.parts for cell in part.cells]
-        cells.sort(key=lambda cell: order.index((cell["dtype"], cell["property"])))
-        multiples = [
-            cell["worst_multiple"]
-            for cell in cells
-            if cell["status"] == "green" and cell["worst_multiple"] is not None
-        ]
-        # the name of a random case ends with its seed
-        ends = [case.rpartition("-")[2] for names in cases.values() for case in names]
-        random = [end.startswith("seed") for end in ends]
-        row = {
-            "exact": self.backend.exact,
-            "defect": self.backend.defect,
-            "options": dict(self.backend.options),
-            "tried": {
-                "random": sum(random),
-                "adversarial": len(random) - sum(random),
-                "checks": sum(cell["checks"] for cell in cells),
-            },
-            "worst_multiple_of_naive": max(multiples, default=None),
-            "seconds": round(sum(part.seconds for part in self.parts), 1),
-            "cells": cells,
-        }
-        return row | ({"cases": cases} if self.missing() else {})
-
-    def take_over(self, row: Row) -> None:
-        """Add the parts of an unfinished row()."""
-        for dtype, cases in row.get("cases", {}).items():
-            cells = [cell for cell in row["cells"] if cell["dtype"] == dtype]
-            seconds = 0.0 if self.parts else row["seconds"]
-            self.parts.append(Part(dtype, cells, set(cases), seconds))
-
-
-Found = Generator[tuple[str, Column]]  # yields name and column after each new part
-
-
-def examined(
-    backend: Backend,
-    dtype: str,
-    options: Options,
-    device: torch.device,
-    properties: Mapping[str, Property | None],
-    done: Callable[[], Any] = lambda: None,
-) -> Part:
-    """Check the properties in one dtype; call `done` after each one."""
-    multiple = 1 if options.context == 1 else 2 * options.context
-    start, cells = time.perf_counter(), []
-    subject = Subject(backend, device.type, DTYPES[dtype], options.cases, options.seed, multiple)
-    for name, check in properties.items():
-        cells.append(as_json(examine(subject, name, check), dtype))
-        done()
-    cases = {str(case) for case, row in subject.rows.items() if row is not None}
-    return Part(dtype, cells, cases, time.perf_counter() - start)
-
-
 def verify(
-    column: Column,
-    options: Options,
-    device: torch.device,
-    properties: Mapping[str, Property] | None = None,
-) -> Iterator[Column]:
-    """Check the column in this process; yield it after each dtype. `properties` outside PROPERTIES
-    come with their check.
-    """
-    missing = column.missing()
-    total = sum(map(len, missing.values()))
+    backend: Backend, dtypes: list[torch.dtype], options: Options, device: torch.device
+) -> Row:
+    """The column of a backend: its cells in every dtype, and what was tried for them."""
+    start, cells, cases = time.perf_counter(), [], []
+    total = len(dtypes) * len(PROPERTIES)
     # shown only at a terminal
-    what = {"desc": column.backend.name, "unit": "property", "leave": False, "disable": None}
+    what = {"desc": backend.name, "unit": "property", "leave": False, "disable": None}
     with tqdm(total=total, **what) as bar:
-        for dtype, names in missing.items():
-            checks = {name: (properties or {}).get(name) for name in names}
-            part = examined(column.backend, dtype, options, device, checks, bar.update)
-            column.parts.append(part)
-            yield column
+        for dtype in dtypes:
+            subject = Subject(backend, device.type, dtype, options.cases, options.seed)
+            for name in PROPERTIES:
+                cells.append(as_json(examine(subject, name), SHORT[dtype]))
+                bar.update()
+            cases += [str(case) for case, row in subject.rows.items() if row is not None]
+    multiples = [
+        cell["worst_multiple"]
+        for cell in cells
+        if cell["status"] == "green" and cell["worst_multiple"] is not None
+    ]
+    # the name of a random case ends with its seed
+    random = [case.rpartition("-")[2].startswith("seed") for case in cases]
+    return {
+        "exact": backend.exact,
+        "defect": backend.defect,
+        "options": dict(backend.options),
+        "tried": {
+            "random": sum(random),
+            "adversarial": len(random) - sum(random),
+            "checks": sum(cell["checks"] for cell in cells),
+        },
+        "worst_multiple_of_naive": max(multiples, default=None),
+        "seconds": round(time.perf_counter() - start, 1),
+        "cells": cells,
+    }
 
 
 def mark(cells: list[Row]) -> str:
@@ -252,7 +143,7 @@ def matrix(columns: dict[str, Row]) -> str:
     """The matrix as text: a row per property, a column per backend, names written downwards."""
     rows = dict.fromkeys(cell["property"] for each in columns.values() for cell in each["cells"])
     width = max(map(len, rows)) + 2
-    # without a target's module, which would make the heading long
+    # without the module of a user's backend, which would make the heading long
     names = [name.rpartition(":")[2] for name in columns]
     height = max(map(len, names))
     lines = [
@@ -289,126 +180,12 @@ def not_verified(column: Row) -> bool:
     return all(cell["status"] == "n/a" for cell in column["cells"])
 
 
-def measured_alike(path: Path | None, head: Row) -> Row:
-    """The file's backends and missing cells, if they were measured under the same `head`."""
-    found: Row = {"backends": {}, "missing": {}}
-    if path is None:
-        return found
-    # the file may not exist, or be another kind of file
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        before = json.loads(path.read_text())
-        before["environment"]["dirty"] = head["environment"]["dirty"]  # perhaps only by this file
-        if difference := first_difference(before, head):
-            print(f"{path}: its columns will be replaced, because {difference}")
-        else:
-            found |= {name: before.get(name, {}) for name in found}
-    return found
-
-
-def write(path: Path, head: Row, before: Row, columns: dict[str, Column]) -> None:
-    """Write `columns`, and the columns of other backends from `before`."""
-    rows = before["backends"] | {name: x.row() for name, x in columns.items() if x.parts}
-    missing = dict(before["missing"])
-    for name, column in columns.items():
-        if column.parts or name not in rows:
-            missing[name] = [
-                dtype if names == column.wanted[dtype] else f"{dtype}: {', '.join(names)}"
-                for dtype, names in column.missing().items()
-            ]
-    order = list(BACKENDS)
-
-    def place(column: str) -> tuple[int, str]:
-        """Order of the table of backends; implementations follow theirs, your own come last."""
-        name = column.split(" (")[0]
-        return order.index(name) if name in order else len(order), column
-
-    lacks = {name: missing[name] for name in sorted(missing, key=place) if missing[name]}
-    backends = {name: rows[name] for name in sorted(rows, key=place)}
-    write_json(path, head | ({"missing": lacks} if lacks else {}) | {"backends": backends})
-
-
-def verify_here(columns: dict[str, Column], options: Options, device: torch.device) -> Found:
-    """Yield name and column after each part, checked in this process."""
-    for name, column in columns.items():
-        for found in verify(column, options, device):
-            yield name, found
-
-
-def verify_side_by_side(
-    columns: dict[str, Column], options: Options, device: torch.device
-) -> Found:
-    """Yield name and column after each part; every part has its own process."""
-    missing = {name: column.missing() for name, column in columns.items()}
-    few = PARTS * sum(map(len, missing.values())) < options.processes
-    count = len(PROPERTIES) if few else PARTS
-    jobs = [
-        (options, name, dtype, names[part::count])
-        for name, dtypes in missing.items()
-        for part in range(count)  # the first properties take the longest
-        for dtype, names in dtypes.items()
-        if names[part::count]
-    ]
-    try:
-        for (_, name, *_), part in in_processes(examine_part, jobs, options.processes):
-            columns[name].parts.append(part)
-            yield name, columns[name]
-    except Died as died:
-        _, name, dtype, names = died.args[0]
-        raise ValueError(
-            f"a process died that examined {name} in {dtype} ({', '.join(names)}): find it with "
-            f"attention={name} processes=1"
-        ) from died
-
-
-def examine_part(options: Options, column: str, dtype: str, names: list[str]) -> Part:
-    device = pick_device(options.device)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.processes))
-    set_up(device)
-    backend = pick_backends(options.attention, device)[column]
-    return examined(backend, dtype, options, device, dict.fromkeys(names))
-
-
-def verify_distributed(dtypes: list[torch.dtype], options: Options, device: torch.device) -> Found:
-    """Yield name and column, checked in processes that share every sequence."""
-    from conformance.distributed import Processes, Setting
-
-    if device.type == "cuda" and torch.cuda.device_count() < options.context:
-        gpus = torch.cuda.device_count()
-        raise ValueError(
-            f"context={options.context} needs as many GPUs, and there are {gpus}; device=cpu runs "
-            "processes on the CPU"
-        )
-    where = {"world": options.context, "device": device.type}
-    if options.target is not None:
-        settings = [Setting(**where, target=options.target, layout=options.layout)]
-    else:
-        heads = options.context if options.how == "heads" else 1
-        where |= {"heads": heads, "gather": options.how == "gather"}
-        names = RINGS if options.attention == ["all"] else options.attention
-        parsed = list(map(parse_backend, names))
-        for each in parsed:
-            if each.ring is None and options.how != "heads":
-                raise ValueError(
-                    f"attention={each.name} cannot attend to a part of the keys; these can: "
-                    f"{', '.join(RINGS)}; how=heads takes any"
-                )
-        settings = [
-            Setting(**where, attention=each.name, options=tuple(each.options.items()))
-            for each in parsed
-        ]
-    for setting in settings:
-        with Processes(setting) as processes:
-            backend, properties = processes.backend, processes.properties
-            column = Column(backend, {SHORT[dtype]: list(properties) for dtype in dtypes})
-            for found in verify(column, options, device, properties):
-                yield f"{backend.name} on {options.context}", found
-
-
 @command
 def main(options: Options) -> None:
     device = pick_device(options.device)
     dtypes = pick_dtypes(options.dtype, device)
     set_up(device)
+    backends = pick_backends(options.attention, device)
     head = {
         "environment": measured_on(device),  # measured before the file makes the working tree dirty
         "device": device.type,
@@ -416,54 +193,24 @@ def main(options: Options) -> None:
         "random_cases": {"number": options.cases, "seed": options.seed},
         "properties": {name: check.__doc__ for name, check in PROPERTIES.items()},
     }
-    before = measured_alike(options.out, head)
-    columns: dict[str, Column] = {}
-    rows: dict[str, Row] = {}
-    if options.context > 1:
-        found = verify_distributed(dtypes, options, device)
-    else:
-        wanted = {SHORT[dtype]: list(PROPERTIES) for dtype in dtypes}
-        backends = pick_backends(options.attention, device)
-        columns = {name: Column(backend, wanted) for name, backend in backends.items()}
-        rows = dict.fromkeys(columns, {}) | go_on(columns, before)
-        examine_all = verify_side_by_side if options.processes > 1 else verify_here
-        found = examine_all(columns, options, device)
-    with Ending(), contextlib.closing(found):
-        for name, column in found:
-            columns[name] = column
-            if not column.missing():
-                print(f"{name}: {column.row()['seconds']} s", file=sys.stderr, flush=True)
-            if options.out is not None:
-                write(options.out, head, before, columns)
-    ended(rows | {name: column.row() for name, column in columns.items()})
+    if options.out is not None and options.out.exists():
+        print(f"{options.out} will be replaced", flush=True)
+    columns: dict[str, Row] = {}
+    for name, backend in backends.items():
+        columns[name] = verify(backend, dtypes, options, device)
+        print(f"{name}: {columns[name]['seconds']} s", file=sys.stderr, flush=True)
+    if options.out is not None:
+        write_json(options.out, head | {"backends": columns})
+    ended(columns)
 
 
-def go_on(columns: dict[str, Column], before: Row) -> dict[str, Row]:
-    """If the file has one of the columns unfinished, continue from the file. Removes the finished
-    columns from `columns` and returns their rows.
-    """
-    whole: dict[str, Row] = {}
-    if not columns.keys() & before["missing"].keys():
-        return whole
-    for name in [name for name in columns if name in before["backends"]]:
-        row = before["backends"][name]
-        if name not in before["missing"]:
-            whole[name] = row
-            del columns[name]
-        else:
-            columns[name].take_over(row)
-    missing = sum(len(x) for column in columns.values() for x in column.missing().values())
-    print(f"going on with {len(columns)} columns, {missing} cells", file=sys.stderr, flush=True)
-    return whole
-
-
-def ended(rows: dict[str, Row]) -> None:
+def ended(columns: dict[str, Row]) -> None:
     """Print the report. Raises ValueError if something is not as documented."""
-    print(report(rows))
-    wrong = sum(not cell["ok"] for row in rows.values() for cell in row["cells"])
+    print(report(columns))
+    wrong = sum(not cell["ok"] for column in columns.values() for cell in column["cells"])
     if wrong:
         raise ValueError(f"{wrong} cells are not as documented")
-    if all(map(not_verified, rows.values())):
+    if all(map(not_verified, columns.values())):
         raise ValueError("nothing was verified")
 
 

@@ -299,11 +299,3 @@ def test_a_sweep_over_two_gpus(tmp_path):
         assert f"it sees {gpu}\n" in (tmp_path / f"sweep/{job}/output.log").read_text()
     table = (tmp_path / "sweep/table.txt").read_text()
     assert table.count("completed") == 2 and "oom" in table and "failed" in table
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["ring", "heads", "gather"])
-def test_the_properties_on_two_gpus(how):
-    asked = ("context=2", f"how={how}", "attention=triton", "dtype=bf16", "cases=5")
-    done = end(begin("-m", "scripts.verify", "device=cuda", *asked, ranks=1), timeout=550)
-    assert done.code == 0, done.output

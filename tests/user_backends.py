@@ -1,7 +1,5 @@
 """Backends that a user might write: one that is right, and one for each way to be wrong."""
 
-import os
-
 import torch
 from torch import Tensor
 
@@ -50,10 +48,6 @@ def exits(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
     raise SystemExit(3)
 
 
-def dies(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
-    os._exit(9)
-
-
 def presses_ctrl_c(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
     raise KeyboardInterrupt
 
@@ -89,7 +83,6 @@ WRONG = Backend("wrong", wrong)
 WRONG_AND_SAYS_SO = Backend("wrong_and_says_so", wrong, exact=False)
 RAISES = Backend("raises", raises)
 EXITS = Backend("exits", exits)
-DIES = Backend("dies", dies)
 PRESSES_CTRL_C = Backend("presses_ctrl_c", presses_ctrl_c)
 
 

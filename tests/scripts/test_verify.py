@@ -5,10 +5,7 @@ thing that can be wrong.
 import json
 import os
 import re
-import signal
-import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 
@@ -78,28 +75,24 @@ def test_an_exact_and_a_broken_backend_are_as_documented(run_verify, tmp_path):
     } == red
 
 
-def test_columns_measured_alike_come_together_in_one_file(run_verify, monkeypatch, tmp_path):
-    # two properties are enough to see it
-    monkeypatch.setattr(
-        verify, "PROPERTIES", {name: PROPERTIES[name] for name in ("forward", "lse")}
-    )
+def test_an_older_file_is_replaced_at_the_end_and_stays_where_a_run_is_stopped(
+    run_verify, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(verify, "PROPERTIES", {"forward": PROPERTIES["forward"]})
     path = tmp_path / "found.json"
-
-    def backends() -> list[str]:
-        return list(json.loads(path.read_text())["backends"])
-
     run_verify("attention=tiled", f"out={path}")
-    run_verify("attention=naive,no_scale", f"out={path}")
-    assert backends() == ["naive", "tiled", "no_scale"]
-    run_verify("attention=tests.user_backends:RIGHT", f"out={path}")
-    assert backends() == ["naive", "tiled", "no_scale", "tests.user_backends:RIGHT"]
-    # other cases are another measurement
-    _, said = run_verify("attention=sdpa", "seed=1", f"out={path}")
-    assert f"{path}: its columns will be replaced, because random_cases.seed was 0 and is 1" in said
-    assert backends() == ["sdpa"]
-    path.write_text("{")
-    run_verify("attention=sdpa", f"out={path}")
-    assert backends() == ["sdpa"]
+    before = path.read_bytes()
+
+    def pressed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as stopped:
+        stopped.setattr(verify, "examine", pressed)
+        code, out = run_verify("attention=naive", f"out={path}")
+    assert code == 130 and out == f"{path} will be replaced\n"
+    assert path.read_bytes() == before and os.listdir(tmp_path) == ["found.json"]
+    run_verify("attention=no_scale,naive", f"out={path}")
+    assert list(json.loads(path.read_text())["backends"]) == ["no_scale", "naive"]
 
 
 def test_kernels_of_a_defect_get_their_own_column_where_they_run(monkeypatch):
@@ -172,112 +165,6 @@ def test_what_is_refused_altogether_is_not_verified(run_verify, monkeypatch):
     assert ". triton: " in out and "set TRITON_INTERPRET=1" in out
 
 
-def here(function, jobs, limit):
-    """in_processes() without processes."""
-    return ((job, function(*job)) for job in jobs)
-
-
-@pytest.mark.slow
-def test_parts_of_a_column_come_together(run_verify, monkeypatch, tmp_path):
-    """As from one process. Several dtypes: test_a_run_that_is_cut_short_goes_on()."""
-    both = "attention=naive,no_scale", "dtype=fp32"
-    paths = [tmp_path / "alone.json", tmp_path / "parts.json"]
-    assert run_verify(*both, f"out={paths[0]}")[0] == 0
-    monkeypatch.setattr(verify, "in_processes", here)
-    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
-    assert run_verify(*both, "processes=2", f"out={paths[1]}")[0] == 0
-    alone, parts = (json.loads(path.read_text())["backends"] for path in paths)
-    for column in (*alone.values(), *parts.values()):
-        del column["seconds"]
-    assert alone == parts
-
-
-FEW = ("forward", "lse", "rows sum to one", "block sizes")
-
-
-def test_a_process_that_dies_is_named(run_verify, monkeypatch):
-    monkeypatch.setattr(verify, "PROPERTIES", {name: PROPERTIES[name] for name in FEW})
-    monkeypatch.setattr(verify, "PARTS", 1)
-    code, _ = run_verify("attention=naive,tests.user_backends:DIES", "processes=2")
-    said = r"a process died that examined tests.user_backends:DIES in fp32 \(.*\): find it with "
-    assert re.search(said + "attention=tests.user_backends:DIES processes=1$", code)
-
-
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_run_that_is_cut_short_goes_on(run_verify, monkeypatch, tmp_path, processes):
-    """The file has the cells so far and says what it lacks; then only that is examined, and all is
-    as without a stop. A column once was lost unless all of its parts had come.
-    """
-    monkeypatch.setattr(verify, "PROPERTIES", {name: PROPERTIES[name] for name in FEW})
-    monkeypatch.setattr(verify, "PARTS", 2)
-    monkeypatch.setattr(verify, "in_processes", here)
-    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
-    examine, examined = verify.examined, []
-
-    def until(stop: int):
-        def run(backend, dtype, options, device, properties, *done):
-            if len(examined) == stop:
-                raise KeyboardInterrupt
-            examined.extend((backend.name, dtype, name) for name in properties)
-            return examine(backend, dtype, options, device, properties, *done)
-
-        return run
-
-    asked = "attention=naive,tiled,no_scale", "dtype=fp32,bf16", f"processes={processes}"
-    whole, path = tmp_path / "whole.json", tmp_path / "cut.json"
-    told = run_verify(*asked, f"out={whole}")
-    assert told[0] == 0
-    cells = 3 * 2 * len(FEW)
-    monkeypatch.setattr(verify, "examined", until(10 if processes > 1 else 12))
-    assert run_verify(*asked, f"out={path}")[0] == 130
-    cut = json.loads(path.read_text())
-    assert list(cut["backends"]) == ["naive", "tiled"] and "cases" not in cut["backends"]["naive"]
-    half = ["fp32: lse, block sizes", "bf16"] if processes > 1 else ["bf16"]
-    assert cut["missing"] == {"tiled": half, "no_scale": ["fp32", "bf16"]}
-    # another column, measured alike, leaves them as they are
-    monkeypatch.setattr(verify, "examined", examine)
-    assert run_verify("attention=sdpa", *asked[1:], f"out={path}")[0] == 0
-    more = json.loads(path.read_text())
-    assert more["missing"] == cut["missing"]
-    assert more["backends"].pop("sdpa") and more["backends"] == cut["backends"]
-
-    monkeypatch.setattr(verify, "examined", until(-1))
-    assert run_verify(*asked, f"out={path}") == told
-    assert len(examined) == len(set(examined)) == cells
-    gone_on, expected = (json.loads(each.read_text()) for each in (path, whole))
-    assert "missing" not in gone_on and gone_on["backends"].pop("sdpa")
-    for column in (*gone_on["backends"].values(), *expected["backends"].values()):
-        del column["seconds"]
-    assert gone_on == expected
-    # whole, it is measured anew
-    run_verify(*asked, f"out={path}")
-    assert len(examined) == 2 * cells
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_is_one_sentence_and_leaves_no_process(tmp_path, number):
-    """Ctrl-C goes to every process of a terminal, SIGTERM to the first alone."""
-    path = tmp_path / "found.json"
-    asked = ("attention=naive,tiled", "device=cpu", "dtype=fp32,bf16", "processes=2")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "scripts.verify", *asked, f"out={path}"],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    while process.poll() is None and not path.exists():
-        time.sleep(0.01)
-    (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
-    began = time.monotonic()
-    said = process.communicate(timeout=60)[1]  # when no process holds the pipe any more
-    assert time.monotonic() - began < 5
-    assert process.returncode == 130 and said == "verify: stopped by Ctrl-C\n", said
-    assert json.loads(path.read_text())["missing"]
-
-
 def test_several_dtypes_share_a_column(run_verify):
     code, out = run_verify("attention=sdpa", "dtype=fp32,bf16", "cases=0")
     assert code == 0 and re.search(r"^forward +\+$", out, re.MULTILINE)
@@ -306,7 +193,7 @@ def test_several_dtypes_share_a_column(run_verify):
         (
             "backend=tiled",
             "verify: backend=tiled: there is no key 'backend'; the keys are: attention, device, "
-            "dtype, cases, seed, context, how, target, layout, processes, out",
+            "dtype, cases, seed, out",
         ),
     ],
 )
@@ -334,26 +221,6 @@ def test_pytorchs_remarks_on_flex_attention_are_not_printed_and_others_are(
     monkeypatch.setitem(PROPERTIES, "forward", remark)
     run_verify("attention=naive", "cases=0")
     assert [str(warning.message) for warning in recwarn] == ["something is wrong"]
-
-
-@pytest.mark.slow
-def test_processes_share_every_sequence(run_verify):
-    code, out = run_verify("attention=tiled,ring_no_rescale", "context=4")
-    assert code == 0 and "ring_no_rescale on 4" in out
-
-
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        (("target=tests.user_rings:RIGHT",), "is called in several processes: add context=2"),
-        (("context=0",), "context=0 must be at least 1"),
-        (("context=2", "how=star"), "how=star is not one of: ring, heads, gather"),
-        (("context=2", "attention=sdpa"), "attention=sdpa cannot attend to a part of the keys"),
-    ],
-)
-def test_what_processes_cannot_share_is_refused(run_verify, arguments, said):
-    complaint, _ = run_verify(*arguments)
-    assert said in complaint
 
 
 @pytest.mark.slow
