@@ -1,4 +1,4 @@
-"""lab.tune without a GPU: what it would time, and what it says."""
+"""scripts.tune without a GPU: what it would time, and what it says."""
 
 import os
 import re
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attention.kernels.launch import TILES, VARIANTS, tables
-from lab.tune import candidates, write_tables
+from scripts.tune import candidates, write_tables
 from tests import forked
 
 ROOT = Path(__file__).parents[2]
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 def tune(*arguments: str, interpret: str = "0") -> subprocess.CompletedProcess:
     environment = os.environ | {"TRITON_INTERPRET": interpret, "CUDA_VISIBLE_DEVICES": ""}
-    return forked.run("-m", "lab.tune", *arguments, env=environment)
+    return forked.run("-m", "scripts.tune", *arguments, env=environment)
 
 
 def test_the_tiles_in_force_are_among_the_candidates():
@@ -35,7 +35,8 @@ def test_the_file_is_kept_as_it_is_written(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a machine without a GPU")
 def test_help_and_complaints():
-    example = re.search(r"^    python (-m lab\.tune .*)$", tune("--help").stdout, re.MULTILINE)[1]
+    shown = tune("--help").stdout
+    example = re.search(r"^    python -m scripts\.tune (.*)$", shown, re.MULTILINE)[1]
     complaint = "tune: tiles are timed on a GPU, and there is none\n"
-    assert tune(*example.split()[2:]).stderr == complaint
+    assert tune(*example.split()).stderr == complaint
     assert "TRITON_INTERPRET=1 is set" in tune(interpret="1").stderr

@@ -1,7 +1,7 @@
 """Measure which tiles the Triton kernels are fastest with on this GPU, and write them into the
 table that ships with them.
 
-    python -m lab.tune head_dim=64,128 seconds=300
+    python -m scripts.tune head_dim=64,128 seconds=300
 
 Arguments are key=value, lists with commas; all have a default:
 

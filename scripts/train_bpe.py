@@ -1,7 +1,7 @@
 """Train the byte-pair vocabulary that `tokenizer=bpe` reads: pure Python, deterministic, a few
 seconds on one core.
 
-    python -m lab.train_bpe vocab_size=4096 out=/tmp/bpe_4096.tiktoken
+    python -m scripts.train_bpe vocab_size=4096 out=/tmp/bpe_4096.tiktoken
 
 vocab_size= is the number of ranks to learn, the 256 bytes included (8192), and out= the file to
 write (data/bpe_8192.tiktoken, which `tokenizer=bpe` reads).
