@@ -1,6 +1,7 @@
 """lab.crash_test: what it calls the same, and that the harm it does never goes unseen."""
 
 import copy
+import json
 import random
 import re
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lab.crash_test import damage, is_one_line, same
+from lab.crash_test import damage, is_one_line, main, same
 from tests.command import load_checkpoint
 from tests.training.test_checkpoint import save
 from training.checkpoint import CheckpointError
@@ -44,3 +45,10 @@ def test_no_harm_goes_unseen(tmp_path, seed):
 def test_a_traceback_is_no_refusal():
     assert is_one_line("going\nerror: no\n") and not is_one_line("error: no\nerror: no\n")
     assert not is_one_line("Traceback (most recent call last)\nerror: no\n")
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_ends_as_if_nothing_had_happened(tmp_path):
+    main(["kills=1", "harms=0", f"out={tmp_path}/kills.json"])
+    found = json.loads((tmp_path / "kills.json").read_text())
+    assert found["outcomes"] == {"kills": {"identical": 1}, "harms": {}}
