@@ -115,10 +115,11 @@ def peers() -> Iterable[str]:
     yield table(head, (line for line in means if line.startswith("all")))
     rows = []
     for shape, own in by(found, "shape").items():
+        cells = [shape]
         for name in DIRECTIONS:
             speeds = (row.get(f"{name}_tflops") for row in own)
-            shape += " | " + ", ".join(f"{speed:.0f}" if speed else "-" for speed in speeds)
-        rows.append(shape)
+            cells.append(", ".join(f"{speed:.0f}" if speed else "-" for speed in speeds))
+        rows.append(" | ".join(cells))
     yield table("TFLOP/s: ours, FA4, cuDNN | forward | backward", rows)
 
 
