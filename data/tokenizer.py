@@ -1,7 +1,7 @@
 """Text to tokens and back: bytes, our own 8,192 byte pairs, or GPT-2's vocabulary.
 
 byte   "naïve" -> 110 97 195 175 118 101: one token per byte, 257 in all, nothing to download
-bpe    about 4 bytes of source code per token; lab/train_bpe.py made data/bpe_8192.tiktoken
+bpe    about 4 bytes of source code per token; scripts/train_bpe.py made data/bpe_8192.tiktoken
 gpt2   comparable with published GPT-2 losses; tiktoken downloads its vocabulary once
 """
 
@@ -100,7 +100,7 @@ def read_ranks(file: Path) -> dict[bytes, int]:
 
     tiktoken's own reader caches by file name, and returns the old content after the file changed.
     """
-    way_out = "restore it from the repository, or learn another with python -m lab.train_bpe"
+    way_out = "restore it from the repository, or learn another with python -m scripts.train_bpe"
     try:
         lines = file.read_bytes().splitlines()
     except OSError as error:

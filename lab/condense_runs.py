@@ -66,7 +66,7 @@ def main(options: Options) -> None:
         for run, environment in zip(runs, environments, strict=True):
             run["commit"] = environment.get("commit")
     write_json(options.out, {"environment": common, "runs": runs})
-    print(f"{options.out}: {len(runs)} runs, {options.out.stat().st_size / 1024:.0f} KiB")
+    print(f"{options.out}: {len(runs)} runs")
 
 
 if __name__ == "__main__":

@@ -1,21 +1,17 @@
-"""Kill a training at random moments, fill its disk, damage its checkpoints and its data, and check
-that the resumed run ends as if nothing had happened.
+"""Kill a training at random moments, damage its files, and check that the resumed run ends as if
+nothing had happened.
 
     python -m lab.crash_test out=outputs/kills.json
 
     kills  runs to kill (20)
-    harms  runs whose disk fills up or whose files are damaged (30)
+    harms  runs whose files are damaged after they were killed (30)
     seed   of the random moments (0)
     out    the result (outputs/kills.json)
 
 Every training is a separate process, `python train.py` on one CPU core. kills= runs are killed
-(SIGKILL), every other one while it saves, and resumed. harms= more runs are harmed in these ways:
-
-- The disk fills up: a limit on file sizes makes a write fail half way.
-- The run is killed. Then a file of its latest checkpoint, of every checkpoint, or metrics.jsonl,
-  overrides.yaml or config.yaml is truncated, altered or removed.
-- The token store is damaged in the same ways, or its training half becomes zeros, or its held-out
-  half a copy of the training half, or its training half is truncated while the run reads.
+(SIGKILL), every other one while it saves, and resumed. harms= more runs are killed. Then a file of
+their latest checkpoint, of every checkpoint, or metrics.jsonl, overrides.yaml or config.yaml is
+truncated, altered or removed.
 
 Weights, optimizer, random state and every computed row of metrics.jsonl must then equal, bit for
 bit, those of an undisturbed run. If no whole checkpoint is left, or the settings are lost, the run
@@ -25,7 +21,6 @@ must end with a one-line error and leave its files unchanged. The exit code is 1
 import json
 import os
 import random
-import resource
 import shutil
 import signal
 import subprocess
@@ -61,8 +56,6 @@ RUN = (
 # prefixes of the columns that differ between two otherwise equal runs
 MEASURED = ("seconds", "tokens_per_sec", "step_tokens_per_sec", "mfu", "memory/")
 IDENTICAL, REFUSED = "identical", "refused"
-CACHE = "cache"  # folder beside the runs, with their own token store to damage
-REBUILT = "it is built again"
 
 
 @dataclass
@@ -144,24 +137,15 @@ def is_one_line(output: str) -> bool:
     return "Traceback" not in output and len(errors) == 1
 
 
-def unexpected(code: int, output: str) -> str:
-    return f"ended with {code}: {output.strip().splitlines()[-1]}"
-
-
-def started_until(run_dir: Path, step: int) -> subprocess.Popen:
-    """A run whose metrics have reached this step."""
-    process = start(*RUN, f"hydra.run.dir={run_dir}")
-    wait_for(process, lambda: reached(run_dir) >= step)
-    return process
-
-
 def killed(
     run_dir: Path, moment: random.Random, *, saving: bool = False, earliest: int = 3 * EVERY
 ) -> Row:
     """Start a run and kill it after a random row of metrics, or in the save after that row. Returns
     where it was killed.
     """
-    process = started_until(run_dir, moment.randint(earliest, STEPS - 2 * EVERY))
+    process = start(*RUN, f"hydra.run.dir={run_dir}")
+    step = moment.randint(earliest, STEPS - 2 * EVERY)
+    wait_for(process, lambda: reached(run_dir) >= step)
     if saving:
         wait_for(process, (run_dir / FRESH).exists)
     time.sleep(moment.uniform(0, 0.01))
@@ -185,7 +169,7 @@ def judged(run_dir: Path, straight: Row, *, said: str = "") -> str:
     code, output = finish(start(f"resume={run_dir}"))
     if code != 0:
         unharmed = is_one_line(output) and before.items() <= contents(run_dir).items()
-        return REFUSED if unharmed else unexpected(code, output)
+        return REFUSED if unharmed else f"ended with {code}: {output.strip().splitlines()[-1]}"
     if said not in output:
         return f"does not say: {said}"
     return IDENTICAL if same(state(run_dir), straight) else "another run"
@@ -199,44 +183,10 @@ def kill(run_dir: Path, straight: Row, moment: random.Random, *, saving: bool) -
     return found | {"outcome": outcome if outcome == expected else f"resumed: {outcome}"}
 
 
-def fill_disk(process: subprocess.Popen, run_dir: Path, moment: random.Random) -> int:
-    """Limit the size of the files that the process writes to a random number of bytes, smaller than
-    a checkpoint.
-    """
-    limit = moment.randint(100_000, (run_dir / LATEST / "training.pt").stat().st_size - 1)
-    most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, most))
-    return limit
-
-
-def truncate_store(process: subprocess.Popen, run_dir: Path, moment: random.Random) -> int:
-    """Truncate the training tokens somewhere in their first half, so that one of the next windows
-    is missing.
-    """
-    tokens = store_of(run_dir) / "train.bin"
-    position = moment.randrange(tokens.stat().st_size // 2)
-    os.truncate(tokens, position)
-    return position
-
-
-def harm_running(run_dir: Path, straight: Row, moment: random.Random, name: str) -> Row:
-    """Harm a run at a random moment. It must end with one line that says how to resume it."""
-    harm, named, said = WHILE_IT_RUNS[name]
-    process = started_until(run_dir, moment.randint(EVERY + 2, STEPS - 2 * EVERY))
-    found = {"harm": name, "bytes": harm(process, run_dir, moment), "step": reached(run_dir)}
-    code, output = finish(process)
-    found["checkpoint"] = step_of(newest_first(run_dir)[0])
-    as_it_should = is_one_line(output) and named in output and f"resume={run_dir}" in output
-    if code != 1 or not as_it_should:
-        return found | {"outcome": unexpected(code, output)}
-    outcome = judged(run_dir, straight, said=said)
-    return found | {"outcome": outcome if outcome == IDENTICAL else f"resumed: {outcome}"}
-
-
-def harm_killed(run_dir: Path, straight: Row, moment: random.Random, name: str) -> Row:
+def harm(run_dir: Path, straight: Row, moment: random.Random, name: str) -> Row:
     """Kill a run and damage some of its files."""
-    harm, said, expected = ONCE_KILLED[name]
-    found = killed(run_dir, moment) | {"harm": name, "what": harm(run_dir, moment)}
+    damaging, said, expected = HARMS[name]
+    found = killed(run_dir, moment) | {"harm": name, "what": damaging(run_dir, moment)}
     outcome = judged(run_dir, straight, said=said)
     return found | {"outcome": outcome if outcome in expected else f"resumed: {outcome}"}
 
@@ -261,27 +211,6 @@ def damage(files: Iterable[Path], moment: random.Random) -> str:
     return f"{path.name} {how} at byte {position}"
 
 
-def store_of(run_dir: Path) -> Path:
-    """The token store that all runs read."""
-    (folder,) = (run_dir.parent / CACHE).glob("stdlib-*")
-    return folder
-
-
-def damage_tokens(folder: Path, moment: random.Random) -> str:
-    """Damage a file of this token store with damage(), or replace a half by wrong tokens of the
-    same length. Returns what was done.
-    """
-    train, val = folder / "train.bin", folder / "val.bin"
-    how = moment.choice(["zeros", "swapped", "a file"])
-    if how == "zeros":
-        train.write_bytes(bytes(train.stat().st_size))
-        return "train.bin is zeros"
-    if how == "swapped":
-        val.write_bytes(train.read_bytes()[: val.stat().st_size])
-        return "val.bin is the beginning of train.bin"
-    return damage(folder.iterdir(), moment)
-
-
 def damage_latest(run_dir: Path, moment: random.Random) -> str:
     return damage(newest_first(run_dir)[0].iterdir(), moment)
 
@@ -295,43 +224,20 @@ def damage_record(run_dir: Path, moment: random.Random) -> str:
     return damage([run_dir / name for name in names], moment)
 
 
-# the harm, what the error of the run must name, and what the resumed run must print
-WHILE_IT_RUNS = {
-    "disk full": (fill_disk, "", ""),
-    "store truncated": (truncate_store, "train.bin", REBUILT),
-}
 # the harm, what the resumed run must print, and how it may end
-ONCE_KILLED = {
+HARMS = {
     "latest damaged": (damage_latest, "going on from step", (IDENTICAL,)),
-    "store damaged": (
-        lambda run_dir, moment: damage_tokens(store_of(run_dir), moment),
-        REBUILT,
-        (IDENTICAL,),
-    ),
     "all damaged": (damage_all, "", (REFUSED,)),
     "record damaged": (damage_record, "", (IDENTICAL, REFUSED)),
 }
-HARMS = (
-    "disk full",
-    "latest damaged",
-    "store damaged",
-    "disk full",
-    "latest damaged",
-    "store truncated",
-    "all damaged",
-    "record damaged",
-)
 
 
 def measure(folder: Path, options: Options) -> Row:
     kills, runs, seed = options.kills, options.kills + options.harms, options.seed
     straight_dir = folder / "straight"
-    os.environ["TILEGPT_CACHE"] = str(folder / CACHE)
-    began = time.perf_counter()
     code, output = finish(start(*RUN, f"hydra.run.dir={straight_dir}"))
     if code != 0:
         raise RuntimeError(f"the run that nothing disturbs ended with {code}: {output}")
-    print(f"undisturbed: {time.perf_counter() - began:.0f} s a run", flush=True)
     straight = state(straight_dir)
     result = {"run": RUN, "seed": seed, "kills": [], "harms": []}
     for index in range(runs):
@@ -339,8 +245,7 @@ def measure(folder: Path, options: Options) -> Row:
         if index < kills:
             found = kill(run_dir, straight, moment, saving=index % 2 == 1)
         else:
-            name = HARMS[(index - kills) % len(HARMS)]
-            harm = harm_running if name in WHILE_IT_RUNS else harm_killed
+            name = list(HARMS)[(index - kills) % len(HARMS)]
             found = harm(run_dir, straight, moment, name)
         result["kills" if index < kills else "harms"].append(found)
         print(f"{index + 1} of {runs}: {json.dumps(found)}", flush=True)

@@ -11,8 +11,8 @@ tokens under the same learning rates. Their initial weights and batches differ.
     rounds       runs of each program at each length (3), in turns; nanoGPT is first
     attention    several, separated by commas: triton,sdpa:backend=cudnn
     eval_iters   passes of each evaluation of nanoGPT (20), on each of its two splits
-    out          the JSON file to write; runs of other lengths in an existing file stay
-    model, vocab_size, device    as in lab.nanogpt
+    out          the JSON file to write
+    model, vocab_size, device    as in train.py; the vocabulary is nanoGPT's padded one
 
 Other arguments are settings of our train.py. The defaults are data=torch_source tokenizer=bpe.
 
@@ -31,43 +31,74 @@ import os
 import pickle
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
-from typing import Annotated, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 
 from attention import dtype_name
 from config import RunConfig
 from data.batches import TextData
-from lab.nanogpt import NAMES, Comparison
-from lab.wall import by_arrival, timed_run, watch
-from scripts.arguments import Count, command, default
+from scripts.arguments import Count, Device, Json, command, default, parse_backend
 from scripts.tables import Row, by
 from training.command_line import compose
 from training.device import pick_device, pick_dtype
-from training.environment import ROOT
-from training.retention import parse
+from training.environment import ROOT, measured_on
+from training.files import read_metrics, write_json
+from training.sweep import load_json
 from training.trained import data_of
 
 LOG_EVERY = 10  # steps
 THEIR_VOCABULARY = 50304  # without a meta.pkl beside the tokens
+THEIR_FILES = ("train.py", "model.py", "configurator.py")
+# names in nanoGPT's GPTConfig: our settings
+NAMES = {
+    "n_layer": "num_layers",
+    "n_head": "num_heads",
+    "n_embd": "hidden_size",
+    "dropout": "dropout",
+    "bias": "bias",
+}
 
 
 @dataclass
-class Options(Comparison):
+class Options:
+    folder: Path
+    out: Json | None = None
+    seq_len: list[Count] = default(1024, 8192, 32768)
+    attention: list[str] = default("triton")
+    tokens: Count = 32768
     # the speed needs two rows after the first two
     steps: list[Annotated[int, 4 * LOG_EVERY]] = default(600)
     rounds: Count = 3
     eval_iters: Count = 20
-
-    files: ClassVar[tuple[str, ...]] = ("train.py", "model.py", "configurator.py")
+    model: str = "gpt2"
+    vocab_size: int = THEIR_VOCABULARY
+    device: Device = "auto"
+    overrides: list[str] = default()  # train.py's own settings
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        missing = [name for name in THEIR_FILES if not (self.folder / name).is_file()]
+        if missing:
+            raise ValueError(
+                f"folder={self.folder} has no {', '.join(missing)}; it is what git clone "
+                "https://github.com/karpathy/nanoGPT makes"
+            )
+        for name in ("seq_len", "attention"):
+            values = getattr(self, name)
+            if len(set(values)) < len(values):
+                raise ValueError(f"{name}={','.join(map(str, values))} names one of them twice")
+        for length in self.seq_len:
+            if self.tokens % length:
+                raise ValueError(f"tokens={self.tokens} is not a multiple of seq_len={length}")
+        for name in self.attention:
+            parse_backend(name)
         if len(self.steps) == 1:
             self.steps *= len(self.seq_len)
         if len(self.steps) != len(self.seq_len):
@@ -78,10 +109,30 @@ class Options(Comparison):
 
     def settings(self, attention: str, seq_len: int, steps: int) -> list[str]:
         """The settings of one of our runs."""
-        # we pass every held-out sequence through the model twice
-        sequences = self.eval_iters * self.tokens // seq_len
-        evaluation = {"eval_every": steps, "eval_sequences": sequences, "diagnose_every": 0}
-        return self.ours(attention, seq_len, steps, log_every=LOG_EVERY, **evaluation)
+        name, _, rest = attention.partition(":")
+        settings = {
+            "model": self.model,
+            "data": "torch_source",
+            "tokenizer": "bpe",
+            "tokenizer.vocab_size": self.vocab_size,
+            "optim.lr": 6e-4,
+            "device": self.device,
+            "attention": name,
+            "seq_len": seq_len,
+            "batch_size": self.tokens // seq_len,
+            "steps": steps,
+            "checkpoint_every": steps,
+            "sample_tokens": 0,
+            "logger": "none",
+            "log_every": LOG_EVERY,
+            "eval_every": steps,
+            # we pass every held-out sequence through the model twice
+            "eval_sequences": self.eval_iters * self.tokens // seq_len,
+            "diagnose_every": 0,
+        }
+        overrides = [f"{key}={value}" for key, value in settings.items()]
+        overrides += [f"attention.{option}" for option in rest.split(",") if option]
+        return overrides + self.overrides
 
 
 def prepare(options: Options, home: Path) -> None:
@@ -91,7 +142,7 @@ def prepare(options: Options, home: Path) -> None:
     data, folder = data_of(config), home / "data/tokens"
     if not isinstance(data, TextData):
         raise ValueError(f"data={config.data.source} is not text, which nanoGPT needs")
-    for name in options.files:
+    for name in THEIR_FILES:
         shutil.copy(options.folder / name, home)
     folder.mkdir(parents=True)
     for name, tokens in {"train": data.train, "val": data.val}.items():
@@ -129,6 +180,47 @@ def their_arguments(config: RunConfig, eval_iters: int) -> list[str]:
     return [f"--{key}={value}" for key, value in settings.items()]
 
 
+def watch(
+    arguments: Sequence[str], log: Path, steps: Callable[[], Iterable[int]], **where: Any
+) -> tuple[int, float, dict[int, float]]:
+    """Run `python ARGUMENTS` with its output in `log`. Returns its exit code, its seconds, and the
+    seconds from its start to the arrival of each step that `steps` finds.
+    """
+    begin, seconds, arrivals = time.perf_counter(), 0.0, {}
+    with log.open("w") as output:
+        command = [sys.executable, *arguments]
+        process = subprocess.Popen(command, **where, stdout=output, stderr=output)
+        running = True
+        while running:
+            time.sleep(0.02)
+            running = process.poll() is None
+            seconds = time.perf_counter() - begin
+            for step in steps():
+                arrivals.setdefault(step, seconds)
+    return process.returncode, seconds, arrivals
+
+
+def run_ours(run_dir: Path, overrides: list[str], **variables: str) -> Row:
+    """One run of our train.py: its seconds, the arrival of each row, and what it reports. Raises
+    ValueError with the end of its output if it does not complete.
+    """
+    log = run_dir.with_suffix(".log")
+
+    def steps() -> list[int]:
+        return [row["step"] for row in read_metrics(run_dir / "metrics.jsonl")]
+
+    arguments = ["train.py", *overrides, f"hydra.run.dir={run_dir}"]
+    _, seconds, arrivals = watch(arguments, log, steps, cwd=ROOT, env=os.environ | variables)
+    summary = load_json(run_dir / "summary.json")
+    if summary.get("status") != "completed":
+        raise ValueError(
+            f"train.py {' '.join(overrides)} ended {summary.get('status')}: "
+            f"{log.read_text()[-500:]}"
+        )
+    reported = {key: summary[key] for key in ("memory/peak_gib", "val/loss") if key in summary}
+    return {"seconds": seconds, "arrivals": arrivals} | reported
+
+
 def run_theirs(home: Path, arguments: list[str], **variables: str) -> Row:
     """One run of nanoGPT's train.py. Raises ValueError with the end of its output if it fails."""
     log = home / "log"
@@ -148,6 +240,16 @@ def run_theirs(home: Path, arguments: list[str], **variables: str) -> Row:
     return {"seconds": seconds, "arrivals": arrivals, "val/loss": float(losses[-1])}
 
 
+def by_arrival(arrivals: dict[int, float], tokens: int) -> float:
+    """Tokens per second from the third row, when everything is compiled, to the last, with `tokens`
+    a step. Raises ValueError if these arrived at once.
+    """
+    _, _, (first, begin), *_, (last, end) = arrivals.items()
+    if end == begin:
+        raise ValueError(f"the rows of steps {first} to {last} arrived at once; take more steps")
+    return (last - first) * tokens / (end - begin)
+
+
 def run_once(options: Options, home: Path, who: str, seq_len: int, steps: int) -> Row:
     """The row of one run, without its round."""
     caches = home / "caches" / f"{seq_len}-{[*options.attention, 'nanogpt'].index(who)}"
@@ -158,15 +260,14 @@ def run_once(options: Options, home: Path, who: str, seq_len: int, steps: int) -
         config = compose(*options.settings(options.attention[0], seq_len, steps))
         run = run_theirs(home, their_arguments(config, options.eval_iters), **variables)
     else:
-        run = timed_run(ROOT, home / "ours", options.settings(who, seq_len, steps), **variables)
+        run = run_ours(home / "ours", options.settings(who, seq_len, steps), **variables)
     for name in ("out", "ours"):  # the checkpoints are large
         shutil.rmtree(home / name, ignore_errors=True)
     # our last row arrives after the last evaluation
     arrivals = {step: seconds for step, seconds in run["arrivals"].items() if step < steps}
-    timed = {"steps": steps, "tokens": steps * options.tokens, "arrivals": arrivals}
-    row = {"who": who, "seq_len": seq_len, "steps": steps, "tokens_per_sec": by_arrival(timed)}
-    kept = ("seconds", "val/loss", "memory/peak_gib", "arrivals")
-    return row | {name: run[name] for name in kept if name in run}
+    row = {"who": who, "seq_len": seq_len, "steps": steps}
+    row["tokens_per_sec"] = by_arrival(arrivals, options.tokens)
+    return row | run
 
 
 def measure(options: Options, home: Path) -> Iterator[Row]:
@@ -193,55 +294,26 @@ def compared(runs: list[Row]) -> list[Row]:
             wall = [theirs["seconds"] / own["seconds"] for theirs, own in pairs]
             steps = [own["tokens_per_sec"] / theirs["tokens_per_sec"] for theirs, own in pairs]
             row = {"seq_len": seq_len, "who": who}
-            found.append(row | {"seconds": spread(wall), "tokens_per_sec": spread(steps)})
+            found.append(row | {"seconds": {"rounds": wall}, "tokens_per_sec": {"rounds": steps}})
     return found
-
-
-def spread(rounds: list[float]) -> Row:
-    """The figure of each round; and least, median and most of those with filled caches."""
-    warm = rounds[1:]
-    ends = {"least": min(warm), "median": median(warm), "most": max(warm)} if warm else {}
-    return {"rounds": rounds} | ends
-
-
-def earlier_runs(options: Options, gpu: str | None) -> list[Row]:
-    """The runs of other lengths in the file out=, if it exists. Raises ValueError for a file of
-    another device or command.
-    """
-    if not (options.out and options.out.exists()):
-        return []
-    try:
-        found = parse(options.out)
-        theirs = found["environment"]["hardware"]["gpu"]
-        runs = [run for run in found["runs"] if run["seq_len"] not in options.seq_len]
-        compared(runs)  # fails now, and not after the first new run
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(
-            f"out={options.out} is not a file of this command; name another one"
-        ) from error
-    if theirs != gpu:
-        raise ValueError(f"out={options.out} was measured on another device; name another file")
-    return runs
 
 
 @command
 def main(options: Options) -> None:
-    head = options.head()
-    where = head["environment"]
-    runs = earlier_runs(options, where["hardware"]["gpu"])
+    where = measured_on(pick_device(options.device))
+    settings = {key: x for key, x in vars(options).items() if key not in ("folder", "out")}
+    runs = []
     with tempfile.TemporaryDirectory() as home:
         prepare(options, Path(home))
         for row in measure(options, Path(home)):
-            runs.append(row | {"commit": where["commit"]})
-            options.save(head | {"ratios": compared(runs), "runs": runs})
+            runs.append(row)
+            if options.out:
+                result = {"environment": where, "settings": settings, "ratios": compared(runs)}
+                write_json(options.out, result | {"runs": runs})
     for row in compared(runs):
         for name, title in {"seconds": "whole runs", "tokens_per_sec": "steps alone"}.items():
-            cold, *warm = row[name]["rounds"]
-            ends = "{median:.2f} ({least:.2f} to {most:.2f})".format_map(row[name]) if warm else "-"
-            print(
-                f"{row['who']}, {row['seq_len']} tokens, {title}: {ends} times as fast as nanoGPT, "
-                f"{cold:.2f} with empty compiler caches"
-            )
+            times = ", ".join(f"{x:.2f}" for x in row[name]["rounds"])
+            print(f"{row['who']}, {row['seq_len']} tokens, {title}: {times} times as fast")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""Time one attention beside other people's kernels: large shapes, grouped heads, masks, and calls
-so short that the host decides.
+"""Time one attention beside other people's kernels: large shapes, grouped heads and masks.
 
     python -m lab.peers out=peers.json
     python -m lab.peers attention=triton,flex shapes=16k,window-1024 out=peers.json
@@ -9,32 +8,27 @@ Arguments are key=value, lists with commas; all have a default:
     shapes     names in SHAPES, or all (all)
     attention  names as in scripts.benchmark; the others are peers of the first, and flex is one too
                (triton,lab.peers:FLASH_ATTENTION_4,sdpa:backend=cudnn)
-    eager      shapes whose eager calls are timed too (512,GPT-2-1k)
     repeats    timed calls of each (16)
-    seconds    begin no further shape after this time
     dtype      auto, fp32, bf16, fp16 (bf16)
     device, out    as in scripts.benchmark
 
 Before it is timed, each attention is compared with the first one on the same inputs. `apart` is the
 largest difference of out, dq, dk or dv, relative to the largest element. A result that is further
 apart than 0.02 is marked `wrong` and not timed. A shape that a peer refuses or fails on, or that
-does not fit in memory, is a row that says so. The file is written after every shape.
+does not fit in memory, is a row that says so. The file is written after every shape. On a CPU one
+shape may take an hour.
 
-Device time is measured as in scripts.benchmark: a cold cache, and calls in turns. Eager time is the
-wall time of 20 calls that follow each other without waiting, divided by 20. It includes the checks
-of attention(), which are the same for all. A row has the median, least and most of its windows.
+Device time is measured as in scripts.benchmark: a cold cache, and calls in turns.
 
 FLASH_ATTENTION_4 is also a backend for scripts.benchmark. It needs `pip install flash-attn-4`.
 Documents go to its flash_attn_varlen_func, with their bounds found before the timed calls.
 """
 
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from statistics import geometric_mean, median
-from typing import Annotated, Any, Literal
+from statistics import geometric_mean
+from typing import Literal
 
 import torch
 import torch._functorch.config
@@ -52,7 +46,6 @@ from training.files import write_json
 
 DIRECTIONS = ("forward", "backward")
 TOLERANCE = 2e-2  # between results in 16 bits
-WINDOWS, CALLS = 7, 20  # of eager calls
 UNTIMED = ("wrong", "refused", "oom", "failed")  # why a row has no figures
 
 
@@ -88,7 +81,7 @@ def __getattr__(name: str) -> Backend:
         return AttentionOutput(out.unflatten(0, by_sequence).transpose(1, 2), lse)
 
     features = frozenset({"gqa", "non_causal", "cross_length", "lse", "window", "document_ids"})
-    # leaves out what is red in lab.scorecards: other head dims, and lse with a softcap
+    # leaves out what conformance finds wrong in it: other head dims, and lse with a softcap
     dtypes = (torch.bfloat16, torch.float16)
     return Backend(name, call, dtypes=dtypes, head_dims=(64, 128), features=features)
 
@@ -152,9 +145,7 @@ SHAPES = {
 class Options:
     shapes: list[Literal[("all", *SHAPES)]] = default("all")
     attention: list[str] = default("triton", "lab.peers:FLASH_ATTENTION_4", "sdpa:backend=cudnn")
-    eager: list[Literal[tuple(SHAPES)]] = default("512", "GPT-2-1k")
     repeats: Count = 16
-    seconds: Annotated[float, 0] = float("inf")
     dtype: Dtype = "bf16"
     device: Device = "auto"
     out: Json | None = None
@@ -176,37 +167,6 @@ def compared(make: Callable[[], Call], expected: list[Tensor]) -> Row:
     return {"apart": apart} | ({"wrong": f"{apart:.2g} apart"} if apart > TOLERANCE else {})
 
 
-class Eager(Measurement):
-    """Wall time of an eager call among many that follow each other without waiting. A turn is one
-    window.
-    """
-
-    def turn(self) -> None:
-        call = self.make()
-        for name, function in call.passes(torch.randn_like(call.inputs[0])).items():
-            self.window(function, call.device)  # compiles, and warms up
-            times, _ = self.times.setdefault(name, ([], []))
-            times.append(self.window(function, call.device))
-
-    def window(self, function: Callable[[], Any], device: torch.device) -> float:
-        """Seconds of one call."""
-        wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-        wait()
-        start = time.perf_counter()
-        for _ in range(self.repeats):
-            function()
-        wait()
-        return (time.perf_counter() - start) / self.repeats
-
-    @property
-    def row(self) -> Row:
-        return {
-            f"eager_{name}_{key}": statistic(times)
-            for name, (times, _) in self.times.items()
-            for key, statistic in (("seconds", median), ("least", min), ("most", max))
-        }
-
-
 def measured(
     name: str, backends: dict[str, Backend], options: Options, device: torch.device
 ) -> list[Row]:
@@ -222,23 +182,16 @@ def measured(
     expected: list[Tensor] = []
     ours, found = next(iter(calls)), {}
     for text, make in calls.items():
-        print(f"{name}: comparing {text}", file=sys.stderr, flush=True)
         step = partial(compared, make, expected)
         found[text] = attempt(step, device, tolerant=text != ours) or {}
     expected.clear()  # the measurements need the memory
-    print(f"{name}: timing", file=sys.stderr, flush=True)
-    kinds = [(Measurement, options.repeats, {})]
-    if name in options.eager:
-        kinds.append((Eager, CALLS, {"rounds": WINDOWS}))
-    for kind, repeats, rounds in kinds:
-        timed = {
-            text: kind(calls[text], repeats=repeats, tolerant=text != ours)
-            for text, row in found.items()
-            if not any(key in row for key in UNTIMED)
-        }
-        rows = take_turns(list(timed.values()), device, **rounds)
-        for text, row in zip(timed, rows, strict=True):
-            found[text] |= row
+    timed = {
+        text: Measurement(calls[text], repeats=options.repeats, tolerant=text != ours)
+        for text, row in found.items()
+        if not any(key in row for key in UNTIMED)
+    }
+    for text, row in zip(timed, take_turns(list(timed.values()), device), strict=True):
+        found[text] |= row
     return [{"shape": name, "attention": text} | shape | row for text, row in found.items()]
 
 
@@ -269,38 +222,25 @@ def summary(rows: list[Row]) -> list[list[str]]:
     return lines
 
 
-def describe(row: Row, rows: list[Row]) -> str:
-    """A line about one row of a shape; the first of its rows is ours."""
+def describe(row: Row) -> str:
     head = f"{row['shape']:<20} {row['attention']:<28}"
-    why = next((f"{key}: {row[key]}" for key in UNTIMED if key in row), None)
-    if why:
-        return f"{head} not timed, {why}"
     for name in DIRECTIONS:
         if f"{name}_tflops" in row:
             head += f" {name} {row[f'{name}_tflops']:>6.3g} TFLOP/s"
-            over = ratio(rows, rows[0]["attention"], row["attention"], name)
-            head += f" ({over:.2f})" if over and row is not rows[0] else " " * 7
-        if f"eager_{name}_seconds" in row:
-            head += f" (eager {row[f'eager_{name}_seconds'] * 1e6:.0f} us)"
-    return f"{head} apart {row['apart']:.1e}"
+    return head + "".join(f" {key}: {row[key]}" for key in ("apart", *UNTIMED) if key in row)
 
 
 @command
 def main(options: Options) -> None:
     # a graph that is kept for timing must not donate its buffers
     torch._functorch.config.donated_buffer = False
-    device, start = pick_device(options.device), time.monotonic()
+    device = pick_device(options.device)
     backends = {text: parse_backend(text) for text in options.attention}
-    if device.type == "cpu":
-        print("these shapes are a GPU's: one may take an hour on a CPU", file=sys.stderr)
     result: Row = {"environment": measured_on(device), "rows": []}
     for name in SHAPES if "all" in options.shapes else options.shapes:
-        if time.monotonic() - start > options.seconds:
-            print(f"{name}: left out, as is every later shape; seconds={options.seconds:g} passed")
-            break
         rows = measured(name, backends, options, device)
         for row in rows:
-            print(describe(row, rows), flush=True)
+            print(describe(row), flush=True)
         result["rows"] += rows
         if options.out:
             write_json(options.out, result)

@@ -1,22 +1,21 @@
 """Time steps of GPT-2 on ranks, data parallel and context parallel, and compare with one GPU and
-with PyTorch's DistributedDataParallel and context_parallel.
+with PyTorch's context_parallel.
 
-    torchrun --standalone --nproc-per-node=2 -m lab.steps_on_ranks
-    seq_len=32768,131072 steps=8 repeats=3 out=steps_on_ranks.json
-    torchrun --standalone --nproc-per-node=2 -m lab.steps_on_ranks
-    seq_len=1024 batch=32,64 who=ours:alone,ours:data,ddp:data out=data_parallel.json
+    torchrun --standalone --nproc-per-node=4 -m lab.steps_on_ranks
+    seq_len=131072 steps=2 repeats=5 out=steps_on_ranks.json
+    torchrun --standalone --nproc-per-node=4 -m lab.steps_on_ranks
+    seq_len=1024 batch=32,128 who=ours:alone,ours:data steps=20 out=data_parallel.json
 
     seq_len   lengths of a sequence (32768,131072)
     batch     sequences of a step (1)
     who       several of these, in the order to run:
               ours:alone            each GPU trains on all sequences, independently
-              ours:data, ddp:data   each rank trains on its share of the sequences
-              ours:heads, ours:ring, ours:gather   ranks share every sequence, as in parallel.how
-              KERNEL:ROTATION       PyTorch's context_parallel, with its attention kernel cudnn,
-                                    flash or efficient, and alltoall or allgather to move keys
-    steps     steps that are timed together (8), fewer if `seconds` are too short
+              ours:data             each rank trains on its share of the sequences
+              ours:heads, ours:ring   ranks share every sequence, as in parallel.how
+              cudnn:alltoall        PyTorch's context_parallel: cuDNN's kernels, and alltoall to
+                                    move keys
+    steps     steps that are timed together (8)
     repeats   number of such timings (3)
-    seconds   approximate time for all repeats of a row (8)
 
 Other arguments are settings of train.py and replace model=gpt2 tokenizer.vocab_size=50304
 attention=triton.
@@ -35,35 +34,32 @@ norm of the error must be within ERROR of the norm of the result.
 import copy
 import gc
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
 from math import inf, isnan
 from statistics import median
 from typing import Any, Literal
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental import _attention as theirs
 from torch.nn.attention import sdpa_kernel
-from torch.nn.parallel import DistributedDataParallel
 
 from attention.context import share
 from attention.sdpa import KERNELS
 from data.prefetch import Pass
-from lab.nanogpt import now
 from model import GPT
 from model.fused_block import after_attention, before_attention
 from model.gpt import Block, Rope
 from model.norm import Branch
 from scripts.arguments import Count, Json, command, default
 from scripts.tables import Row
-from training import step as own_step
 from training.device import pick_device
 from training.environment import measured_on
 from training.files import write_json
@@ -77,19 +73,17 @@ from training.step_graph import WARM_UP, StepGraphs
 
 LOSS, ERROR = 1e-2, 2e-2  # bfloat16 alone causes errors of 0.003
 TIMEOUT = 60  # seconds that a rank waits for another
-WAYS = [f"{kernel}:{way}" for kernel in KERNELS for way in ("alltoall", "allgather")]
-WAYS += [f"ours:{way}" for way in ("alone", "data", "heads", "ring", "gather")] + ["ddp:data"]
-WHO = ("ours:alone", "ours:heads", "ours:ring", "cudnn:alltoall", "cudnn:allgather")
+THEIRS = "cudnn:alltoall"
+WHO = ("ours:alone", "ours:heads", "ours:ring", THEIRS)
 
 
 @dataclass
 class Options:
     seq_len: list[Count] = default(32768, 131072)
     batch: list[Count] = default(1)
-    who: list[Literal[tuple(WAYS)]] = default(*WHO)
+    who: list[Literal[("ours:data", *WHO)]] = default(*WHO)
     steps: Count = 8
     repeats: Count = 3
-    seconds: Count = 8
     out: Json = Json("steps_on_ranks.json")
     overrides: list[str] = default()  # train.py's own settings
 
@@ -140,15 +134,13 @@ def mesh(device: str) -> DeviceMesh:
 
 
 @contextmanager
-def context_parallel(
-    kernel: str, rotation: str, inputs: Tensor, targets: Tensor
-) -> Iterator[ContextParallel]:
+def context_parallel(inputs: Tensor, targets: Tensor) -> Iterator[ContextParallel]:
     """Inside, inputs and targets (1, N) are replaced by this rank's part, (1, n)."""
-    theirs.set_rotate_method(rotation)
+    theirs.set_rotate_method("alltoall")
     positions = torch.arange(inputs.shape[1], device=inputs.device)
     buffers, dims = [inputs, targets, positions], [1, 1, 0]
     cut = theirs.context_parallel(mesh(inputs.device.type), buffers=buffers, buffer_seq_dims=dims)
-    with sdpa_kernel(KERNELS[kernel]), cut:
+    with sdpa_kernel(KERNELS["cudnn"]), cut:
         yield ContextParallel(positions)
 
 
@@ -196,71 +188,41 @@ def errors(run: Run, shards: Any, own: Tensor) -> Row:
     return run.ranks.largest_of({name: inf if isnan(x) else x for name, x in apart.items()})
 
 
-class Wrapped(DistributedDataParallel):
-    """DistributedDataParallel that sums gradients and forwards attributes to its model."""
-
-    def __init__(self, model: GPT) -> None:
-        super().__init__(model, broadcast_buffers=False, gradient_as_bucket_view=True)
-        self.register_comm_hook(None, add_up)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.module, name)
+def now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
-def add_up(_: None, bucket: distributed.GradBucket) -> torch.futures.Future[Tensor]:
-    """Sum gradients; DistributedDataParallel takes the mean, but losses are already divided."""
-    work = distributed.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
-
-
-class LossSum(nullcontext):
-    """Replaces GradientSum if gradients are already summed."""
-
-    def __init__(self, ranks: Ranks, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__()
-        self.ranks = ranks
-
-    def of(self, loss: Tensor) -> Tensor:
-        return self.ranks.sum(loss)
-
-
-def measure(
-    run: Run, model: GPT | Wrapped, ranks: Ranks, tensors: Sequence[Tensor], options: Options
-) -> Row:
+def measure(run: Run, model: GPT, ranks: Ranks, tensors: Sequence[Tensor], options: Options) -> Row:
     """Run a first step, which compiles; then measure seconds per step and peak memory."""
     optim, number = run.config.optimizer(), itertools.count()
     passes = [Pass(tuple(tensors), float(ranks.world))]
     how = {"optimizer": run.optimizer, "scaler": run.scaler, "autocast": run.autocast}
     how |= {"grad_clip": optim.grad_clip, "ranks": ranks, "update": True}
     graphs = StepGraphs(compute_gradients)
-    graphed = will_graph(run.config, run.model.backend, dtype=run.dtype, device=run.device)
-    if graphed and isinstance(model, GPT):
+    if will_graph(run.config, run.model.backend, dtype=run.dtype, device=run.device):
         how["compute"] = graphs
 
     def step(before: PendingStep | None = None) -> PendingStep:
         set_learning_rate(run.optimizer, next(number), run.config.steps, optim)
         return queue_step(model, passes, **how, before=before)
 
-    def seconds(count: int) -> float:
+    def seconds() -> float:
         run.ranks.any(False)  # a barrier: all ranks begin together
         begin, pending = now(run.device), None
-        for _ in range(count):
+        for _ in range(options.steps):
             pending = step(pending)
-        took = torch.tensor((now(run.device) - begin) / count, dtype=torch.float64)
+        took = torch.tensor((now(run.device) - begin) / options.steps, dtype=torch.float64)
         return run.ranks.largest(took).item()
 
     loss, grad_norm = step().figures()
     for _ in range(WARM_UP):  # the last one captures, where it can
         step().figures()
-    room = options.seconds / options.repeats / seconds(1)
-    count = max(1, min(options.steps, int(room)))
-    each = [seconds(count) for _ in range(options.repeats)]
+    _, *each = (seconds() for _ in range(1 + options.repeats))  # the first is a warm-up
     # since the first step: what a graph holds is allocated once
     peak = torch.cuda.max_memory_allocated() / GIB if run.device.type == "cuda" else None
-    row = {"loss": loss, "grad_norm": grad_norm, "steps": count, "seconds": median(each)}
+    row = {"loss": loss, "grad_norm": grad_norm, "steps": options.steps, "seconds": median(each)}
     row |= {"least_and_most": [min(each), max(each)], "graph": bool(graphs.graphs)}
     row |= run.ranks.largest_of({"peak_gib": peak})
     tokens = run.config.sequences_per_step * run.config.seq_len
@@ -291,67 +253,49 @@ def rows(options: Options, seq_len: int, batch: int) -> Iterator[Row]:
         loss = run.model(*whole).loss.item()
     weights = {name: x.to("cpu", copy=True) for name, x in run.model.state_dict().items()}
 
-    def measured(kind: str, way: str) -> Row:
-        if way == "alone":
+    def measured(who: str) -> Row:
+        if who == "ours:alone":
             return {"errors": {}} | measure(run, ours, ALONE, whole, options)
-        if way == "data":
+        if who == "ours:data":
             ranks = replace(run.ranks, context=1, shards=None)
             parts = [x[ranks.rows(batch)] for x in whole]
-            model = Wrapped(ours) if kind == "ddp" else ours
-            summing = patch.object(own_step, "GradientSum", LossSum)
-            with summing if kind == "ddp" else nullcontext():
-                return {"errors": {}} | measure(run, model, ranks, parts, options)
-        if kind == "ours":
-            world = run.ranks.world
-            how = {"heads": world if way == "heads" else 1, "gather": way == "gather"}
-            limit = {"timeout": timedelta(seconds=TIMEOUT)}
-            shards = share(run.ranks.rank, world, world, **how, **limit)
-            own = shards.positions(seq_len, run.device)
-            found = {"errors": errors(run, shards, own)}
-            ranks = replace(run.ranks, shards=shards)
-            return found | measure(run, ours, ranks, [x[:, own] for x in whole], options)
-        parts = [x.clone() for x in whole]
-        with context_parallel(kind, way, *parts) as shards:
-            found = {"errors": errors(run, shards, shards.positions)}
-            return found | measure(run, peer, replace(run.ranks, shards=shards), parts, options)
+            return {"errors": {}} | measure(run, ours, ranks, parts, options)
+        if who == THEIRS:
+            parts = [x.clone() for x in whole]
+            with context_parallel(*parts) as shards:
+                found = {"errors": errors(run, shards, shards.positions)}
+                ranks = replace(run.ranks, shards=shards)
+                return found | measure(run, peer, ranks, parts, options)
+        world, limit = run.ranks.world, timedelta(seconds=TIMEOUT)
+        heads = world if who == "ours:heads" else 1
+        shards = share(run.ranks.rank, world, world, heads=heads, timeout=limit)
+        own = shards.positions(seq_len, run.device)
+        found = {"errors": errors(run, shards, own)}
+        ranks = replace(run.ranks, shards=shards)
+        return found | measure(run, ours, ranks, [x[:, own] for x in whole], options)
 
     for who in options.who:
+        start_again(run, weights)
         row = {"who": who, "seq_len": seq_len, "batch": batch, "loss_of_one": loss}
-        try:
-            start_again(run, weights)
-            row |= measured(*who.split(":"))
-            right = (
-                abs(row["loss"] - loss) <= LOSS and max(row["errors"].values(), default=0) <= ERROR
-            )
-            row["right"] = right
-            for speed in () if right else ("seconds", "least_and_most", "tokens_per_sec"):
-                del row[speed]
-        except Exception as error:  # whatever failed, the next row may run
-            said = (str(error).strip() or "no reason").splitlines()[0]
-            row["error"] = f"{type(error).__name__}: {said}"
-        if run.ranks.any("error" in row):
-            why = row.get("error", "on another rank")
-            row = {"who": who, "seq_len": seq_len, "batch": batch, "error": why}
+        row |= measured(who)
+        near = max(row["errors"].values(), default=0) <= ERROR
+        row["right"] = near and abs(row["loss"] - loss) <= LOSS
+        for speed in () if row["right"] else ("seconds", "least_and_most", "tokens_per_sec"):
+            del row[speed]
         yield row
 
 
 @command
 def main(options: Options) -> None:
-    first, result = of_environment().first, {}
+    settings = {name: x for name, x in vars(options).items() if name != "out"}
+    result: Row = {"environment": measured_on(pick_device("auto")), "settings": settings}
+    result["rows"] = []
     for seq_len, batch in itertools.product(options.seq_len, options.batch):
         for row in rows(options, seq_len, batch):
-            if not first:
-                continue
-            if not result:
-                kept = {name: x for name, x in vars(options).items() if name != "out"}
-                result = {
-                    "environment": measured_on(pick_device("auto")),
-                    "settings": kept,
-                    "rows": [],
-                }
-            result["rows"].append(row)
-            print(", ".join(f"{key} {x}" for key, x in row.items()), flush=True)
-            write_json(options.out, result)
+            if of_environment().first:
+                result["rows"].append(row)
+                print(", ".join(f"{key} {x}" for key, x in row.items()), flush=True)
+                write_json(options.out, result)
     leave()
 
 

@@ -274,12 +274,10 @@ class Measurement:
         return row
 
 
-def take_turns(
-    measurements: Sequence[Measurement], device: torch.device, rounds: int = ROUNDS
-) -> list[Row]:
+def take_turns(measurements: Sequence[Measurement], device: torch.device) -> list[Row]:
     """The row of each measurement after all of its turns, or how it failed: see attempt()."""
     failed: dict[int, Row] = {}
-    for _, (number, measurement) in product(range(rounds), enumerate(measurements)):
+    for _, (number, measurement) in product(range(ROUNDS), enumerate(measurements)):
         if number in failed:
             continue
         failure = attempt(measurement.turn, device, tolerant=measurement.tolerant)

@@ -32,7 +32,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from attention import Backend, dtype_name, get_backend
+from attention import Backend, dtype_name
 from config import SYNTHETIC_SOURCES, RunConfig
 from model import GPT
 from scripts.arguments import Count, Json, command, compose_new, default
@@ -128,17 +128,6 @@ def plan_all(options: Options) -> dict[str, Planned]:
         plan = predict_peak_bytes(config, vocab_size_of(config), backend, dtype, device)
         planned[name] = Planned(config, backend, plan, device, dtype)
     return planned
-
-
-def predict_run(run: Row) -> float:
-    """The predicted GiB of a run in a summary.json, from its overrides, to compare with its
-    memory/peak_gib.
-    """
-    config = compose(*run["overrides"])
-    backend = get_backend(config.attention.backend_name, **run["options"])
-    dtype = getattr(torch, run["dtype"])
-    plan = predict_peak_bytes(config, vocab_size_of(config), backend, dtype, run["device"])
-    return plan.peak / GIB
 
 
 def largest_batch(planned: Planned, vocab_size: int, gib: float) -> int:

@@ -193,14 +193,7 @@ def test_backends_do_not_import_one_another():
 
 def test_nothing_imports_what_needs_transformers():
     found = imports(*OURS - {"tests"})
-    refuse(
-        [
-            x
-            for x in found
-            if (x.module == "attention.hf" or "hf" in x.names)
-            and (x.at_import or x.file != Path("lab/hf_models.py"))  # which measures it
-        ]
-    )
+    refuse([x for x in found if x.module == "attention.hf" or "hf" in x.names])
 
 
 def test_model_knows_attention_by_its_public_names():

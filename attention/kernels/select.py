@@ -97,7 +97,8 @@ def choose_kernel(kernel: str, **inputs) -> Choice:
             )
         return Choice("hopper", "asked for")
     if not against and inputs.get("score_mod", "").startswith(SOFTCAP):
-        # its forward takes 1.4 to 2 times as long there (results/kernel_features_h200.json)
+        # its forward takes 1.4 to 2 times as long there, on an H200: measured at d38cfaf by
+        # python -m scripts.benchmark features=none,softcap
         against = "a softcap takes longer in them; attention.kernel=hopper takes them all the same"
     return (
         Choice("portable", f"not the Hopper kernels: {against}")

@@ -3,7 +3,6 @@ they reach every feature.
 """
 
 import json
-import os
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from conformance.backend_under_test import Subject
 from conformance.cases import Case, expect, run
 from conformance.fuzz import Tally, fuzz
 from conformance.views import LAYOUTS
-from lab import false_alarms
 
 
 def trials(name: str, dtype: torch.dtype = torch.float32, *, calls: int, seed: int = 0) -> list:
@@ -121,31 +119,3 @@ def test_the_gradient_of_a_sink_that_holds_next_to_nothing():
     assert 0 < reference.abs() < 1e-20
     found = run("naive", *expected.inputs)["dsinks"]
     assert torch.allclose(found, reference, rtol=1e-4, atol=0)
-
-
-@pytest.mark.usefixtures("forked")
-def test_false_alarms_counts_every_attention(tmp_path):
-    out = tmp_path / "alarms.json"
-    asked = ["calls=3", "attention=naive,tiled", "dtype=fp32", "processes=2", "seeds=2"]
-    false_alarms.main([*asked, f"out={out}"])
-    data = json.loads(out.read_text())
-    rows = data["rows"]
-    assert [(row["attention"], row["calls"], row["failures"]) for row in rows] == [
-        *[("naive", 3, [])] * 2,
-        *[("tiled", 3, [])] * 2,
-    ]
-    assert len({row["seed"] for row in rows}) == 4
-    assert data["totals"]["tiled"]["calls"] == 6 and data["totals"]["tiled"]["failures"] == 0
-
-
-def dies(attention, dtype, seed, device, options, part):
-    part.write_text(json.dumps({"attention": attention, "dtype": dtype, "calls": 10}))
-    os._exit(9)
-
-
-@pytest.mark.usefixtures("forked")
-def test_a_process_that_is_killed_keeps_what_it_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(false_alarms, "measure", dies)
-    options = false_alarms.Options(calls=20, out=tmp_path / "alarms.json")
-    row = false_alarms.row_of("naive", "fp32", 0, "cpu", options)
-    assert row["calls"] == 10 and row["ended"] == "died with exit code 9"

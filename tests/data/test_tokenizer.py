@@ -187,7 +187,7 @@ def test_a_broken_vocabulary_is_refused(tmp_path, defect):
     (tmp_path / "ranks").write_text("".join(lines))
     with pytest.raises(
         ValueError,
-        match="all 256 bytes; restore it from the repository, or .* python -m lab.train_bpe",
+        match="all 256 bytes; restore it from the repository, or .* python -m scripts.train_bpe",
     ):
         bpe(tmp_path / "ranks")
 

@@ -1,27 +1,26 @@
-"""The committed measurements: compact, and each drawn from."""
+"""results/README.md is what its command writes, and README's table says what it says."""
 
-import json
+import re
 
 import pytest
 
-from lab.results.tables import FOLDER
-from training.files import layout
+from lab.results import FOLDER, PLACE, TABLES, written
 
-ROOT = FOLDER.parent
-FILES = sorted(FOLDER.iterdir())
-
-
-@pytest.mark.parametrize(
-    "path", [path for path in FILES if path.suffix == ".json"], ids=lambda path: path.name
-)
-def test_a_measurement_has_a_line_for_each_row(path):
-    """write_json(path, load_json(path)) brings a file into this form and changes no value."""
-    assert path.read_text() == layout(json.loads(path.read_text())) + "\n"
+PAGE = (FOLDER / "README.md").read_text()
+README = (FOLDER.parent / "README.md").read_text()
+# the rows of README's table: what, figure, file
+ROWS = [line.strip("|").split("|") for line in README.splitlines() if line.endswith(".json` |")]
 
 
-def test_every_file_is_drawn_from():
-    code = [path for folder in ("lab", "tests") for path in (ROOT / folder).rglob("*.py")]
-    pages = [ROOT / "README.md", FOLDER / "README.md", *(ROOT / "docs").rglob("*.md")]
-    text = "\n".join(path.read_text() for path in [*code, *pages])
-    unread = [path.name for path in FILES if path.stem not in text]
-    assert not unread, "no table, figure, page or test reads them"
+def test_the_page_is_what_the_command_writes():
+    assert PLACE.sub(written, PAGE) == PAGE
+    assert [place[1] for place in PLACE.finditer(PAGE)] == list(TABLES) and len(ROWS) == 9
+
+
+@pytest.mark.parametrize(("what", "figure", "names"), ROWS, ids=[row[0].strip() for row in ROWS])
+def test_a_figure_of_the_readme_was_measured(what, figure, names):
+    files = [file for name in re.findall(r"`(.+?)`", names) for file in FOLDER.glob(name)]
+    assert files and all((FOLDER / x).exists() for x in re.findall(r"`(\w+\.json)`", names))
+    printed = PAGE + "".join(file.read_text() for file in files)
+    for number in re.findall(r"(?<![-\w])\d+(?:,\d{3})*(?:\.\d+)?", f"{what} {figure}"):
+        assert re.search(rf"(?<![\d.,]){re.escape(number)}(?![\d]|[.,]\d)", printed), number

@@ -3,16 +3,13 @@ was there before stays.
 """
 
 import errno
-import json
 import os
 import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
-from lab.results import calls, tables
 from training.files import check_writable, write_file
 from training.interrupt import one_line
 
@@ -20,10 +17,9 @@ RESULTS = Path(__file__).resolve().parents[2] / "results"
 
 
 MODULES = {
-    "claims": "lab.claims.__main__",
     "condense_runs": "lab.condense_runs",
     "report": "scripts.report.__main__",
-    "results": "lab.results.__main__",
+    "results": "lab.results",
 }
 
 
@@ -130,7 +126,6 @@ def test_an_os_error_is_one_line():
         ),
         ("verify", ["attention=naive"], "scripts.verify.verify"),
         ("cross_eval", ["."], "scripts.cross_eval.measure"),
-        ("claims", ["run=clamped_sum"], "lab.claims.render.describe"),
         ("report", ["."], "scripts.report.__main__.load_runs"),
         ("sample", ["run=."], "scripts.sample.sample"),
     ],
@@ -149,7 +144,7 @@ def test_ctrl_c_is_one_line_and_exit_code_130(monkeypatch, capsys, name, argumen
 @pytest.mark.parametrize("argument", ["--help", "render=true"])
 def test_results_writes_nothing_where_it_is_given_an_argument(monkeypatch, capsys, argument):
     """A regression test: it took no notice of its arguments and rewrote the tracked tables."""
-    monkeypatch.setattr("lab.results.__main__.SECTIONS", {"none": never})
+    monkeypatch.setattr("lab.results.written", never)
     said = start(monkeypatch, "results", argument)
     if argument == "--help":
         assert said is None and "results/README.md" in capsys.readouterr().out
@@ -157,71 +152,8 @@ def test_results_writes_nothing_where_it_is_given_an_argument(monkeypatch, capsy
         assert said.startswith("results: render=true: there is no key 'render'")
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.523438, "0.523"),
-        (1.5, "1.5"),
-        (52.2817, "52.3"),
-        (780.127, "780.1"),
-        (1024.0, "1,024"),
-        (3.0, "3"),
-    ],
-)
-def test_figures_of_tables_are_rounded(value, text):
-    assert tables.rounded(value) == text
-
-
 def test_condense_runs_of_a_folder_that_is_not_there(monkeypatch, tmp_path):
     told = start(monkeypatch, "condense_runs", str(tmp_path / "nope"), f"out={tmp_path / 'x.json'}")
     assert (
         told == f"condense_runs: {tmp_path / 'nope'} is not a folder" and os.listdir(tmp_path) == []
-    )
-
-
-def test_results_leave_out_what_was_not_measured(monkeypatch, capsys, tmp_path):
-    """Sections of files that are not there are named and left out, and the sections that are there
-    are drawn from what they read.
-    """
-    rows = [
-        {"attention": name, "causal": causal, "head_dim": 64, "seq_len": 1024, "dtype": "bfloat16"}
-        | {"forward_tflops": speed, "backward_tflops": speed / 2}
-        | {"forward_repeats": 12, "backward_repeats": 12}
-        for name, speed in (
-            ("triton", 300.0),
-            ("triton:kernel=portable", 250.0),
-            ("sdpa:backend=flash", 200.0),
-        )
-        for causal in (True, False)
-    ]
-    environment = {
-        "hardware": {"gpu": "a card"},
-        "versions": {"torch": "2"},
-        "commit": "0123456789",
-    }
-    for name in ("kernels_h200", "kernels_flex_h200", "kernels_rested_h200"):
-        path = tmp_path / f"{name}.json"
-        path.write_text(json.dumps({"environment": environment, "rows": rows}))
-    for module in ("tables", "calls", "__main__"):
-        monkeypatch.setattr(f"lab.results.{module}.FOLDER", tmp_path)
-    monkeypatch.setattr("lab.claims.render.write_page", lambda: None)
-    monkeypatch.setattr("lab.public_suites.page.write", lambda: None)
-
-    def picture() -> str:
-        Image.new("RGB", (8, 8), "#ffffff").save(tmp_path / "one.png")
-        return "![one of ours](one.png)"
-
-    sections = {"Speed": calls.kernels, "Masks": calls.masks, "Picture": picture}
-    monkeypatch.setattr("lab.results.__main__.SECTIONS", sections)
-    monkeypatch.setattr(sys, "argv", ["results"])
-    import_module("lab.results.__main__").main()
-    text = (tmp_path / "README.md").read_text()
-    # a picture for dark pages beside each: white paper became dark
-    assert 'srcset="one_dark.png"><img alt="one of ours" src="one.png">' in text
-    assert max(Image.open(tmp_path / "one_dark.png").convert("RGB").getpixel((0, 0))) < 32
-    assert min(Image.open(tmp_path / "one.png").convert("RGB").getpixel((0, 0))) > 250
-    assert "| causal | 64 | 1,024 | **300** | 250 | 200 |" in text and "## Masks" not in text
-    assert "| triton portable | sdpa flash | 1.25 (1.25) | 1.25 (1.25) |" in text
-    assert (
-        '"Masks" is left out: masks_h200.json has not been measured yet' in capsys.readouterr().out
     )

@@ -14,7 +14,6 @@ import torch
 
 from attention import BACKENDS, Backend, register
 from conformance.properties import PROPERTIES
-from lab.results.verify_figure import draw_kills, draw_matrix, effort, kills, verdict
 from scripts import verify
 from scripts.arguments import read_settings
 from tests import forked
@@ -231,43 +230,3 @@ def test_the_line_in_help_runs_as_typed(monkeypatch, capsys):
     verify.main()
     out = capsys.readouterr().out
     assert re.search(r"^compiled = eager +\+$", out, re.MULTILINE), out
-
-
-@pytest.mark.slow
-def test_the_committed_measurements_are_drawn(tmp_path):
-    from matplotlib import image
-
-    data = json.loads((ROOT / "results/verify_cpu.json").read_text())
-    assert {name for name, backend in BACKENDS.items()} <= set(data["backends"])
-    assert "every one as documented" in verdict(data)
-    assert all(row[-1] == 0 for row in effort(data)) and len(effort(data)) == len(data["backends"])
-    draw_matrix({"CPU": data}, tmp_path / "one.png")
-    draw_matrix({"CPU": data, "GPU": data}, tmp_path / "two.png")
-    one, two = (image.imread(tmp_path / f"{name}.png") for name in ("one", "two"))
-    assert two.shape[1] > 1.5 * one.shape[1]
-
-    matrix = json.loads((ROOT / "results/mutants.json").read_text())
-    draw_kills(matrix, tmp_path / "kills.png")
-    assert image.imread(tmp_path / "kills.png").shape[0] > 1000
-    assert sum(row[1] for row in kills(matrix)) == sum(
-        len(row["killed_by"]) for row in matrix["mutants"]
-    )
-
-
-def test_what_is_not_as_documented_leaps_to_the_eye(tmp_path):
-    """One framed square of a red that nothing else has."""
-    from matplotlib import image
-
-    data = json.loads((ROOT / "results/verify_cpu.json").read_text())
-
-    def reds(path: Path) -> int:
-        pixels = image.imread(path)[..., :3]
-        return int(((pixels[..., 0] > 0.8) & (pixels[..., 1:].max(-1) < 0.1)).sum())
-
-    data["backends"] = {name: data["backends"][name] for name in ("tiled", "no_max", "sdpa")}
-    draw_matrix({"CPU": data}, tmp_path / "fine.png")
-    cell = data["backends"]["tiled"]["cells"][0]
-    cell |= {"status": "red", "ok": False}
-    draw_matrix({"CPU": data}, tmp_path / "wrong.png")
-    assert reds(tmp_path / "fine.png") == 0 and reds(tmp_path / "wrong.png") > 500
-    assert "1 of them NOT as documented" in verdict(data)

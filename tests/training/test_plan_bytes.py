@@ -22,8 +22,10 @@ from conformance.memory_growth import LiveTensors
 from model import GPT, count_parameters
 from model.loss import CHUNK_LOGITS
 from scripts.arguments import parse_backend
-from scripts.plan import predict_run
+from scripts.plan import vocab_size_of
 from tests.selection import diagonal
+from training.command_line import compose
+from training.memory import GIB
 from training.plan import (
     StepShape,
     attention_call,
@@ -326,26 +328,19 @@ def test_only_the_materialised_grow_with_the_square():
     assert attention_of("naive", 8192) > 3.5 * attention_of("naive", 4096)
 
 
-# measured on one H200 by earlier versions of the project; results/ has the figures with their
-# provenance
-def h200_runs() -> list[dict]:
-    runs = [
-        run
-        for name in ("training_h200", "paired_curves", "defects_text")
-        for run in json.loads((RESULTS / f"{name}.json").read_text())["runs"]
-    ]
-    return [
-        run
-        for run in runs
-        if run["device"] == "cuda" and run["seed"] == 0 and run["status"] == "completed"
-    ]
+# measured on one H200 by earlier versions of the project
+H200_RUNS = json.loads((RESULTS / "training_peaks_h200.json").read_text())["runs"]
 
 
 @pytest.mark.parametrize(
-    "run", h200_runs(), ids=lambda run: f"{run['attention']}-{run['seq_len']}-{run['dtype']}"
+    "run", H200_RUNS, ids=lambda run: f"{run['attention']}-{run['seq_len']}-{run['dtype']}"
 )
 def test_peak_of_training_on_an_h200(run):
-    assert predict_run(run) == pytest.approx(
+    config = compose(*run["overrides"])
+    backend = get_backend(config.attention.backend_name, **run["options"])
+    dtype = getattr(torch, run["dtype"])
+    plan = predict_peak_bytes(config, vocab_size_of(config), backend, dtype, run["device"])
+    assert plan.peak / GIB == pytest.approx(
         run["memory/peak_gib"], rel=0.1 if run["defect"] else 0.06
     )
 

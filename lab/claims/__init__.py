@@ -1,1 +1,0 @@
-"""What five documents claim about flash attention, measured. lab.claims.claim defines a claim."""

@@ -1,1 +1,0 @@
-"""Which mistakes the published tests of attention pass; see __main__."""

@@ -1,3 +1,0 @@
-"""python -m lab.results: the pictures and tables of results/, drawn from the JSON files
-there.
-"""

@@ -1,0 +1,227 @@
+"""Measure which tiles the Triton kernels are fastest with on this GPU, and write them into the
+table that ships with them.
+
+    python -m scripts.tune head_dim=64,128 seconds=300
+
+Arguments are key=value, lists with commas; all have a default:
+
+    kernel    of forward, dkdv, dkdv_general, dq, decoding (all)
+    head_dim  of 64, 128, 256 (64,128)
+    seconds   time for all of it (300)
+
+A tile is not timed if it spills registers, has serialised matrix products or does not fit into
+shared memory. The others are timed in bfloat16 over 16,384 tokens with heads * head_dim = 2048, at
+1,024 and 16,384 tokens per sequence, causal and not. dkdv_general is timed with grouped heads and a
+window, decoding with one query against 8,192 keys and more. The best geometric mean of the times
+wins. Other tables in the file do not change. The clock of a shared GPU varies, so the current tile
+is timed again with every candidate.
+"""
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Any, Literal
+
+import torch
+
+from attention.kernels.launch import TILES, VARIANTS, Tile, table_for, tables
+from scripts.arguments import command, default
+from scripts.attention_call import seconds
+
+LENGTHS = (1024, 16384)
+TOKENS, WIDTH = 16384, 2048
+GROUPS, WINDOW = 4, 512
+HEAD_DIMS = (64, 128, 256)
+
+
+@dataclass
+class Options:
+    kernel: list[Literal[tuple(VARIANTS)]] = default(*VARIANTS)
+    head_dim: list[int] = default(64, 128)
+    seconds: float = 300
+
+    def __post_init__(self) -> None:
+        for head_dim in set(self.head_dim) - set(HEAD_DIMS):
+            raise ValueError(f"head_dim={head_dim} is not one of: {HEAD_DIMS}")
+
+
+def candidates(kernel: str, head_dim: int) -> Iterator[Tile]:
+    """Tiles to try, the largest first: sizes for tensor cores, with at least 16 rows for each warp
+    (decoding excepted).
+    """
+    if kernel == "decoding":
+        for walk, warps, stages in itertools.product((256, 128, 64, 32), (2, 4, 8), (2, 3, 4)):
+            yield Tile(64, walk, warps, stages)
+        return
+    walks_keys = kernel in ("forward", "dq")
+    walked = (128, 64, 32) if walks_keys else (128, 64, 32, 16)
+    for own, walk, warps, stages in itertools.product((128, 64), walked, (4, 8), (2, 3)):
+        if own >= 16 * warps and own * walk * head_dim <= 128 * 128 * 128:
+            block_q, block_kv = (own, walk) if walks_keys else (walk, own)
+            yield Tile(block_q, block_kv, warps, stages)
+
+
+def why_not(
+    kernel: str, head_dim: int, tile: Tile, capability: int, shared_memory: int
+) -> str | None:
+    """Why the tile is not timed, or None."""
+    from attention.kernels.offline import compile_tile
+
+    for variant in VARIANTS[kernel]:
+        if variant == "no_rescale":  # the user chooses its tiles
+            continue
+        try:
+            compiled = compile_tile(kernel, "bf16", head_dim, variant, tile, capability=capability)
+        except Exception as error:  # whatever the compiler raises
+            return f"{variant}: {type(error).__name__}"
+        if compiled.spilled:
+            return f"{variant}: spills {compiled.spilled} bytes"
+        if compiled.warnings:
+            return f"{variant}: products serialised"
+        if compiled.shared > shared_memory:
+            return f"{variant}: takes {compiled.shared} bytes of shared memory"
+    return None
+
+
+def time_of(function: Callable[[], Any]) -> float:
+    """Median seconds, after a warm-up."""
+    device = torch.device("cuda")
+    seconds(function, repeats=3, device=device)
+    return median(seconds(function, repeats=12, device=device)[0])
+
+
+def decoding_workloads(head_dim: int) -> list[Callable[[], Any]]:
+    """Steps of decoding in bfloat16: batches with separate keys per head and with grouped heads,
+    2 GiB of keys and values each, and one sequence."""
+    from attention.kernels.decoding import split_attention
+
+    calls, heads = [], WIDTH // head_dim
+    for batch, groups, length in ((32, 1, 8192), (64, 8, 32768), (1, 1, 8192)):
+        q, k, v = (
+            torch.randn(batch, number, tokens, head_dim, device="cuda", dtype=torch.bfloat16)
+            for number, tokens in ((heads, 1), *[(max(heads // groups, 1), length)] * 2)
+        )
+        none = (None,) * 5
+        settings = (True, None, head_dim**-0.5, "", "auto")
+        calls.append(partial(split_attention, q, k, v, *none, *settings))
+    return calls
+
+
+def workloads(kernel: str, head_dim: int) -> list[Callable[[], Any]]:
+    """Calls whose time depends on the kernel's tile."""
+    if kernel == "decoding":
+        return decoding_workloads(head_dim)
+    from attention.kernels.op import flash_attention, flash_attention_backward
+    from attention.mask import visible_keys
+
+    calls, general = [], kernel == "dkdv_general"
+    for length, causal in itertools.product(LENGTHS, (True,) if general else (True, False)):
+        heads = WIDTH // head_dim
+        shape = (TOKENS // length, length, heads, head_dim)
+        q, k, v, d_out = (
+            torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+            for _ in range(4)
+        )
+        lo = hi = None
+        if general:
+            k, v = (x[:, :: min(GROUPS, heads)] for x in (k, v))
+            visible = visible_keys(q, k, causal=True, window=WINDOW)
+            lo, hi = visible.lo.int(), visible.hi.int()
+        arguments = (lo, hi, None, causal, head_dim**-0.5, "", "online", 0, 0)
+        if kernel == "forward":
+            calls.append(partial(flash_attention, q, k, v, *arguments))
+        else:
+            out, lse, _ = flash_attention(q, k, v, *arguments)
+            tensors = (d_out, None, q, k, v, out, lse)
+            calls.append(partial(flash_attention_backward, *tensors, *arguments))
+    return calls
+
+
+def tune(kernel: str, head_dim: int, table: dict[str, Any], capability: int, until: float) -> None:
+    """Put the fastest tile into the table, in place, because the operators read the same table."""
+    tiles = table["16-bit"][kernel]
+    before = Tile(*tiles[str(head_dim)])
+    calls = workloads(kernel, head_dim)
+    best = (1.0, before)
+    for tile in candidates(kernel, head_dim):
+        if time.monotonic() > until:
+            print(f"{kernel} D={head_dim}: out of time, {best[1]} stays", flush=True)
+            break
+        if tile == before:
+            continue
+        why = why_not(kernel, head_dim, tile, capability, table["shared_memory"])
+        if why is None:
+            ratios = []
+            for call in calls:
+                times = []
+                for each in (before, tile):
+                    tiles[str(head_dim)] = list(each)
+                    times.append(time_of(call))
+                ratios.append(times[1] / times[0])
+            ratio = geometric_mean(ratios)
+            best = min(best, (ratio, tile))
+            why = f"{ratio:.3f} of the time of {tuple(before)}: " + " ".join(
+                f"{x:.3f}" for x in ratios
+            )
+        print(f"{kernel} D={head_dim} {tuple(tile)}: {why}", flush=True)
+    tiles[str(head_dim)] = list(best[1])
+    print(
+        f"{kernel} D={head_dim}: {tuple(best[1])}, {best[0]:.3f} of the time of {tuple(before)}",
+        flush=True,
+    )
+
+
+def write_tables(path: Path) -> None:
+    """Write the tables with one line per kernel."""
+
+    def text(value: Any, indent: int) -> str:
+        if not isinstance(value, dict) or all(isinstance(each, list) for each in value.values()):
+            return json.dumps(value)
+        lines = (
+            f'{" " * (indent + 1)}"{name}": {text(each, indent + 1)}'
+            for name, each in value.items()
+        )
+        return "{\n" + ",\n".join(lines) + "\n" + " " * indent + "}"
+
+    path.write_text(text(tables(), 0) + "\n")
+
+
+@command
+def main(options: Options) -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise ValueError("TRITON_INTERPRET=1 is set, so nothing is compiled; unset it")
+    shapes = list(itertools.product(options.kernel, options.head_dim))
+    if not torch.cuda.is_available():
+        raise ValueError("tiles are timed on a GPU, and there is none")
+    properties = torch.cuda.get_device_properties(0)
+    major, minor = capability = properties.major, properties.minor
+    name = f"sm_{10 * major + minor}"
+    if name not in tables():
+        like = table_for(capability, properties.shared_memory_per_block_optin)
+        tables()[name] = json.loads(json.dumps(like))
+        table_for.cache_clear()
+    table = tables()[name]
+    start = time.monotonic()
+    for i, (kernel, head_dim) in enumerate(shapes, 1):
+        until = start + options.seconds * i / len(shapes)
+        tune(kernel, head_dim, table, 10 * major + minor, until)
+    import triton
+
+    table["how"] = (
+        f"measured on an {properties.name}, torch {torch.__version__}, triton "
+        f"{triton.__version__}, head_dim {options.head_dim}"
+    )
+    write_tables(TILES)
+    print(
+        f"{TILES} is written; run the tests of attention/kernels on this GPU before you commit it"
+    )
+
+
+if __name__ == "__main__":
+    main()

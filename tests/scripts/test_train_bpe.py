@@ -1,0 +1,110 @@
+"""The trainer against an example worked by hand, an obvious slow trainer, and itself."""
+
+import sys
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.tokenizer import RANKS_FILE, bpe, read_ranks
+from scripts.train_bpe import count_pretokens, main, merge_pair, rank_lines, train
+from tests import forked
+
+
+def slow_train(pretokens: Counter, vocab_size: int) -> list[bytes]:
+    """Count every pair again before every merge."""
+    vocab = [bytes([value]) for value in range(256)]
+    words = {pretoken: list(pretoken) for pretoken in pretokens}
+    while len(vocab) < vocab_size:
+        counts = Counter()
+        for pretoken, word in words.items():
+            for pair in pairwise(word):
+                counts[pair] += pretokens[pretoken]
+        if not counts:
+            break
+        best = min(counts, key=lambda pair: (-counts[pair], pair))
+        words = {pretoken: merge_pair(word, best, len(vocab)) for pretoken, word in words.items()}
+        vocab.append(vocab[best[0]] + vocab[best[1]])
+    return vocab
+
+
+def test_worked_by_hand():
+    # hug x10, pug x5, pun x12, bun x4, hugs x5
+    #   u g: 20, p u: 17, u n: 16, h u: 15   -> "ug"
+    #   u n: 16, h ug: 15, p u: 12           -> "un"
+    #   h ug: 15, p un: 12                   -> "hug"
+    #   p un: 12, p ug: 5, hug s: 5, b un: 4 -> "pun"
+    # p ug: 5, hug s: 5: a tie; "p" has the smaller rank -> "pug", then "hugs", then "bun", then
+    # nothing is left
+    counts = Counter({b"hug": 10, b"pug": 5, b"pun": 12, b"bun": 4, b"hugs": 5})
+    assert train(counts, 300)[256:] == [b"ug", b"un", b"hug", b"pun", b"pug", b"hugs", b"bun"]
+    assert train(counts, 259)[256:] == [b"ug", b"un", b"hug"]
+
+
+@pytest.mark.parametrize(
+    "word, expected",
+    [("aaa", [300, 97]), ("aaaa", [300, 300]), ("baab", [98, 300, 98]), ("a", [97])],
+)
+def test_pairs_are_merged_from_the_left(word, expected):
+    assert merge_pair(list(word.encode()), (97, 97), 300) == expected
+
+
+@given(
+    st.dictionaries(
+        st.text("abc", min_size=1, max_size=12).map(str.encode),
+        st.integers(1, 5),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_equals_the_slow_trainer(pretokens):
+    assert train(Counter(pretokens), 270) == slow_train(Counter(pretokens), 270)
+
+
+@given(st.permutations(["the cat", "the hat", "a cat in the hat", "thathatcat"]))
+def test_the_order_of_the_texts_does_not_matter(texts):
+    assert train(count_pretokens(texts), 280) == train(count_pretokens(sorted(texts)), 280)
+
+
+def test_no_token_spans_two_words():
+    vocab = train(count_pretokens(["one two one two one two"] * 9), 300)
+    assert b" two" in vocab and not any(b"e t" in token or b"o o" in token for token in vocab)
+
+
+def test_the_trained_vocabulary_encodes_as_it_was_learned(tmp_path):
+    """Merging in rank order, as tiktoken does, must find the tokens that training made."""
+    vocab = train(count_pretokens(["hello hello help helm"]), 300)
+    (tmp_path / "ranks").write_text("".join(rank_lines(vocab)))
+    assert bpe(tmp_path / "ranks").encode("hello").tolist() == [vocab.index(b"hello")]
+
+
+def test_shipped_vocabulary_has_the_promised_size():
+    assert len(read_ranks(RANKS_FILE)) == 8192
+
+
+@pytest.mark.parametrize("argument", ["vocab_size=10", "out=/proc/ranks"])
+def test_refused_in_one_line_before_the_corpus_is_read(argument, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train_bpe", argument])
+    monkeypatch.setattr("scripts.train_bpe.count_pretokens", None)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (
+        ended.value.code.startswith("train_bpe: ")
+        and argument.partition("=")[2] in ended.value.code
+        and "\n" not in ended.value.code
+    )
+
+
+def test_help_shows_a_line_that_runs():
+    shown = forked.run("-m", "scripts.train_bpe", "--help", check=True).stdout
+    assert "\n    python -m scripts.train_bpe vocab_size=4096 out=/tmp/bpe_4096.tiktoken\n" in shown
+
+
+@pytest.mark.slow
+def test_command_writes_a_vocabulary(tmp_path):
+    out = tmp_path / "ranks"
+    forked.run("-m", "scripts.train_bpe", "vocab_size=300", f"out={out}", check=True)
+    # the first merges of source code are as good as certain: indentation
+    assert len(read_ranks(out)) == 300 and b"    " in read_ranks(out)
