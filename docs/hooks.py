@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-REPLAY = re.compile(r"(?:(?:!\[.*\]\(.*\)|<picture>.*</picture>)\n)?<!-- replay: (.*) -->")
+REPLAY = re.compile(r"(?:!\[.*\]\(.*\)\n)?<!-- replay: (.*) -->")
 
 
 def on_files(files: Files, config) -> Files:

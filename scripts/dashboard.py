@@ -11,7 +11,7 @@ Arguments are key=value:
     name     of the workspace (attentions compared)
     dry_run  true: print the workspace as wandb's JSON, and send nothing (false)
 
-It never asks for a key. docs/wandb.md says more.
+It never asks for a key. docs/guide.md says more.
 """
 
 import json
