@@ -54,7 +54,6 @@ ALSO = {
     "diagnose": {"tiled", "naive"},
     "played_ring": {"defects", "tiled"},
     "probe": {"diagnose"},
-    "ring_trace": {"played_ring", "trace"},
     "tile_op": {"backends", "tiled"},
 }
 LAZY = {
