@@ -7,8 +7,6 @@ It takes train.py's settings (model=, seq_len=, batch_size=, dtype=, tokenizer=,
 experiment=, ...), and these:
 
     attention   names, separated by commas (naive,tiled,sdpa,triton)
-    batch_size  auto, with tokens_per_step=N, plans for one sequence; the table of cards says how
-                many fit
     gpu         the card to plan for: b200, h200, h100, a100-80, a100-40, l40s, l4, rtx4090, rtx3090
                 (the one in this machine, else h200); device=cpu plans for a CPU
     measure     true: also build the model, run three steps here, and print the error of the
@@ -101,8 +99,6 @@ def plan_all(options: Options) -> dict[str, Planned]:
     asked = [each for each in options.overrides if not each.startswith(kept)]
     for name in names:
         config = compose_new(*options.overrides, f"attention={name}", asked=asked)
-        if config.batch_size == "auto":
-            config = replace(config, batch_size=1)
         backend = check_schedule(config)[0]
         # a GPU unless a CPU is requested
         device, usual = ("cpu", "fp32") if config.device == "cpu" else ("cuda", "bf16")

@@ -63,10 +63,6 @@ def record(config: RunConfig, steps: int, warmup: int) -> profile:
 
     Raises ValueError if the run diverges.
     """
-    if config.batch_size == "auto":
-        raise ValueError(
-            "batch_size=auto: name the number that train.py chose, it prints it at the start"
-        )
     # otherwise code compiled for a CPU would not appear in the trace
     torch._inductor.config.cpp.enable_kernel_profile = True
     never = {"log_every": NEVER, "checkpoint_every": NEVER, "eval_every": 0, "diagnose_every": 0}

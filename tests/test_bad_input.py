@@ -283,6 +283,10 @@ REFUSED = {
     ),
     "removed": (["~seed"], ["~seed removes a setting", "leave it out, or write seed=VALUE"]),
     "no-key": (["=3"], ["'=3' has no key; write key=value"]),
+    "no-number": (
+        ["batch_size=auto"],
+        ["batch_size=auto: Value 'auto' of type 'str' could not be converted to Integer"],
+    ),
     "no-value": (["seed="], ["seed=", "Value '' of type 'str' could not be converted to Integer"]),
     "no-choice": (["attention="], ["there is no attention ''; the choices are alpha_beta,"]),
     "neither-true-nor-false": (["deterministic=maybe"], ["deterministic=maybe", "valid bool"]),

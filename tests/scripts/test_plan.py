@@ -242,8 +242,3 @@ def test_what_fits_on_the_chip():
     assert largest[0] == "256 x 256" and set(largest[3:]) == {"no"}
     (row,) = (dict(zip(head, row, strict=True)) for row in rows if row[0] == "128 x 128")
     assert (row["8.0"], row["8.9"]) == ("yes", "no")
-
-
-def test_batch_size_auto_plans_for_one_sequence(run_plan):
-    out = run_plan("attention=triton", "seq_len=512", "tokens_per_step=4096", "batch_size=auto")
-    assert "1 x 512 tokens a pass" in out

@@ -84,7 +84,6 @@ def test_the_line_of_the_help_runs_as_typed(monkeypatch, capsys, tmp_path):
         (["warmup=0"], "warmup=0"),
         (["out="], "out="),
         (["resume=outputs/x"], "resume=outputs/x"),
-        (["batch_size=auto", "tokens_per_step=256"], "batch_size=auto"),
         (["attention=naive", "attention.block_q=16"], "block_q"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
