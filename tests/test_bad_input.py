@@ -329,7 +329,7 @@ REFUSED = {
         ["logger=wandb", "logger.mode=offline", "logger.project=a/b"],
         ["logger.project=a/b: wandb takes at most 128 characters, and none of / \\ # ? % :;"],
     ),
-    "logger": (["logger=trackio"], ["pip install -e '.[trackio]'"]),
+    "logger": (["logger=trackio"], ["logger=trackio: there is no logger 'trackio'", "tensorboard"]),
 }
 
 

@@ -65,7 +65,6 @@ LAZY = {
     "tiktoken",
     "matplotlib",
     "tensorboard",
-    "trackio",
 }
 LAZY |= {"transformers"}
 HF = Path("attention/hf.py")  # imported by its users alone
