@@ -454,17 +454,17 @@ class OptimConfig:
 class LoggerConfig:
     """Where metrics go besides metrics.jsonl, which is always written."""
 
-    # wandb, tensorboard, trackio or none
+    # wandb, tensorboard or none
     name: str = "wandb"
     # wandb: auto (online where a key is configured, else offline), online, offline or disabled
     mode: str = "auto"
-    # wandb, trackio: the project that the run belongs to
+    # wandb: the project that the run belongs to
     project: str = "tilegpt"
     # wandb: user or team; None is the account's default
     entity: str | None = None
 
     def __post_init__(self) -> None:
-        _check_choice(self, "logger.name", "wandb", "tensorboard", "trackio", "none")
+        _check_choice(self, "logger.name", "wandb", "tensorboard", "none")
         _check_choice(self, "logger.mode", "auto", "online", "offline", "disabled")
 
 
@@ -504,8 +504,8 @@ class RunConfig:
     seq_len: int = 256
     # optimizer steps
     steps: int = 500
-    # sequences of a forward and backward pass; auto is as many as fit (needs tokens_per_step)
-    batch_size: int | str = 16
+    # sequences of a forward and backward pass
+    batch_size: int = 16
     # tokens of one optimizer step, by gradient accumulation; None is one pass
     tokens_per_step: int | None = None
     # seed of the initial weights and of the order of the data
@@ -582,25 +582,14 @@ class RunConfig:
             )
 
     def _check_batch(self) -> None:
-        sequences = 1 if self.batch_size == "auto" else self.batch_size
-        if isinstance(sequences, str):
-            raise ValueError(
-                f"batch_size={self.batch_size} is neither a number of sequences nor auto"
-            )
-        if self.batch_size == "auto" and self.tokens_per_step is None:
-            raise ValueError(
-                "batch_size=auto needs tokens_per_step=N: what a step learns from must not depend "
-                "on the memory that is free"
-            )
-        if self.batch_size != "auto":
-            _check_at_least(self, 1, "batch_size")
-        tokens_per_pass = sequences * self.seq_len
+        _check_at_least(self, 1, "batch_size")
+        tokens_per_pass = self.batch_size * self.seq_len
         if self.tokens_per_step is not None and (
             self.tokens_per_step < 1 or self.tokens_per_step % tokens_per_pass
         ):
             raise ValueError(
                 f"tokens_per_step={self.tokens_per_step} is not a positive multiple of "
-                f"batch_size * seq_len = {sequences} * {self.seq_len} = {tokens_per_pass}"
+                f"batch_size * seq_len = {self.batch_size} * {self.seq_len} = {tokens_per_pass}"
             )
 
     def optimizer(self) -> OptimConfig:
@@ -636,12 +625,12 @@ class RunConfig:
     @property
     def accumulation_steps(self) -> int:
         """Forward and backward passes of one optimizer step."""
-        return self.sequences_per_step // int(self.batch_size)
+        return self.sequences_per_step // self.batch_size
 
     @property
     def sequences_per_step(self) -> int:
         if self.tokens_per_step is None:
-            return int(self.batch_size)
+            return self.batch_size
         return self.tokens_per_step // self.seq_len
 
 

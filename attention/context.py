@@ -126,13 +126,6 @@ class Shards:
             return AttentionOutput(out, lse)
         return ScoredOutput(out, lse, None if max_score is None else self.of_all_heads(max_score))
 
-    def without_messages(self) -> "Shards":
-        """The same work and memory without messages: data from other ranks is arbitrary. For a
-        trial that may end this rank's process.
-        """
-        heads, ring = (replace(group, name="") for group in (self.heads, self.ring))
-        return replace(self, heads=heads, ring=ring)
-
     def to_heads(self, *tensors: Tensor) -> Sequence[Tensor]:
         """From (B, H, n, D), this rank's tokens, to (B, H / W, W n, D), its heads. All tensors go
         in one message; their H may differ.

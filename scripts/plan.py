@@ -1,26 +1,17 @@
 """Predict what a run needs before it starts: memory part by part, the cards that it fits, and the
-memory traffic of its attention; or its speed on many GPUs.
+memory traffic of its attention.
 
     python -m scripts.plan model=gpt2 tokenizer=gpt2 seq_len=8192 attention=naive,triton gpu=a100-40
-    python -m scripts.plan model=gpt2 seq_len=1024 batch_size=8 tokens_per_step=524288 ranks=2,8,64
 
 It takes train.py's settings (model=, seq_len=, batch_size=, dtype=, tokenizer=, compile=,
 experiment=, ...), and these:
 
     attention   names, separated by commas (naive,tiled,sdpa,triton)
-    batch_size  auto, with tokens_per_step=N, plans for one sequence; the table of cards says how
-                many fit
     gpu         the card to plan for: b200, h200, h100, a100-80, a100-40, l40s, l4, rtx4090, rtx3090
                 (the one in this machine, else h200); device=cpu plans for a CPU
     measure     true: also build the model, run three steps here, and print the error of the
                 prediction
     out         write everything to this JSON file
-    ranks       numbers of GPUs (2,8,64): step time, bytes sent and memory for each, for
-                attention=triton. tokens_per_step=N, or else batch_size, is the total of all GPUs
-    link        between the GPUs of a host: nvlink, another name in results/links_h200.json, or the
-                GB/s that a GPU reaches (nvlink)
-    network     between hosts, given like link (infiniband400)
-    per_host    GPUs of a host (8)
 
 The bytes are calculated from the code (training/plan.py says how exactly, and what is not
 modelled). A card loses 0.7 GiB to the CUDA context.
@@ -35,8 +26,7 @@ import torch
 from attention import Backend, dtype_name
 from config import SYNTHETIC_SOURCES, RunConfig
 from model import GPT
-from scripts.arguments import Count, Json, command, compose_new, default
-from scripts.plan_ranks import plan_table
+from scripts.arguments import Json, command, compose_new, default
 from scripts.tables import Row, text_table
 from training import traffic
 from training.command_line import compose
@@ -77,10 +67,6 @@ class Options:
     gpu: Literal[tuple(GPUS)] | None = None
     measure: bool = False
     out: Json | None = None
-    ranks: list[Count] = default()
-    link: str | None = None
-    network: str | None = None
-    per_host: Count | None = None
     overrides: list[str] = default()  # settings of train.py
 
 
@@ -106,15 +92,13 @@ class Planned(NamedTuple):
 def plan_all(options: Options) -> dict[str, Planned]:
     planned = {}
     needed = needed_features(compose(*options.overrides))
-    names = ["triton"] if options.ranks else ["naive", "tiled", "sdpa", "triton"]
+    names = ["naive", "tiled", "sdpa", "triton"]
     names = options.attention or [name for name in names if name in able(needed)]
     # as in a sweep, one of several attentions may lack an option
     kept = ("attention.",) if len(names) > 1 else ()
     asked = [each for each in options.overrides if not each.startswith(kept)]
     for name in names:
         config = compose_new(*options.overrides, f"attention={name}", asked=asked)
-        if config.batch_size == "auto":
-            config = replace(config, batch_size=1)
         backend = check_schedule(config)[0]
         # a GPU unless a CPU is requested
         device, usual = ("cpu", "fp32") if config.device == "cpu" else ("cuda", "bf16")
@@ -304,49 +288,11 @@ def print_for_gpu(planned: dict[str, Planned], vocab_size: int, gpu: str) -> Non
     print(text_table(chip_table(call.head_dim, call.element)))
 
 
-def check_ranks_alone(options: Options) -> None:
-    """Raise ValueError for keys that this plan, with or without ranks=, does not read."""
-    given = {key: value for key, value in vars(options).items() if value}
-    if not options.ranks:
-        unread = given.keys() & {"link", "network", "per_host"}
-        if unread:
-            key = min(unread)
-            raise ValueError(f"{key}={given[key]} needs ranks=N, a number of GPUs")
-        return
-    if options.measure:
-        raise ValueError("measure=true measures one process; leave ranks= out")
-    if options.gpu not in (None, "h200"):
-        raise ValueError(f"gpu={options.gpu}: ranks= plans by speeds measured on gpu=h200")
-    if len(options.attention) > 1:
-        raise ValueError(f"attention={','.join(options.attention)}: ranks= plans for triton alone")
-
-
-def print_ranks(options: Options, planned: Planned, *, vocab_size: int) -> None:
-    plans = plan_table(
-        planned.config,
-        vocab_size,
-        planned.backend,
-        planned.dtype,
-        ranks=options.ranks,
-        link=options.link or "nvlink",
-        network=options.network or "infiniband400",
-        per_host=options.per_host or 8,
-    )
-    if options.out:
-        settings = {"overrides": options.overrides}
-        settings |= {key: getattr(options, key) for key in ("link", "network", "per_host")}
-        write_json(options.out, {"settings": settings, "rows": [asdict(plan) for plan in plans]})
-
-
 @command
 def main(options: Options) -> None:
-    check_ranks_alone(options)
     planned = plan_all(options)
     config, _, _, device, dtype = next(iter(planned.values()))
     vocab_size = vocab_size_of(config)
-    if options.ranks:
-        print_ranks(options, *planned.values(), vocab_size=vocab_size)
-        return
     measured = {}
     if options.measure:
         measured = {name: measure_peak(each, vocab_size) for name, each in planned.items()}

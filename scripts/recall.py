@@ -94,7 +94,7 @@ def measure(
     trained = load_trained(checkpoint.folder, replace(own, device=device.type), data[0].vocab_size)
     for config, task in zip(configs, data, strict=True):
         # as many tokens per pass as in training
-        size = max(1, int(own.batch_size) * own.seq_len // config.seq_len)
+        size = max(1, own.batch_size * own.seq_len // config.seq_len)
         yield {
             "attention": trained.model.backend.name,
             "data": own.data.source,

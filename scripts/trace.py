@@ -1,5 +1,5 @@
-"""Watch one attention call tile by tile, or a ring of ranks hop by hop: what each step adds, how it
-corrects the sums, and where a broken attention breaks.
+"""Watch one attention call tile by tile: what each tile adds, how it corrects the sums, and where a
+broken attention breaks.
 
     python -m scripts.trace attention=no_max dtype=fp16 inputs=large
 
@@ -7,10 +7,10 @@ It prints the steps of one query and writes a page that replays them, exact besi
 are key=value, and every key has a default. The default inputs are an example of eight keys that can
 be followed by hand:
 
-    attention      a tile loop or a ring: its name, or pkg.module:NAME for your own (no_rescale;
-                   with run=, the run's)
+    attention      a tile loop: its name, or pkg.module:NAME for your own (no_rescale; with run=,
+                   the run's)
     dtype          fp32, bf16 or fp16, of q, k and v (fp32; with run=, the run's)
-    softmax_dtype  of a tile loop: float32, or input to keep scores and sums in dtype too (float32)
+    softmax_dtype  float32, or input to keep scores and sums in dtype too (float32)
     inputs         worked, or random ones: normal, large, growing, spike, huge, negative, up, down,
                    ties, ones (worked)
     seq_len        queries and keys of random inputs (128)
@@ -20,8 +20,6 @@ be followed by hand:
                    example)
     block_q        queries of a tile (16; 4)
     block_kv       keys of a tile (16; 4; with run=, the run's)
-    ranks          of a ring: how many share the sequence (4; 2 for the worked example; with run=,
-                   the run's)
     row            the query to follow (the first to break in the last tile of queries that breaks)
     run            a run's directory: take the q, k and v of its trained weights on held-out data
     layer          of the run (0)
@@ -41,13 +39,10 @@ import torch
 from torch import Tensor
 
 from attention import BACKENDS, LIMITS, AttentionOutput, Backend, dtype_name, get_backend
-from attention.played_ring import RANKS, PlayedRing
-from attention.ring_trace import RingTrace, trace_ring
 from attention.trace import Trace, trace
 from conformance.cases import ADVERSARIAL, Case
 from scripts.arguments import Count, Device, Natural, command
 from scripts.trace_page import render_page
-from scripts.trace_ring import MAX_RANKS, first_merge, render_ring, ring_sentence, ring_table
 from training.device import DTYPES, pick_device
 from training.files import check_writable, write_file
 from training.memory import cpu_memory_limit, describe_out_of_memory, is_out_of_memory
@@ -94,7 +89,6 @@ class Options:
     causal: bool | None = None
     block_q: Count | None = None
     block_kv: Count | None = None
-    ranks: Count | None = None
     row: int | None = None
     run: Path | None = None
     layer: Natural | None = None
@@ -104,8 +98,6 @@ class Options:
     out: Path = Path("trace.html")
 
     def __post_init__(self) -> None:
-        if self.ranks is not None and self.ranks > MAX_RANKS:
-            raise ValueError(f"ranks={self.ranks}: a page shows at most {MAX_RANKS}")
         if not self.out.parent.is_dir():
             raise ValueError(f"out={self.out}: there is no folder {self.out.parent}")
         if self.run is not None:
@@ -137,7 +129,6 @@ class Call(NamedTuple):
     block_q: int
     block_kv: int
     row: int | None = None
-    ranks: int = RANKS
     columns: tuple[str, ...] | None = None  # meaning of the entries of an output row
     function: dict[str, Any] = {}  # window, softcap, ... of a run's layer
 
@@ -163,8 +154,8 @@ def made_call(options: Options) -> Call:
     if options.inputs in (None, "worked"):
         q, k, v = (x.to(device, dtype) for x in worked_example())
         what = "the worked example", "no_rescale"
-        how = {"row": 0, "ranks": 2, "columns": WORKED_COLUMNS}
-        return Call(q, k, v, bool(options.causal), 0.5, *what, 4, 4, **how)
+        causal = bool(options.causal)
+        return Call(q, k, v, causal, 0.5, *what, 4, 4, row=0, columns=WORKED_COLUMNS)
     seq_len, head_dim = options.seq_len or 128, options.head_dim or 16
     case = Case(1, 1, 1, seq_len, seq_len, head_dim, inputs=options.inputs, seed=options.seed or 0)
     (q, k, v), *_ = case.make(dtype, str(device))
@@ -216,12 +207,11 @@ def captured_call(options: Options) -> Call:
     )
     of_run = trained.model.backend.options
     block_kv = of_run.get("block_kv") or BACKENDS["tiled"].options["block_kv"]
-    name, ranks = config.attention.backend_name, of_run.get("ranks") or RANKS
-    causal, scale = arguments["causal"], arguments["scale"]
+    name, causal, scale = config.attention.backend_name, arguments["causal"], arguments["scale"]
     function = dict(trained.model.blocks[layer].attention.function)
     if "alibi_slopes" in function:
         function["alibi_slopes"] = function["alibi_slopes"][head : head + 1]
-    return Call(q, k, v, causal, scale, source, name, 16, block_kv, ranks=ranks, function=function)
+    return Call(q, k, v, causal, scale, source, name, 16, block_kv, function=function)
 
 
 @torch.no_grad()
@@ -245,17 +235,11 @@ def all_finite(*tensors: Tensor) -> bool:
     return all(bool(x.isfinite().all()) for x in tensors)
 
 
-def plays_ring(backend: Backend) -> bool:
-    return isinstance(backend.fn, PlayedRing)
-
-
 def pick_backend(name: str) -> Backend:
     """The backend. Raises ValueError, which lists the backends that can be traced."""
     backend = get_backend(name)
-    if not backend.observable and not plays_ring(backend):
-        traceable = ", ".join(
-            name for name, each in BACKENDS.items() if each.observable or plays_ring(each)
-        )
+    if not backend.observable:
+        traceable = ", ".join(name for name, each in BACKENDS.items() if each.observable)
         own = "with observable=True it must call observer= after each; " if ":" in name else ""
         raise ValueError(
             f"attention={name} shows nothing of its tiles while it runs; {own}these can be "
@@ -264,10 +248,8 @@ def pick_backend(name: str) -> Backend:
     return backend
 
 
-def look(options: Options) -> tuple[Call, Backend, Trace | RingTrace]:
-    """Make or capture the inputs, and trace the backend on them beside the exact backend with the
-    same tiles and ranks.
-    """
+def look(options: Options) -> tuple[Call, Backend, Trace]:
+    """Make or capture the inputs, and trace the backend beside `tiled` with the same tiles."""
     call = captured_call(options) if options.run is not None else made_call(options)
     shared: dict[str, Any] = {
         "block_q": options.block_q or call.block_q,
@@ -281,30 +263,19 @@ def look(options: Options) -> tuple[Call, Backend, Trace | RingTrace]:
             f"{MOST_TOKENS} tokens, and by larger block_q and block_kv for at most {MOST_TILES} "
             "tiles"
         )
-    backend = pick_backend(options.attention or call.attention)
-    run, exact = (trace_ring, "ring") if plays_ring(backend) else (trace, "tiled")
-    if plays_ring(backend):
-        options.refuse(("softmax_dtype",), f"attention={backend.name} has its sums in float32")
-        shared |= {"ranks": options.ranks or call.ranks}
-    else:
-        options.refuse(("ranks",), f"attention={backend.name} is no ring; attention=ring is one")
-        shared |= {"softmax_dtype": options.softmax_dtype or "float32"}
-    backend = backend.configured(**shared)
-    row = options.row
-    # under a causal mask, the first query sees one key and a ring has nothing to merge
-    if row is None and not (call.causal and plays_ring(backend)):
-        row = call.row
+    shared |= {"softmax_dtype": options.softmax_dtype or "float32"}
+    backend = pick_backend(options.attention or call.attention).configured(**shared)
+    row = call.row if options.row is None else options.row
     if row is not None and not 0 <= row < call.q.shape[2]:
         raise ValueError(f"row={row} is not one of the {call.q.shape[2]} queries")
     qkv, arguments = call[:3], {"causal": call.causal} | call.function
     backend.check_supported(*qkv, **arguments)
-    two = {"backend": backend, "exact": get_backend(exact, **shared)}
-    return call, backend, run(*qkv, **two, row=row, scale=call.scale, **arguments)
+    two = {"backend": backend, "exact": get_backend("tiled", **shared)}
+    return call, backend, trace(*qkv, **two, row=row, scale=call.scale, **arguments)
 
 
 def headline(call: Call, backend: Backend) -> str:
     options = backend.options
-    ring = f", on a ring of {options['ranks']}" if plays_ring(backend) else ""
     changes = "".join(
         f", {name.removesuffix('_slopes')}={float(x):g}" for name, x in call.function.items()
     )
@@ -313,11 +284,11 @@ def headline(call: Call, backend: Backend) -> str:
     return (
         f"attention={backend.name} in {dtype}{throughout}, {call.source}: {num_queries} queries "
         f"and keys of head_dim {head_dim}{', causal' * call.causal}{changes}, tiles of "
-        f"{options['block_q']} queries by {options['block_kv']} keys{ring}"
+        f"{options['block_q']} queries by {options['block_kv']} keys"
     )
 
 
-def verdict(found: Trace | RingTrace, dtype: torch.dtype) -> str:
+def verdict(found: Trace, dtype: torch.dtype) -> str:
     """One sentence on the result, and one on where it first went wrong."""
     counts = Counter(fate for fate in found.fates if fate != "right")
     if not counts:
@@ -328,8 +299,6 @@ def verdict(found: Trace | RingTrace, dtype: torch.dtype) -> str:
     text = f"{counts.total()} of {len(found.fates)} rows come out wrong: {fates}."
     if found.first is None:
         return text + " Nothing leaves the finite range."
-    if isinstance(found, RingTrace):
-        return f"{text} {first_merge(found)}"
     queries, keys, cause, score = found.first
     why = CAUSES[cause].format(dtype=dtype_name(dtype))
     return (
@@ -386,12 +355,8 @@ def main(options: Options) -> None:
         "columns": call.columns,  # names of the entries of an output row
         "command": " ".join(["python -m scripts.trace", *typed]),
     }
-    if isinstance(replay, RingTrace):
-        page = render_ring(replay, about)
-        shown = f"{ring_sentence(replay)}\n\n{ring_table(replay)}"
-    else:
-        page, shown = render_page(replay, about), table(replay)
-    print(*filter(None, text.values()), "", shown, "", sep="\n")
+    page = render_page(replay, about)
+    print(*filter(None, text.values()), "", table(replay), "", sep="\n")
     write_file(options.out, page)
     print(f"{options.out}: {len(page) / 1e6:.2f} MB, open it in a browser")
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from attention.ring_trace import Hop
 from attention.trace import Step, Trace
 
 MAX_NUMBERS = 200_000  # about 1.5 MB of page
@@ -17,7 +16,7 @@ TEMPLATE = Path(__file__).with_name("trace.html")
 
 
 def render_page(found: Trace, about: dict[str, Any]) -> str:
-    """The page. `about` holds what every page has, see scripts.trace.
+    """The page. `about` holds what stands around the trace, see scripts.trace.
 
     A tile of queries with too many numbers is cut to the rows around the followed one. Raises
     ValueError if that row alone has too many.
@@ -41,14 +40,15 @@ def render_page(found: Trace, about: dict[str, Any]) -> str:
         "breaks": found.breaks[kept],
         "steps": steps,
     }
-    return fill("trace_tiles.js", data)
+    return fill(data)
 
 
-def fill(script: str, data: dict[str, Any]) -> str:
-    """The page of `data`, drawn by `script`."""
+def fill(data: dict[str, Any]) -> str:
+    """The page of `data`."""
     # a browser ends the script at the first </script, even inside a string
     embedded = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    drawn = TEMPLATE.read_text().replace("/*PAGE*/", TEMPLATE.with_name(script).read_text(), 1)
+    script = TEMPLATE.with_name("trace_tiles.js").read_text()
+    drawn = TEMPLATE.read_text().replace("/*PAGE*/", script, 1)
     return drawn.replace("/*DATA*/null", embedded, 1)
 
 
@@ -89,7 +89,7 @@ def lane(step: Step | None, error: Tensor, kept: slice) -> dict[str, Any] | None
     }
 
 
-def causes(step: Step | Hop, kept: slice) -> dict[str, list[int]]:
+def causes(step: Step, kept: slice) -> dict[str, list[int]]:
     """The rows in which each quantity breaks."""
     found = {name: where[kept] for name, where in step.causes().items()}
     return {name: where.int().tolist() for name, where in found.items() if where.any()}

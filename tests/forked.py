@@ -30,8 +30,6 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parents[1]
-STREAMS = ("stdin", "stdout", "stderr")
-CLOSED = Path("closed")  # as by `>&-` in a shell
 PID_BYTES = 20  # of the message with a process's id, behind which its exit code comes
 PACKAGES = ("torch._dynamo", "matplotlib.pyplot", "hydra", "safetensors.torch", "tqdm.auto")
 # for runs that log no table: the first child to end removes the folder that wandb has made for them
@@ -41,7 +39,7 @@ WITH_WANDB = (*PACKAGES, "wandb", "wandb.sdk.launch")
 class Process:
     """`python ARGUMENTS`, its output in files: what it wrote is lost neither by a kill nor a wait.
 
-    stdout, stderr: other files to write to, or CLOSED. Without stderr, both streams are one.
+    stdout, stderr: other files to write to. Without stderr, both streams are one.
     loaded: modules that are imported before it begins.
     """
 
@@ -197,11 +195,8 @@ def become(request: dict) -> list[str]:
     if request["new_group"]:
         os.setsid()
     os.chdir(request["cwd"])
-    for number, (name, path) in enumerate(zip(STREAMS, request["streams"], strict=True)):
-        if path == str(CLOSED):
-            os.close(number)
-            setattr(sys, name, None)
-        elif path:
+    for number, path in enumerate(request["streams"]):
+        if path:
             writing = os.O_WRONLY | os.O_CREAT | os.O_APPEND
             file = os.open(path, writing if number else os.O_RDONLY)
             os.dup2(file, number)

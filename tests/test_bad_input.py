@@ -283,6 +283,10 @@ REFUSED = {
     ),
     "removed": (["~seed"], ["~seed removes a setting", "leave it out, or write seed=VALUE"]),
     "no-key": (["=3"], ["'=3' has no key; write key=value"]),
+    "no-number": (
+        ["batch_size=auto"],
+        ["batch_size=auto: Value 'auto' of type 'str' could not be converted to Integer"],
+    ),
     "no-value": (["seed="], ["seed=", "Value '' of type 'str' could not be converted to Integer"]),
     "no-choice": (["attention="], ["there is no attention ''; the choices are alpha_beta,"]),
     "neither-true-nor-false": (["deterministic=maybe"], ["deterministic=maybe", "valid bool"]),
@@ -325,7 +329,7 @@ REFUSED = {
         ["logger=wandb", "logger.mode=offline", "logger.project=a/b"],
         ["logger.project=a/b: wandb takes at most 128 characters, and none of / \\ # ? % :;"],
     ),
-    "logger": (["logger=trackio"], ["pip install -e '.[trackio]'"]),
+    "logger": (["logger=trackio"], ["logger=trackio: there is no logger 'trackio'", "tensorboard"]),
 }
 
 

@@ -249,12 +249,6 @@ REFUSED = [
     (RunConfig, {"seq_len": 512}, "seq_len=512 is longer than model.max_seq_len=256 allows"),
     (
         RunConfig,
-        {"batch_size": "many"},
-        "batch_size=many is neither a number of sequences nor auto",
-    ),
-    (RunConfig, {"batch_size": "auto"}, "batch_size=auto needs tokens_per_step=N"),
-    (
-        RunConfig,
         {"tokens_per_step": 5000},
         "tokens_per_step=5000 is not a positive multiple of batch_size * seq_len = 16 * 256 = 4096",
     ),

@@ -54,7 +54,6 @@ ALSO = {
     "diagnose": {"tiled", "naive"},
     "played_ring": {"defects", "tiled"},
     "probe": {"diagnose"},
-    "ring_trace": {"played_ring", "trace"},
     "tile_op": {"backends", "tiled"},
 }
 LAZY = {
@@ -66,7 +65,6 @@ LAZY = {
     "tiktoken",
     "matplotlib",
     "tensorboard",
-    "trackio",
 }
 LAZY |= {"transformers"}
 HF = Path("attention/hf.py")  # imported by its users alone

@@ -658,8 +658,8 @@ def test_what_is_asked_for_is_never_refused(tmp_path):
 
     And a NaN differs from itself.
     """
-    assert run(*tiny(tmp_path, "batch_size=auto", "tokens_per_step=128")).code == 0
-    assert run(f"resume={tmp_path}", "steps=5", "batch_size=auto").code == 0
+    assert run(*tiny(tmp_path, "batch_size=4", "tokens_per_step=128")).code == 0
+    assert run(f"resume={tmp_path}", "steps=5", "batch_size=4").code == 0
     recorded = tmp_path / "overrides.yaml"
     recorded.write_text(recorded.read_text().replace("log_every=1", "log_every=2"))
     assert "log_every was 1 and is 2" in run(f"resume={tmp_path}", "steps=6").complaint()

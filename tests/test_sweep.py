@@ -213,8 +213,8 @@ def test_a_job_without_an_option_can_go_on(mixed, tmp_path):
         ),
         (["optim.lr=interval(0,1)"], "optim.lr=interval(0,1) has no list of values to sweep over"),
         (
-            ["seed=0,1", "logger=trackio"],
-            "no job can run, so none was started: seed=0, seed=1: logger=trackio needs pip install",
+            ["seed=0,1", "logger=wandb", "logger.project=a/b"],
+            "no job can run, so none was started: seed=0, seed=1: logger.project=a/b: wandb takes",
         ),
         (["data=stdlib,torch_source", "data.path=books"], "data.path=books has no effect"),
         (["model.num_heads=1,3"], "model.num_heads=3: model.hidden_size=32 is not a multiple"),

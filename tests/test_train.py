@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from attention import BACKENDS, Backend
 from config import RunConfig, register
-from tests.command import ROOT, checkpoint, computed, metrics, run, strict_json, summary, tiny
+from tests.command import ROOT, checkpoint, metrics, run, strict_json, summary, tiny
 from training.checkpoint import Checkpoints
 from training.evaluate import evaluate
 from training.files import MetricsFile
@@ -363,18 +363,6 @@ def test_the_resolved_config_can_be_printed():
         "model",
         "data",
     }
-
-
-def test_batch_size_auto_is_the_same_training(tmp_path):
-    """As many sequences a pass as fit, here all of the step. A resumed run uses the same number."""
-    done = run(*tiny(tmp_path / "auto", "batch_size=auto", "tokens_per_step=256"))
-    assert done.code == 0 and "batch_size=auto" in (tmp_path / "auto" / "train.log").read_text()
-    assert OmegaConf.load(tmp_path / "auto" / "config.yaml").batch_size == 8
-    assert run(*tiny(tmp_path / "eight", "batch_size=8", "tokens_per_step=256")).code == 0
-    assert computed(tmp_path / "auto") == computed(tmp_path / "eight")
-
-    assert run(f"resume={tmp_path / 'auto'}", "steps=6").code == 0
-    assert "batch_size=8" in OmegaConf.load(tmp_path / "auto" / "overrides.yaml")
 
 
 def test_a_row_without_a_loss_has_its_memory_too(tmp_path):

@@ -29,7 +29,6 @@ from training.interrupt import Ending, end_unread
 from training.own_modules import OURS, ROOT
 from training.ranks import PATIENCE, Ranks, leave, of_environment, run_before_restart
 from training.retention import newest_first, no_run
-from training.streams import keep_streams
 
 CONF = ROOT / "conf"
 
@@ -81,7 +80,10 @@ def launch(main: Callable[[], Any], began: float, resume_sweep: Callable[[Path],
     gc.set_threshold(100_000, 20, 100)
     atexit.register(leave_garbage)
     answers = any(argument.startswith(ANSWERS) for argument in sys.argv[1:])
-    keep_streams(lasting=not answers)
+    for stream in (sys.stdout, sys.stderr):
+        # a sample may hold characters that the terminal lacks
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     ranks = of_environment()
     if not ranks.first:  # only the first rank prints; the others report to it
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hides that the first rank ended
@@ -98,10 +100,10 @@ def launch(main: Callable[[], Any], began: float, resume_sweep: Callable[[Path],
             with Ending(), one_sentence():
                 main()
         finally:
-            if answers:  # Hydra exits after --help
+            if answers and sys.stdout is not None:  # Hydra exits after --help
                 sys.stdout.flush()
         leave()
-    except BrokenPipeError:  # `--help | head` has read enough; a run goes on without stdout
+    except BrokenPipeError:  # `| head` has read enough
         end_unread()
     except Mistake as error:
         raise SystemExit(f"error: {error}") from None

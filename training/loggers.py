@@ -1,4 +1,4 @@
-"""Where metrics go besides metrics.jsonl: wandb, TensorBoard, Trackio, or nowhere.
+"""Where metrics go besides metrics.jsonl: wandb, TensorBoard, or nowhere.
 
 A logger mirrors what is already on disk, so it never stops a training: its first failure becomes
 one warning, and then it is off. Tokens are the x axis everywhere, because the runs of a sweep
@@ -46,8 +46,7 @@ class LoggedRun(NamedTuple):
 def build_logger(config: LoggerConfig, *, run_dir: Path, resume: bool, **names: Any) -> "Logger":
     """Build and start the logger that `config` names. names: the other fields of LoggedRun.
 
-    Raises ValueError if logger=tensorboard or logger=trackio is not installed; any other failure
-    is a warning.
+    Raises ValueError if logger=tensorboard is not installed; any other failure is a warning.
     """
     check_logger(config)
     logger = LOGGERS[config.name]()
@@ -246,41 +245,9 @@ class TensorboardLogger(Logger):
         self._writer.close()
 
 
-class TrackioLogger(Logger):
-    """Trackio, a local dashboard: `trackio show`."""
-
-    @quietly
-    def start(self, run: LoggedRun, rows: list[Row]) -> None:
-        self.url_or_hint = f"trackio show --project {run.config.project}"
-        import trackio
-
-        self._run = trackio.init(
-            project=run.config.project,
-            name=run.name,
-            group=run.group,
-            config=run.run_config,
-            resume="allow" if run.resume else "never",
-        )
-        # Trackio has no public way to ask how far a run has come
-        self._next_tokens = self._run._next_step
-        self._replay(rows)
-
-    @quietly
-    def log(self, metrics: dict[str, float | None], tokens: int, *, last: bool = False) -> None:
-        if tokens < self._next_tokens:
-            return
-        row = {key: value for key, value in numbers(metrics).items() if math.isfinite(value)}
-        self._run.log(row | {"tokens": tokens}, step=tokens)
-
-    @quietly
-    def finish(self, exit_code: int) -> None:
-        self._run.finish()
-
-
 LOGGERS = {
     "wandb": WandbLogger,
     "tensorboard": TensorboardLogger,
-    "trackio": TrackioLogger,
     "none": Logger,
 }
 
@@ -297,8 +264,8 @@ def check_logger(config: LoggerConfig) -> None:
 
     wandb is the default, so a run without it only warns, later.
     """
-    if config.name in ("tensorboard", "trackio") and not installed(config.name):
-        raise ValueError(f"logger={config.name} needs pip install -e '.[{config.name}]'")
+    if config.name == "tensorboard" and not installed("tensorboard"):
+        raise ValueError("logger=tensorboard needs pip install -e '.[tensorboard]'")
     if config.name == "wandb":
         _requested_mode(config)
         if len(config.project) > 128 or set(config.project) & {*"/\\#?%:"}:

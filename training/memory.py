@@ -126,10 +126,9 @@ def in_use_gib() -> float:
 
 @contextlib.contextmanager
 def cpu_memory_limit(
-    *, margin_bytes: int = 512 * 1024**2, at_most: int | None = None, processes: int = 1
+    *, margin_bytes: int = 512 * 1024**2, at_most: int | None = None
 ) -> Iterator[None]:
-    """Limit this process to the free memory less a margin, divided among `processes`, and to
-    `at_most` bytes.
+    """Limit this process to the free memory less a margin, and to `at_most` bytes.
 
     An oversized tensor then raises PyTorch's allocator error. Otherwise the kernel's out-of-memory
     killer would end the whole sweep. Does nothing off Linux, nor once CUDA runs, because drivers
@@ -142,7 +141,7 @@ def cpu_memory_limit(
 
     address_space = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    room = max(0, available_bytes() - margin_bytes) // processes
+    room = max(0, available_bytes() - margin_bytes)
     limit = address_space + (room if at_most is None else min(room, at_most))
     # a lower limit that the user has set stays
     limit = min([limit, *(bound for bound in (soft, hard) if bound != resource.RLIM_INFINITY)])

@@ -57,8 +57,7 @@ class Recorder:
         )
         summary |= {"steps_done": first.step, "tokens": first.tokens, "starts": first.starts}
         summary["compiled"] = stepper.compiled
-        overrides = job_overrides() + searched_folders() + run.choices
-        write_settings(run_dir, run.settings, overrides)
+        write_settings(run_dir, run.settings, job_overrides() + searched_folders())
         write_json(run_dir / "env.json", run.environment)
         self._announce()
         with phase("logging", f"starting logger={config.logger.name}"):

@@ -9,7 +9,7 @@ All three work in a notebook and from any folder, even beside your own config.py
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class Run:
     """The parts of a run, on its device and in its precision, ready for the first step."""
 
-    config: "RunConfig"  # batch_size is a number once build_run() is done
+    config: "RunConfig"
     device: "torch.device"
     dtype: "torch.dtype"  # of the matrix products
     schedule: "dict[int, Backend]"  # the attention by the step after which it is used
@@ -45,8 +45,6 @@ class Run:
     ranks: Ranks = ALONE  # the processes that train it together
     # the name and the SHA-256 of the weights of init_from=, once they are loaded
     init_from: Row | None = None
-    # what build_run() chose and a resume must choose again, as overrides
-    choices: list[str] = field(default_factory=list)
 
     @cached_property
     def autocast(self) -> AbstractContextManager:
@@ -79,31 +77,26 @@ class Run:
     @property
     def batch_size(self) -> int:
         """Sequences of one pass on this rank. Without tokens_per_step the ranks divide one pass."""
-        size = int(self.config.batch_size)
+        size = self.config.batch_size
         return size if self.config.tokens_per_step else size // self.ranks.data
 
-    def predicted_bytes(self, config: "RunConfig") -> float:
-        """The calculated peak memory of a step, if this run had the settings `config`, whose
-        batch_size is that of one rank.
-        """
+    @cached_property
+    def predicted_gib(self) -> float:
+        """The calculated peak memory of a step on this rank."""
+        from training.memory import GIB
         from training.plan import predict_peak_bytes
 
-        own = replace(config, seq_len=config.seq_len // self.ranks.context)
+        length = self.config.seq_len // self.ranks.context
+        own = replace(self.config, batch_size=self.batch_size, seq_len=length)
         where, sharing, shards = (self.dtype, self.device), {}, self.ranks.shards
         if shards is not None:
             sharing = {"shares_heads": shards.heads.size > 1, "keys": shards.ring.size}
             sharing["gather"] = shards.gather
-        return max(
+        peak = max(
             predict_peak_bytes(own, self.data.vocab_size, backend, *where, **sharing).peak
             for backend in self.schedule.values()
         )
-
-    @cached_property
-    def predicted_gib(self) -> float:
-        """The calculated peak memory of a step."""
-        from training.memory import GIB
-
-        return self.predicted_bytes(replace(self.config, batch_size=self.batch_size)) / GIB
+        return peak / GIB
 
     @cached_property
     def held_out(self) -> "tuple[Tensor, ...]":
@@ -209,8 +202,6 @@ def _build_run(config: "RunConfig", summary: Row) -> Run:
         ranks=ranks,
         init_from=init_from,
     )
-    if config.batch_size == "auto":
-        _fit_batch_size(run)
     # set now, because a later report of memory that ran out quotes it
     summary["memory/predicted_gib"] = run.predicted_gib
     return run
@@ -246,38 +237,6 @@ def _meet(config: "RunConfig") -> "tuple[Ranks, torch.device]":
     if ranks.several and device.type == "cuda":  # plain "cuda" depends on the thread
         device = torch.device("cuda", ranks.local_rank)
     return ranks, device
-
-
-def _fit_batch_size(run: Run) -> None:
-    """batch_size=auto: give the run the largest batch size that fits, the same on all ranks."""
-    from training.batch_size import largest_batch, try_pass
-    from training.memory import cpu_memory_limit
-    from training.schedule import prepare_model
-
-    ranks = run.ranks
-    trial = prepare_model(run.model, run.schedule[0], compile_mode=run.config.compile)
-    shards = None if ranks.shards is None else ranks.shards.without_messages()
-    settings = {
-        "seq_len": run.config.seq_len // ranks.context,
-        "autocast": run.autocast,
-        "device": run.device,
-        "sums": ranks.several,
-    }
-
-    def attempt(size: int) -> None:
-        with trial.sharded(shards):
-            try_pass(trial, size, **settings)
-
-    with cpu_memory_limit(processes=ranks.local_world):
-        run.config = largest_batch(
-            run.config,
-            predicted_bytes=run.predicted_bytes,
-            attempt=attempt,
-            device=run.device,
-            held_bytes=sum(parameter.nbytes for parameter in run.model.parameters()),
-            ranks=ranks,
-        )
-    run.choices.append(f"batch_size={run.config.batch_size}")
 
 
 def compose(*overrides: str) -> "RunConfig":

@@ -38,7 +38,7 @@ READ_UNDER = {
     "optim.min_lr": ("optim.schedule", ("cosine",)),
     "logger.mode": ("logger.name", ("wandb",)),
     "logger.entity": ("logger.name", ("wandb",)),
-    "logger.project": ("logger.name", ("wandb", "trackio")),
+    "logger.project": ("logger.name", ("wandb",)),
 }
 
 

@@ -107,7 +107,7 @@ def check_shares(config: RunConfig, ranks: Ranks) -> None:
             f"seq_len={config.seq_len} does not divide into {parts} parts for the {context} ranks "
             f"of parallel.context={context}; take seq_len={config.seq_len + parts - over}"
         )
-    size = 1 if config.batch_size == "auto" else int(config.batch_size)
+    size = config.batch_size
     if config.tokens_per_step is None:
         if size % world:
             raise ValueError(

@@ -2,8 +2,7 @@
 
 It reads the files of training and measures nothing itself. The page says which variant is best and
 how clear the difference is, what is suspicious, memory and speed, how runs broke, and where the
-numbers come from. It includes DIR/cross_eval.json if scripts.cross_eval wrote one. It is written to
-DIR/report.html.
+numbers come from. It is written to DIR/report.html.
 
     python -m scripts.report multirun/2026-01-31_12-00-00
 
@@ -19,7 +18,6 @@ from pathlib import Path
 from scripts.arguments import command
 from scripts.report import sections as parts
 from scripts.report.drawing import variant_styles
-from scripts.report.matrix import cross_blocks
 from scripts.report.page import Section, Table, Text, render_html
 from scripts.report.ranking import best_first, rank
 from scripts.report.runs import Run, ended, load_runs
@@ -40,19 +38,13 @@ def main(options: Options) -> None:
     runs = load_runs(options.paths)
     check_writable(out, ".html")
     left_out = sum(len(not_started(folder)) for folder in options.paths)
-    sections = build_report(
-        runs, cross_blocks(options.paths), baseline=options.baseline, left_out=left_out
-    )
+    sections = build_report(runs, baseline=options.baseline, left_out=left_out)
     write_file(out, render_html(parts.title(runs), sections))
     print(f"{parts.count_of(len(runs), 'run')}: {out}")
 
 
 def build_report(
-    runs: list[Run],
-    cross_eval: list[Table | Text],
-    *,
-    baseline: str | None = None,
-    left_out: int = 0,
+    runs: list[Run], *, baseline: str | None = None, left_out: int = 0
 ) -> list[Section]:
     """Every section that has content. left_out: number of jobs that never started."""
     if baseline not in {None, *(run.variant for run in runs)}:
@@ -71,7 +63,6 @@ def build_report(
         Section("", [Text(text, warning=True) for text in doubts]),
         Section("Variants", [parts.variant_table(ran, rankings)]),
         Section("Loss", parts.curve_figures(drawn, styles)),
-        Section("Trained under, evaluated under", cross_eval),
         Section(
             "Diverged",
             [

@@ -32,9 +32,6 @@ class Table:
     rows: list[list[str]]
     words: int = 1  # how many columns at the left are words; the others are numbers
     notes: bool = False  # whether the last column is a sentence
-    # of a heat map: a number of 0 to 1 for each cell below the head, None for no colour
-    shares: list[list[float | None]] | None = None
-    framed: list[set[int]] | None = None  # columns of each row of shares that get a frame
 
     def kind(self, column: int) -> str:
         """The HTML class of a column: a sentence, words, or numbers."""
@@ -121,22 +118,12 @@ def _panels(figure: Figure) -> str:
 
 
 def _html_table(table: Table) -> str:
-    def attributes(row: int, column: int) -> str:
-        """HTML attributes of a body cell: its class, and its share of the heat map's colour."""
-        place = column - table.words
-        if table.shares is None or place < 0:
-            return table.kind(column)
-        share = table.shares[row][place]
-        framed = ' class="framed"' if table.framed and place in table.framed[row] else ""
-        return framed + (f' style="--share: {share:.3f}"' if share is not None else "")
-
     head = "".join(
         f'<th scope="col"{table.kind(i)}>{escape(text)}</th>' for i, text in enumerate(table.head)
     )
     lines = []
-    for n, row in enumerate(table.rows):
-        cells = (f"<td{attributes(n, i)}>{escape(text)}</td>" for i, text in enumerate(row))
+    for row in table.rows:
+        cells = (f"<td{table.kind(i)}>{escape(text)}</td>" for i, text in enumerate(row))
         lines.append(f"<tr>{''.join(cells)}</tr>")
-    kind = ' class="heat"' if table.shares else ""
     body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody>"
-    return f'<div class="wide"><table{kind}>{body}</table></div>'
+    return f'<div class="wide"><table>{body}</table></div>'

@@ -1,4 +1,4 @@
-"""What the tests of both replays share: the command, and its page in a browser."""
+"""What tests of the replay share: the command, and its page in a browser."""
 
 import sys
 from pathlib import Path

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from scripts import cross_eval
-from scripts.cross_eval_matrix import build_matrices, in_text
+from scripts.cross_eval_matrix import Cell, Matrix, build_matrices, in_text
 from tests import forked
 from tests.command import ROOT, metrics, run, summary, tiny, tiny_sweep
 from tests.command import environment as variables
@@ -130,6 +130,16 @@ def test_the_heat_map_shows_means_over_seeds_and_frames_the_own_attention(table,
     found = matrix.cells["tiled (2 runs)"][4]
     assert found.values == two and found.text("{:.3f}").startswith(f"{sum(two) / 2:.3f} ± ")
     assert (sweep / "cross_eval.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "scale"),
+    [("loss", (3.268, 3.286), (3.268, 3.468)), ("accuracy", (1.0, 0.98), (0.9, 1.0))],
+)
+def test_noise_has_no_colour(metric, values, scale):
+    """A regression test: losses of 3.268 and 3.286 had the two ends of the colour scale."""
+    cells = {"tiled": [Cell([value], []) for value in values]}
+    assert Matrix(metric, ["tiled", "sdpa"], cells, {}).scale == pytest.approx(scale)
 
 
 def test_what_was_written_is_drawn_again(sweep, table, tmp_path, capsys):

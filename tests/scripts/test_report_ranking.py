@@ -191,7 +191,7 @@ def test_the_baseline(tmp_path):
     assert rank(runs)[0].baseline == "tiled"
     assert rank(runs, "no_rescale")[0].baseline == "no_rescale"
     with pytest.raises(ValueError, match="baseline=naive is no variant of these runs"):
-        build_report(runs, [], baseline="naive")
+        build_report(runs, baseline="naive")
     main([str(tmp_path), "baseline=triton"])
     assert "triton" in (tmp_path / "report.html").read_text()
 
@@ -201,9 +201,7 @@ def test_rows_come_in_the_order_of_the_result(tmp_path):
     write_seeds(tmp_path, "no_rescale", 3.0, 3.5)
     write_seeds(tmp_path, "tiled", 1.9, 2.5)
     write_run(tmp_path, "alpha_beta", 0.0, status="diverged")
-    sections = {
-        section.title: section.blocks for section in build_report(load_runs([tmp_path]), [])
-    }
+    sections = {section.title: section.blocks for section in build_report(load_runs([tmp_path]))}
     (table,) = sections["Variants"]
     assert [row[0] for row in table.rows] == ["tiled", "naive", "no_rescale", "alpha_beta"]
     assert [row[1] for row in table.rows] == ["-0.050", "baseline", "+1.000", "-"]

@@ -339,6 +339,8 @@ def test_a_run_whose_earlier_layer_broke(tmp_path):
             "traced: tiled, ",
         ),
         (["attention=sdpa"], "these can be traced: tiled, "),
+        (["attention=ring"], "attention=ring shows nothing of its tiles while it runs; these can"),
+        (["ranks=2"], "ranks=2: there is no key 'ranks'"),
         (["attention=tests.user_backends:RIGHT"], "with observable=True it must call observer="),
         (
             ["attention=tests.user_backends:NOPE"],

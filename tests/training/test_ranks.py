@@ -447,7 +447,6 @@ def test_one_folder_and_no_other_is_left(tmp_path):
     [
         (("batch_size=3",), "batch_size=3 does not divide among 2 ranks; take batch_size=4"),
         (("batch_size=2", "tokens_per_step=192"), "2 * 2 * 32 = 128; take tokens_per_step=256"),
-        (("batch_size=auto", "tokens_per_step=96"), "2 * 1 * 32 = 64; take tokens_per_step=128"),
         (("parallel.context=2", "seq_len=33"), "into 2 parts for the 2 ranks"),
         (("parallel.context=2", "parallel.how=ring", "seq_len=30"), "take seq_len=32"),
         (
@@ -586,52 +585,6 @@ def test_a_rank_that_fails_says_why_in_the_summary(tmp_path, error, status):
     assert (first.code, second.code) == (1, 1), first.output + second.output
     assert ended["status"] == status and ended["rank"] == 1
     assert "rank 1: " in first.output
-
-
-FULL = """
-import os
-from attention import get_backend
-from dataclasses import replace
-
-def attend(q, k, v, **options):
-    if os.environ["RANK"] == "1" and len(q) > {room} and q.shape[2] == 32:
-        raise MemoryError("no more")
-    return get_backend("tiled").fn(q, k, v, **options)
-
-ATTENTION = replace(get_backend("tiled"), name="full", fn=attend)
-"""
-
-
-@pytest.mark.parametrize(
-    "settings, passes",
-    [
-        ((), 2),
-        (("parallel.context=2",), 4),
-        pytest.param(("parallel.context=2", "parallel.how=ring"), 1, marks=pytest.mark.slow),
-    ],
-    ids=["own-sequences", "heads", "ring"],
-)
-def test_batch_size_auto_fits_the_rank_with_the_least_memory(tmp_path, settings, passes):
-    """Of 8 sequences, rank 1 takes 2 at once. A ring calls no function of a user's: all fit."""
-    (tmp_path / "own.py").write_text(FULL.replace("{room}", "2"))
-    name = "tiled" if "parallel.how=ring" in settings else "own:ATTENTION"
-    asked = (*SHARED, "batch_size=auto", "tokens_per_step=256", "steps=2", *settings)
-    asked += (f"attention={name}", "eval_every=0", "diagnose_every=0")
-    done = run_ranks(*tiny(tmp_path / "run", *asked), PYTHONPATH=str(tmp_path))
-    assert [each.code for each in done] == [0, 0], done[0].output + done[1].output
-    assert ("does not fit on rank 1; trying less" in done[0].output) == (passes > 1)
-    chosen = 8 // passes // (1 if settings else 2)
-    assert f"batch_size=auto: {chosen} sequences a pass, {passes} passes a step" in done[0].output
-    assert f"batch_size={chosen}" in (tmp_path / "run/overrides.yaml").read_text()
-
-
-def test_where_one_sequence_does_not_fit_a_rank_all_end(tmp_path):
-    (tmp_path / "own.py").write_text(FULL.replace("{room}", "0"))
-    asked = (*SHARED, "batch_size=auto", "tokens_per_step=128", "attention=own:ATTENTION")
-    done = run_ranks(*tiny(tmp_path / "run", *asked), PYTHONPATH=str(tmp_path))
-    assert [each.code for each in done] == [1, 1], done[0].output + done[1].output
-    ended = summary(tmp_path / "run")
-    assert (ended["status"], ended["rank"]) == ("oom", 1)
 
 
 def test_a_divergence_names_its_rank(tmp_path):
