@@ -8,6 +8,7 @@ import argparse
 import atexit
 import difflib
 import gc
+import logging
 import os
 import re
 import shlex
@@ -80,6 +81,7 @@ def launch(main: Callable[[], Any], began: float, resume_sweep: Callable[[Path],
     gc.set_threshold(100_000, 20, 100)
     atexit.register(leave_garbage)
     answers = any(argument.startswith(ANSWERS) for argument in sys.argv[1:])
+    logging.raiseExceptions = False  # or each line would print a traceback after `| head`
     for stream in (sys.stdout, sys.stderr):
         # a sample may hold characters that the terminal lacks
         if hasattr(stream, "reconfigure"):
