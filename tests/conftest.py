@@ -153,7 +153,7 @@ def pytest_sessionfinish(session):
     if session.config.getoption("--conformance-report") and stash[CONFORMANCE]:
         write_conformance(session.config.getoption("--conformance-report"), stash[CONFORMANCE])
     if session.config.getoption("--kill-matrix") and stash[KILLS]:
-        from tests.conformance.mutants import write_matrix
+        from tests.conformance.kill_matrix import write_matrix
 
         write_matrix(session.config.getoption("--kill-matrix"), stash[KILLS])
 

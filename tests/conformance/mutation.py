@@ -1,6 +1,4 @@
-"""Make mutants: load modules of attention/ with one changed line (a few need two), beside the real
-modules.
-"""
+"""Make mutants: load modules of attention/ with an edit beside the real modules."""
 
 import linecache
 import sys
@@ -19,6 +17,7 @@ import torch
 
 import attention
 from attention import Backend
+from tests.conformance.edits import Edit, Package
 
 FOLDER = Path(attention.__file__).parent
 # in the order in which they import one another
@@ -30,21 +29,20 @@ KERNELS = (
 )
 
 
+@cache
+def package() -> Package:
+    return Package(FOLDER)
+
+
 def path_of(name: str) -> Path:
     path = FOLDER / name.replace(".", "/")
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 @cache
-def code(name: str, edits: tuple[tuple[str, str], ...] = (), author: str = "nobody") -> CodeType:
-    """A module of attention/ with edits. Raises AssertionError if its source does not contain the
-    text of an edit exactly once.
-    """
-    source = path_of(name).read_text()
-    for before, after in edits:
-        times = source.count(before)
-        assert times == 1, f"{author}: attention/{name}.py holds {times} times: {before}"
-        source = source.replace(before, after)
+def code(name: str, edited: str | None = None, author: str = "nobody") -> CodeType:
+    """A module of attention/, from its file or from an edited source."""
+    source = path_of(name).read_text() if edited is None else edited
     file = f"attention/{name}.py with {author}"
     # Triton reads a kernel's source from its file
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
@@ -57,10 +55,10 @@ def same(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def loaded_beside(
-    names: tuple[str, ...], edits: tuple[tuple[str, str, str], ...], author: str
+    names: tuple[str, ...], edited: dict[str, str], author: str
 ) -> Iterator[dict[str, Any]]:
-    """Modules of attention/ with edits, in place of the real ones. Their operators are plain
-    functions, because PyTorch has already registered the real ones under these names.
+    """Modules of attention/, some with an edited source, in place of the real ones. Their operators
+    are plain functions, because PyTorch has already registered the real ones under these names.
     """
     real = {f"attention.{name}": import_module(f"attention.{name}") for name in names}
     loaded: dict[str, Any] = {}
@@ -75,8 +73,11 @@ def loaded_beside(
                 module.__file__ = str(path_of(name))
                 if name == "kernels":
                     module.__path__ = [str(FOLDER / name)]
-                own = tuple(edit[1:] for edit in edits if edit[0] == name)
-                exec(code(name, own, author) if own else code(name), module.__dict__)
+                module.remember_ = {}.setdefault
+                exec(
+                    code(name, edited[name], author) if name in edited else code(name),
+                    module.__dict__,
+                )
                 sys.modules[module.__name__] = loaded[name] = module
         yield loaded
     finally:  # and no others, as Triton imports some in its first launch
@@ -89,16 +90,22 @@ def loaded_beside(
 class Mutant:
     name: str
     says: str  # what is wrong, and for a mistake that somebody shipped, where
-    edits: tuple[tuple[str, str, str], ...]  # module, what stands there, what stands there instead
-    survives: str | None = None
+    edits: tuple[Edit, ...]
+    red: tuple[str, ...] = ()  # properties that must be red
+    survives: str | None = None  # why no property is
     dtype: torch.dtype = torch.float32  # in which it shows
-    backend: str = "tiled"  # or ring, of ranks, or naive
+    backend: str = "tiled"  # or ring, of ranks, or naive, or triton
+    section: str = ""  # of the gallery
+    quick: bool = False  # whether `make test` judges it
 
     @contextmanager
     def installed(self) -> Iterator[Backend]:
         """Yield the backend with the mistake; attention() uses the mutant's with_sinks()."""
         names = MODULES + KERNELS * (self.backend == "triton")
-        with loaded_beside(names, self.edits, self.name) as loaded:
+        edited = package().edited(self.edits, self.name)
+        outside = edited.keys() - set(names)
+        assert not outside, f"{self.name} edits modules that are not loaded: {outside}"
+        with loaded_beside(names, edited, self.name) as loaded:
             found = {
                 "tiled": loaded["tiled"].TILED,
                 "ring": loaded["played_ring"].RING,
@@ -108,48 +115,3 @@ class Mutant:
                 found["triton"] = loaded["kernels"].TRITON
             with mock.patch.object(attention, "with_sinks", loaded["sinks"].with_sinks):
                 yield replace(found[self.backend], name=self.name)
-
-
-def smallest_cover(rows: list[dict[str, Any]]) -> list[str]:
-    """Properties that together catch as much as all properties. The greedy choice takes the one
-    that catches most of the rest.
-    """
-    left, cover = {row["name"] for row in rows if row["killed_by"]}, []
-    while left:
-        names = dict.fromkeys(name for row in rows for name in row["killed_by"])
-        best = max(
-            names,
-            key=lambda name: sum(row["name"] in left and name in row["killed_by"] for row in rows),
-        )
-        left -= {row["name"] for row in rows if best in row["killed_by"]}
-        cover.append(best)
-    return cover
-
-
-def softmax(*edits: tuple[str, str]) -> tuple[tuple[str, str, str], ...]:
-    return tuple(("online_softmax", *edit) for edit in edits)
-
-
-def mask(*edits: tuple[str, str]) -> tuple[tuple[str, str, str], ...]:
-    return tuple(("mask", *edit) for edit in edits)
-
-
-def loop(*edits: tuple[str, str]) -> tuple[tuple[str, str, str], ...]:
-    return tuple(("tiled", *edit) for edit in edits)
-
-
-def naive(*edits: tuple[str, str]) -> tuple[tuple[str, str, str], ...]:
-    return tuple(("naive", *edit) for edit in edits)
-
-
-def sink(*edits: tuple[str, str]) -> tuple[tuple[str, str, str], ...]:
-    return tuple(("sinks", *edit) for edit in edits)
-
-
-def ring(*edits: tuple[str, str]) -> tuple[tuple[str, str, str], ...]:
-    return tuple(("ring", *edit) for edit in edits)
-
-
-def kept(key: str, value: str) -> str:
-    """`value`, computed once for every `key`."""
-    return f"globals().setdefault('KEPT', {{}}).setdefault({key}, {value})"

@@ -1,0 +1,287 @@
+"""Wrong lines that survive tidying: an edit names a function, and as code what it changes there.
+
+    swap("OnlineSoftmax.update", "alpha * self.row_sum", "self.row_sum")
+    swap("TileLoop.scores", "_x * self.scale", "_x")          the factor goes, whatever it scaled
+    drop("TileLoop.backward_from_lse", "ds * derivative")     the statement that holds it
+    argument("dq_kernel", "add_key_tile", "MASKED", "True", "False")
+
+A place is a qualified name, with its module where two have it: "kernels.softmax:finite". In a
+pattern `_` is any expression, and `_x` is any that the new code may use. `...` after the arguments
+of a call stands for any others.
+
+A name that the function or its module has means itself. A name that neither has any longer is a
+local that somebody renamed: it is found by what stands around it. New code uses names that are
+there, and its own variables end in `_`. A pattern that does not match exactly one place is an
+EditError of one sentence.
+"""
+
+import ast
+import builtins
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+class EditError(AssertionError):
+    """An edit that does not apply."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    place: str
+    old: str
+    new: str
+    argument: tuple[str, str] | None = None  # of which function, and its parameter
+
+    def __str__(self) -> str:
+        return f"in {self.place}: {' '.join(self.old.split())}"
+
+
+def swap(place: str, old: str, new: str) -> Edit:
+    """The one expression or run of statements. An expression whose `new` is a statement stands for
+    the statement that holds it.
+    """
+    return Edit(place, old, new)
+
+
+def drop(place: str, old: str) -> Edit:
+    return swap(place, old, "pass")
+
+
+def argument(place: str, function: str, parameter: str, old: str, new: str) -> Edit:
+    """The one call of `function` that gives `old` for a parameter gives `new`."""
+    return Edit(place, old, new, (function, parameter))
+
+
+class Package:
+    """The modules of a package. read: another text of a file, to test the edits."""
+
+    def __init__(self, folder: Path, read: Callable[[Path], str] = Path.read_text) -> None:
+        self.sources: dict[str, str] = {}
+        self.homes: dict[str, list[str]] = {}  # the modules that define each qualified name
+        self.functions: dict[tuple[str, str], Any] = {}
+        for path in sorted(folder.rglob("*.py")):
+            module = ".".join(path.relative_to(folder).with_suffix("").parts)
+            module = module.removesuffix(".__init__")
+            self.sources[module] = read(path)
+            for name, node in definitions(ast.parse(self.sources[module])):
+                self.homes.setdefault(name, []).append(module)
+                self.functions[module, name] = node
+
+    def find(self, place: str) -> tuple[str, str]:
+        """The module and the qualified name."""
+        module, _, name = place.rpartition(":")
+        homes = [home for home in self.homes.get(name, ()) if module in (home, "")]
+        if len(homes) != 1:
+            raise EditError(f"{place} is defined {len(homes)} times {homes or ''}".rstrip())
+        return homes[0], name
+
+    def edited(self, edits: tuple[Edit, ...], author: str = "nobody") -> dict[str, str]:
+        """The new source of each module that the edits change."""
+        trees: dict[str, ast.Module] = {}
+        for edit in edits:
+            try:
+                module, name = self.find(edit.place)
+                if module not in trees:
+                    trees[module] = ast.parse(self.sources[module])
+                self.apply(edit, trees[module], dict(definitions(trees[module]))[name])
+            except EditError as error:
+                raise EditError(f"{author}: {error} ({edit})") from None
+        return {module: ast.unparse(tree) for module, tree in trees.items()}
+
+    def apply(self, edit: Edit, tree: ast.Module, function: ast.AST) -> None:
+        before = ast.dump(function)
+        pattern, new = ast.parse(edit.old).body, ast.parse(edit.new).body
+        scope = Scope(tree, function, names_in(pattern))
+        found = []
+        for spot in self.spots(edit, function, pattern):
+            match = Match(scope)
+            if match(spot.pattern, spot.node):
+                found.append((spot, match))
+        if len(found) != 1:
+            raise EditError(f"{len(found)} places match")
+        spot, match = found[0]
+        code: list[Any] = [match.visit(statement) for statement in new]
+        for name in names_in(code):
+            if name not in scope.known and not name.endswith("_"):
+                raise EditError(f"the new code uses {name}, which is not there")
+        spot.put(code)
+        if ast.dump(function) == before:
+            raise EditError("the edit changes nothing")
+
+    def spots(self, edit: Edit, function: ast.AST, pattern: list[ast.stmt]) -> Iterator["Spot"]:
+        """The places that the pattern is compared with."""
+        first = pattern[0]
+        if not isinstance(first, ast.Expr) or len(pattern) > 1:
+            for block, i in statements_of(function):
+                yield Spot(block, slice(i, i + len(pattern)), pattern)
+            return
+        for block, i in statements_of(function):
+            for holder, key in expressions(block[i]):
+                if edit.argument and not self.gives(holder, key, block[i], *edit.argument):
+                    continue
+                statement = block, slice(i, i + 1)
+                yield Spot(holder, key, first.value, statement)
+
+    def gives(
+        self, holder: Any, key: Any, statement: ast.stmt, callee: str, parameter: str
+    ) -> bool:
+        """Whether a call of `callee` has it as this argument, by place or by name."""
+        if isinstance(holder, ast.keyword):
+            calls = [x for x in calls_in(statement, callee) if holder in x.keywords]
+            return bool(calls) and holder.arg == parameter
+        calls = [x for x in calls_in(statement, callee) if holder is x.args]
+        if not calls:
+            return False
+        takes = self.functions[self.find(callee)].args
+        return [x.arg for x in takes.posonlyargs + takes.args][key] == parameter
+
+
+def definitions(node: ast.AST, above: str = "") -> Iterator[tuple[str, Any]]:
+    """Functions and classes with their qualified names."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, DEFINITIONS):
+            name = f"{above}.{child.name}".lstrip(".")
+            yield name, child
+            yield from definitions(child, name)
+        elif not isinstance(child, ast.expr):
+            yield from definitions(child, above)
+
+
+def names_in(nodes: list[Any]) -> set[str]:
+    return {x.id for node in nodes for x in ast.walk(node) if isinstance(x, ast.Name)}
+
+
+def calls_in(node: ast.AST, callee: str) -> list[ast.Call]:
+    name = callee.rpartition(":")[2]
+    calls = [x for x in ast.walk(node) if isinstance(x, ast.Call)]
+    return [x for x in calls if ast.unparse(x.func) == name]
+
+
+def bound_in(node: ast.AST) -> Iterator[str]:
+    """Each name that is given a value in it: variables, parameters, functions, imports."""
+    for x in ast.walk(node):
+        if isinstance(x, ast.Name) and not isinstance(x.ctx, ast.Load):
+            yield x.id
+        elif isinstance(x, ast.arg):
+            yield x.arg
+        elif isinstance(x, ast.alias):
+            yield (x.asname or x.name).partition(".")[0]
+        elif isinstance(x, DEFINITIONS):
+            yield x.name
+
+
+class Scope:
+    """The names that a function can use, and those that a pattern names."""
+
+    def __init__(self, tree: ast.Module, function: ast.AST, named: set[str]) -> None:
+        self.named = named
+        # not the function's own name, which is often that of a local too
+        self.local = {name for x in ast.iter_child_nodes(function) for name in bound_in(x)}
+        self.known = self.local.union(dir(builtins))
+        for node in tree.body:
+            self.known.update([node.name] if isinstance(node, DEFINITIONS) else bound_in(node))
+
+
+def statements_of(function: ast.AST) -> Iterator[tuple[list[ast.stmt], int]]:
+    """Each statement, as a block and its index there."""
+    for parent in ast.walk(function):
+        for field in ("body", "orelse", "finalbody"):
+            block = getattr(parent, field, None)
+            if isinstance(block, list):
+                yield from ((block, i) for i in range(len(block)))
+
+
+def expressions(node: ast.AST) -> Iterator[tuple[Any, Any]]:
+    """Each expression of a statement, but those of statements inside it: the node or list that
+    holds it, and its field or index there.
+    """
+    for field, value in ast.iter_fields(node):
+        if isinstance(value, list):
+            places = [(value, i, child) for i, child in enumerate(value)]
+        else:
+            places = [(node, field, value)]
+        for holder, key, child in places:
+            if isinstance(child, ast.AST) and not isinstance(child, (ast.stmt, ast.ExceptHandler)):
+                yield holder, key
+                yield from expressions(child)
+
+
+@dataclass
+class Spot:
+    """A place of the code: an expression in a node or list, or a run of statements in a block."""
+
+    holder: Any
+    key: Any
+    pattern: Any
+    statement: tuple[list[ast.stmt], slice] | None = None  # that holds the expression
+
+    @property
+    def node(self) -> Any:
+        if isinstance(self.holder, list):
+            return self.holder[self.key]
+        return getattr(self.holder, self.key)
+
+    def put(self, code: list[Any]) -> None:
+        if self.statement is None:
+            self.holder[self.key] = code
+        elif len(code) > 1 or not isinstance(code[0], ast.Expr):
+            block, place = self.statement
+            block[place] = code
+        elif isinstance(self.holder, list):
+            self.holder[self.key] = code[0].value
+        else:
+            setattr(self.holder, self.key, code[0].value)
+
+
+class Match(ast.NodeTransformer):
+    """Compares a pattern with code, and fills new code with what it captured and renamed."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+        self.captured: dict[str, ast.AST] = {}
+        self.renamed: dict[str, str] = {}
+
+    def __call__(self, old: Any, new: Any) -> bool:
+        if isinstance(old, ast.Name) and self.is_wildcard(old.id):
+            return isinstance(new, ast.expr) and self.captures(old.id, new)
+        if type(old) is not type(new):
+            return False
+        if isinstance(old, list):
+            return len(old) == len(new) and all(map(self, old, new))
+        if isinstance(old, ast.Name):
+            return self.is_name(old.id, new.id)
+        if isinstance(old, ast.Call) and old.args and ast.unparse(old.args[-1]) == "...":
+            given = old.args[:-1]
+            return self(old.func, new.func) and self(given, new.args[: len(given)])
+        if isinstance(old, ast.AST):
+            fields = [field for field in old._fields if field not in ("ctx", "kind")]
+            return all(self(getattr(old, field), getattr(new, field)) for field in fields)
+        return old == new
+
+    def is_wildcard(self, name: str) -> bool:
+        return name == "_" or name.startswith("_") and name not in self.scope.known
+
+    def captures(self, name: str, node: ast.expr) -> bool:
+        """The same name captures the same expression everywhere; `_` alone any."""
+        if name == "_":
+            return True
+        return ast.dump(self.captured.setdefault(name, node)) == ast.dump(node)
+
+    def is_name(self, old: str, new: str) -> bool:
+        """Whether it is that name, or for a name that is gone the one local that took its place."""
+        if old in self.scope.known or old in self.renamed:
+            return new == self.renamed.get(old, old)
+        taken = self.scope.named.union(self.renamed.values())
+        if new not in self.scope.local or new in taken:
+            return False
+        self.renamed[old] = new
+        return True
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        name = ast.Name(self.renamed.get(node.id, node.id), node.ctx)
+        return copy.deepcopy(self.captured.get(node.id, name))
