@@ -1,0 +1,148 @@
+"""An edit of the gallery survives tidying: the names of locals, the layout and the place of a
+function. Where it does not, one sentence says which edit and why.
+"""
+
+import ast
+import re
+
+import pytest
+
+from tests.conformance.edits import EditError, Package, argument, drop, swap
+from tests.conformance.gallery import read
+
+MEANS = '''
+"""Two means."""
+
+
+def weight(position, decay=1, *, floor=0):
+    return max(decay**position, floor)
+
+
+class Mean:
+    def of(self, values):
+        # the newest value counts most
+        total, sum_of_weights = 0, 0
+        for i, value in enumerate(values):
+            w = weight(i, 2, floor=1)
+            total += w * value
+            sum_of_weights += w
+        return total / sum_of_weights
+'''
+VALUES = (3, 5, 8)
+# an edit, and what the edited mean of VALUES is
+EDITS = {
+    "swap": (swap("Mean.of", "total / sum_of_weights", "total"), 3 + 10 + 32),
+    "captured": (swap("Mean.of", "_t / _", "_t"), 3 + 10 + 32),
+    "swap of statements": (swap("Mean.of", "total += w * _x", "total = w * _x"), 32 / 7),
+    "own variable": (
+        swap("Mean.of", "return _x", "ten_ = 10 * _x\nreturn ten_"),
+        10 * (3 + 10 + 32) / 7,
+    ),
+    "drop": (drop("Mean.of", "w * value"), 0),
+    "argument by place": (argument("Mean.of", "weight", "decay", "2", "1"), (3 + 5 + 8) / 3),
+    "argument by name": (
+        argument("Mean.of", "weight", "floor", "_", "2"),
+        (2 * 3 + 2 * 5 + 4 * 8) / 8,
+    ),
+    "any other arguments": (swap("weight", "max(_x, ...)", "10 * _x"), (3 + 10 + 32) / 7),
+}
+WEIGHT, _, MEAN = MEANS.partition("class Mean:")
+TIDIED = {
+    "untouched": {"means": MEANS},
+    "renamed locals": {"means": re.sub(r"\b(total|sum_of_weights|w|i)\b", r"new_\1", MEANS)},
+    "other layout and comments": {"means": ast.unparse(ast.parse(MEANS))},
+    "a function moved": {"weights": WEIGHT, "means": "class Mean:" + MEAN},
+}
+
+
+def package(folder, **sources):
+    for name, source in sources.items():
+        (folder / f"{name}.py").write_text(source)
+    return Package(folder)
+
+
+def mean_of_values(sources):
+    names = {}
+    for source in sources.values():
+        exec(source, names)
+    return names["Mean"]().of(VALUES)
+
+
+@pytest.mark.parametrize("tidied", TIDIED)
+def test_an_edit_survives_tidying(tmp_path, tidied):
+    sources = TIDIED[tidied]
+    tidy = package(tmp_path, **sources)
+    means = {
+        name: mean_of_values({**sources, **tidy.edited((edit,))})
+        for name, (edit, _) in EDITS.items()
+    }
+    assert means == pytest.approx({name: mean for name, (_, mean) in EDITS.items()})
+
+
+# by what the sentence must name
+REFUSED = {
+    "2 places": swap("Mean.of", "0", "1"),
+    "0 places": swap("Mean.of", "total - _", "total"),
+    "Mean.median is defined 0": drop("Mean.median", "total"),
+    "average": swap("Mean.of", "_x / _", "_x / average"),
+    "nothing": swap("Mean.of", "_x / _y", "_x / _y"),
+}
+
+
+@pytest.mark.parametrize("says", REFUSED)
+def test_an_edit_that_no_longer_applies_is_one_sentence(tmp_path, says):
+    edit = REFUSED[says]
+    with pytest.raises(EditError, match=says) as caught:
+        package(tmp_path, means=MEANS).edited((edit,), "astray")
+    message = str(caught.value)
+    assert message.startswith("astray: ")
+    assert edit.place in message
+    assert "\n" not in message
+
+
+def test_a_name_that_is_there_means_itself(tmp_path):
+    """`total` does not stand for another local while the function has a total."""
+    edit = swap("Mean.of", "total += w", "pass")
+    with pytest.raises(EditError, match="0 places"):
+        package(tmp_path, means=MEANS).edited((edit,))
+
+
+GALLERY = """
+# means
+quick no_weights [forward, no leak (outputs)]: All values count alike.
+    Mean.of: decay of weight: 2 -> 1
+    Mean.of:
+        - if w > 2:
+        -     pass
+        + pass
+no_total [lse]: The total is 0.
+    means:Mean.of: drop total
+# others
+rounded [nothing]: Weights are rounded.
+    weight: max(_x, ...) -> round(_x)
+    survives: they are integers
+    dtype: bfloat16
+"""
+
+
+def test_the_gallery_is_read():
+    first, second, third = read(GALLERY, "tiny")
+    assert first.quick
+    assert first.red == ("forward", "no leak (outputs)")
+    assert first.edits == (
+        argument("Mean.of", "weight", "decay", "2", "1"),
+        swap("Mean.of", "if w > 2:\n    pass", "pass"),
+    )
+    assert not second.quick
+    assert second.edits == (drop("means:Mean.of", "total"),)
+    assert [each.section for each in (first, second, third)] == ["tiny: means"] * 2 + [
+        "tiny: others"
+    ]
+    assert third.survives == "they are integers"
+    assert third.red == ()
+
+
+@pytest.mark.parametrize("line", ["no_name: A sentence.", "name [lse]: Says.\n    Mean.of"])
+def test_a_line_that_is_no_part_of_a_gallery_is_named(line):
+    with pytest.raises(AssertionError, match="tiny"):
+        list(read(line, "tiny"))
