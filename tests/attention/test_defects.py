@@ -1,5 +1,5 @@
-"""What each defect computes, its gradient, and where it breaks. That it breaks exactly what it names,
-and an exact twin nothing, is the part of tests/conformance/test_properties.py.
+"""What each defect computes, its gradient, and where it breaks. That it breaks exactly what it
+names, and an exact twin nothing, is the part of tests/conformance/test_properties.py.
 
 Dimensions: B batch, H heads, N queries, M keys, D head dim; T tiles of block_kv keys.
 """
