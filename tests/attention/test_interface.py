@@ -247,7 +247,7 @@ def test_all_that_a_backend_cannot_do_stands_in_one_error():
     named = ["gqa", "non_causal", "cross_length", "value_dim", "softcap", "alibi_slopes"]
     named += ["key_lengths", "cuda", "float16", "(16, 32)", "backward"]
     assert len(reasons) == len(named)
-    assert all(name in reason for name, reason in zip(named, reasons, strict=True))
+    assert all(any(name in reason for reason in reasons) for name in named)
     with torch.no_grad():
         assert "backward" not in refused(attention, **inputs, backend=narrow)
 
@@ -280,9 +280,8 @@ def test_a_model_is_refused_before_it_is_built():
 
 def test_an_unknown_feature():
     features = frozenset({"dropout", "gqa"})
-    refused(
-        Backend, "'mine'", "['dropout']", "window", name="mine", fn=of_values, features=features
-    )
+    declared = {"fn": of_values, "features": features}
+    refused(Backend, "'mine'", "['dropout']", "window", name="mine", **declared)
 
 
 def test_an_unknown_name_lists_all_that_there_are():
@@ -315,8 +314,7 @@ def test_configuring_leaves_the_table_alone():
 def test_a_kernel_of_pytorchs_that_is_none_or_cannot():
     fast, efficient = (get_backend("sdpa", backend=name) for name in ("fast", "efficient"))
     refused(attention, "backend=fast", *sdpa.KERNELS, **QKV, backend=fast)
-    if not torch.cuda.is_available():
-        refused(attention, "efficient", "attention.backend=auto", **QKV, backend=efficient)
+    refused(attention, "efficient", "attention.backend=auto", **QKV, backend=efficient)
 
 
 def answer_of_pytorch(monkeypatch, warnings_for) -> None:
