@@ -42,20 +42,21 @@ def test_every_defect_says_what_it_does():
     assert all(get_backend(name).exact for name in TWINS)
 
 
-# the weights of keys that score 0, ln 2 and ln 8, of which the first two share a tile
+# the weights of five keys that score ln 1, ln 2 | ln 8, ln 4 | ln 2, in three tiles
+EXACT = [1 / 17, 2 / 17, 8 / 17, 4 / 17, 2 / 17]
 WEIGHTS = {
-    "tiled": [1 / 11, 2 / 11, 8 / 11],
-    "no_max": [1 / 11, 2 / 11, 8 / 11],
-    "zero_init_max": [1 / 11, 2 / 11, 8 / 11],
-    "no_rescale": [0.5 / 2.5, 1 / 2.5, 1 / 2.5],
-    "local_softmax": [1 / 3, 2 / 3, 1],
+    "tiled": EXACT,
+    "no_max": EXACT,
+    "zero_init_max": EXACT,
+    "no_rescale": [0.5 / 4, 1 / 4, 1 / 4, 0.5 / 4, 1 / 4],
+    "local_softmax": [1 / 3, 2 / 3, 2 / 3, 1 / 3, 1],
 }
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_weights_worked_by_hand(name):
-    scores = torch.tensor([1.0, 2.0, 8.0]).log()
-    found = with_scores(name, scores, torch.eye(3, 16), block_kv=2).out[0, 0, 0, :3]
+    scores = torch.tensor([1.0, 2.0, 8.0, 4.0, 2.0]).log()
+    found = with_scores(name, scores, torch.eye(5, 16), block_kv=2).out[0, 0, 0, :5]
     assert found.tolist() == pytest.approx(WEIGHTS[name])
 
 
