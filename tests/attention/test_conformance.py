@@ -1,170 +1,288 @@
-"""Every exact backend of the table, over shapes, masks, dtypes and adversarial inputs, within the
-budget.
+"""One table of calls, held by every backend of BACKENDS that declares what the call needs, forward
+and backward, against naive attention in float64. The other backends must refuse the call.
 
-A new backend gets these tests by being in the table.
+A new backend gets these tests by being in BACKENDS, a new argument by a line in CALLS.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch import Tensor
 
-from attention import BACKENDS, Backend
+from attention import BACKENDS, Backend, attention
+from attention.exact_variants import EXACT_VARIANTS
 from attention.kernels.select import HEAD_DIMS
 from conformance.backend_under_test import expected_of
-from conformance.cases import SHORT, Case, run
+from conformance.cases import SHORT, Case, attend, run
+from conformance.views import LAYOUTS
 
-# the tile loops run with tiles small enough that every case crosses several, ragged at the end
+# small tiles: every call crosses several, ragged at the end
 TILES = {"block_q": 32, "block_kv": 16}
 HALVES = (torch.bfloat16, torch.float16)
+COMPILED = torch.cuda.is_available()  # otherwise Triton's kernels are interpreted
 
-CASES = [
-    Case(batch=2),
-    Case(causal=False),
-    Case(batch=2, num_heads=4, num_kv_heads=2, num_queries=33, num_keys=33, head_dim=24),
-    Case(num_heads=3, num_kv_heads=1, num_queries=65, num_keys=65, head_dim=64, causal=False),
-    Case(num_queries=33, num_keys=70),
-    Case(num_queries=33, num_keys=70, causal=False),
-    Case(num_queries=70, num_keys=33),  # the first 37 rows see no key
-    Case(num_queries=1, num_keys=50),
-    Case(num_queries=1, num_keys=1),
-    Case(num_queries=17, num_keys=17, head_dim=40),
-    *(Case(inputs=name) for name in ("large", "growing", "spike", "negative", "ties")),
-    Case(
-        optional={"window": 9}
-    ),  # whole tiles to the left are out of sight, a row's first visible tile is partly masked
-    Case(num_queries=33, num_keys=70, optional={"window": 40}),
-    Case(num_queries=70, num_keys=33, optional={"window": 5}),
-    Case(optional={"softcap": 2.0}, inputs="large"),
-    # scores far below the cap: tanh as 1 - 2 / (1 + e) lost what is left of them
-    *(
-        Case(
-            num_heads=3,
-            num_kv_heads=3,
-            num_queries=16,
-            num_keys=16,
-            head_dim=32,
-            optional={"softcap": softcap, "window": 64},
-        )
-        for softcap in (20.0, 100.0)
-    ),
-    Case(num_heads=4, num_kv_heads=2, optional={"alibi_slopes": True}),
-    Case(causal=False, optional={"alibi_slopes": True}),
-    Case(batch=2, optional={"document_ids": True}),
-    Case(batch=2, causal=False, optional={"document_ids": True}),
-    Case(batch=2, num_kv_heads=1, optional={"score_mod": True}),
-    Case(causal=False, optional={"score_mod": True}),
-    Case(optional={"document_ids": True, "window": 6, "softcap": 5.0, "alibi_slopes": True}),
-    Case(num_queries=33, num_keys=70, causal=False, optional={"window": (9, 4)}),
-    Case(batch=3, num_queries=33, optional={"key_lengths": True}),
-    Case(num_kv_heads=1, num_keys=60, optional={"cu_seqlens": True}),
-    Case(batch=2, value_dim=24, causal=False),
-    Case(num_queries=5, num_keys=33, num_kv_heads=1, value_dim=8, optional={"window": 20}),
+
+@dataclass(frozen=True)
+class Call(Case):
+    """A case, with two things that Case has no field for."""
+
+    scale: float | None = None
+    layout: str | None = None  # of q, k and v: a name in LAYOUTS, or "expanded"
+
+    __hash__ = Case.__hash__
+
+    def make(self, dtype: torch.dtype, device: str):
+        tensors, arguments, *gradients = super().make(dtype, device)
+        if self.scale is not None:
+            arguments["scale"] = self.scale
+        if self.layout == "expanded":
+            tensors = [x[:1].expand_as(x) for x in tensors]
+        elif self.layout is not None:
+            tensors = LAYOUTS[self.layout](tensors)
+        return tensors, arguments, *gradients
+
+
+def shape(num_queries: int, num_keys: int, **fields) -> Call:
+    return Call(num_queries=num_queries, num_keys=num_keys, **fields)
+
+
+def masked(num_queries: int = 70, num_keys: int = 70, *, causal: bool = True, **optional) -> Call:
+    batch = 3 if "key_lengths" in optional else 2 if "document_ids" in optional else 1
+    return shape(num_queries, num_keys, causal=causal, batch=batch, optional=optional)
+
+
+def grouped(**optional) -> Call:
+    return Call(num_heads=4, num_kv_heads=2, optional=optional)
+
+
+def capped(softcap: float) -> Call:
+    """Scores far below the cap: tanh as 1 - 2 / (1 + e) lost what is left of them."""
+    heads = {"num_heads": 3, "num_kv_heads": 3, "head_dim": 32}
+    return shape(16, 16, **heads, optional={"softcap": softcap, "window": 64})
+
+
+CALLS: dict[str, Call] = {
+    "causal": Call(batch=2),
+    "full": Call(causal=False),
+    "gqa": shape(33, 33, batch=2, num_heads=4, num_kv_heads=2, head_dim=24),
+    "multi-query": shape(65, 65, num_heads=3, num_kv_heads=1, head_dim=64, causal=False),
+    "N33-M70": shape(33, 70),
+    "N33-M70-full": shape(33, 70, causal=False),
+    "rows-without-a-key": shape(70, 33),
+    "one-query": shape(1, 50),
+    "one-token": shape(1, 1),
+    "N17-D40": shape(17, 17, head_dim=40),
+    **{name: Call(inputs=name) for name in ("large", "growing", "spike", "negative", "ties")},
+    # whole tiles to the left are out of sight, a row's first visible tile is partly masked
+    "window": masked(window=9),
+    "window-N33-M70": masked(33, 70, window=40),
+    "window-N70-M33": masked(70, 33, window=5),
+    "window-two-sided": masked(33, 70, causal=False, window=(9, 4)),
+    "documents": masked(document_ids=True),
+    "documents-full": masked(causal=False, document_ids=True),
+    "key-lengths": masked(33, 70, key_lengths=True),
+    "key-lengths-N70-M33": masked(70, 33, key_lengths=True, window=9, sinks=True),
+    "varlen": shape(70, 60, num_kv_heads=1, optional={"cu_seqlens": True}),
+    "varlen-window": masked(causal=False, cu_seqlens=True, window=(7, 20)),
+    "softcap": Call(inputs="large", optional={"softcap": 2.0}),
+    "softcap-20": capped(20.0),
+    "softcap-100": capped(100.0),
+    "alibi": grouped(alibi_slopes=True),
+    "alibi-full": masked(causal=False, alibi_slopes=True),
+    "alibi-N150-M33-full": masked(150, 33, causal=False, alibi_slopes=True),
+    "score_mod": Call(batch=2, num_kv_heads=1, optional={"score_mod": True}),
+    "score_mod-full": masked(causal=False, score_mod=True),
+    "score_mod-N33-M70": masked(33, 70, score_mod=True, window=40),
+    "sinks": grouped(sinks=True),
+    "sinks-N70-M33": masked(70, 33, sinks=True),
+    "all-together": masked(document_ids=True, window=6, softcap=5.0, alibi_slopes=True),
+    "wider-values": Call(batch=2, value_dim=24, causal=False),
+    "narrower-values": shape(5, 33, num_kv_heads=1, value_dim=8, optional={"window": 20}),
+    "scale": Call(scale=0.4),
+    "scale-negative": Call(scale=-0.3),
+    "scale-negative-full": Call(scale=-0.3, causal=False),
+    "scale-0-full": Call(scale=0.0, causal=False),
+    **{f"views-{name}": shape(33, 33, batch=2, layout=name) for name in (*LAYOUTS, "expanded")},
+}
+
+# without a compiler it takes seconds, and has no backward pass
+FLEX_ON_CPU = [
+    CALLS[name]
+    for name in ("gqa", "window-two-sided", "documents-full", "score_mod", "sinks", "alibi-full")
 ]
+VARIANTS = [backend.name for backend in EXACT_VARIANTS]
 
-GPU_CASES = [
-    Case(
+GPU_CALLS = {
+    f"H{num_heads}kv{num_kv_heads}-N{n}-M{m}-D{d}-{causal}-{inputs}": shape(
+        n,
+        m,
         batch=2,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        num_queries=n,
-        num_keys=m,
         head_dim=d,
-        causal=causal,
+        causal=causal == "causal",
         inputs=inputs,
     )
     for num_heads, num_kv_heads in ((4, 4), (8, 2))
     for n, m in ((257, 257), (1024, 1024), (129, 600), (600, 129), (1, 777))
     for d in (16, 40, 64, 128, 256)
-    for causal in (True, False)
+    for causal in ("causal", "full")
     for inputs in ("normal", "spike")
-] + [
-    Case(num_queries=513, num_keys=513, head_dim=64, inputs=inputs)
+} | {
+    f"N513-D64-{inputs}": shape(513, 513, head_dim=64, inputs=inputs)
     for inputs in ("large", "growing", "negative", "ties")
-]
+}
 
 
 def configured(backend: Backend) -> Backend:
-    return backend.configured(
-        **{name: size for name, size in TILES.items() if name in backend.options}
-    )
+    tiles = {name: size for name, size in TILES.items() if name in backend.options}
+    return backend.configured(**tiles)
 
 
-def table(*names: str) -> list[Backend]:
-    return [BACKENDS[name] for name in names]
+def lacking(backend: Backend, call: Call, device: str) -> set[str]:
+    """What the call needs and the backend does not declare, in the words of its refusal."""
+    lacks = call.features() - backend.features
+    widths = {call.head_dim, call.value_dim or call.head_dim}
+    if backend.head_dims is not None and not all(width in backend.head_dims for width in widths):
+        lacks.add("head_dim")
+    # PyTorch's flash kernel hides scores before it scales them
+    hides = backend.name == "sdpa" and (call.causal or device == "cuda")
+    if hides and call.scale is not None and call.scale <= 0:
+        lacks.add("scale")
+    return lacks
 
 
-def parameters(cases: list[Case], backends: list[Backend]) -> list:
-    """(backend, case, dtype) for everything a backend declares that it takes."""
+def in_dtype(backend: Backend, call: Call, dtype: torch.dtype, device: str) -> bool:
+    """Whether to hold the call in this dtype. Masks and tails are the same code for each: half
+    precision keeps to the plain calls, and a variant of the tile loop to float32.
+    """
+    if backend.name == "flex" and device == "cpu":
+        return dtype == torch.float32 and call in FLEX_ON_CPU
+    if dtype == torch.float32:
+        return True
+    if backend.name == "ring" or backend.name in VARIANTS:
+        return False
+    plain = not call.optional and call.scale is None and call.layout is None
+    return dtype in backend.dtypes and (plain or dtype not in HALVES)
+
+
+def pairs(calls: dict[str, Call], backends: list[Backend], device: str = "cpu") -> list:
+    """(backend, call, dtype) for each call that a backend declares that it takes."""
     found = []
     for backend in map(configured, backends):
-        for number, case in enumerate(cases):
+        for number, (name, call) in enumerate(calls.items()):
             for dtype in backend.dtypes:
-                # interpreted, a case takes seconds: each in one of the two half precisions
-                slow = not torch.cuda.is_available() and (
-                    (backend.name, dtype) == ("triton", HALVES[number % 2])
-                )
-                in_reach = case.features() <= backend.features and (
-                    backend.head_dims is None or case.head_dim in backend.head_dims
-                )
-                # tiles, masks and tails are the same code for every dtype: the half-precision runs
-                # keep to the plain cases
-                if in_reach and (dtype in (torch.float64, torch.float32) or not case.optional):
-                    found.append(
-                        pytest.param(
-                            backend,
-                            case,
-                            dtype,
-                            id=f"{backend.name}-{case}-{SHORT[dtype]}",
-                            marks=pytest.mark.slow if slow else (),
-                        )
-                    )
+                if lacking(backend, call, device) or not in_dtype(backend, call, dtype, device):
+                    continue
+                # interpreted, a call takes seconds: each in one of the two half precisions
+                interpreted = backend.name == "triton" and not COMPILED
+                marks = pytest.mark.slow if interpreted and dtype == HALVES[number % 2] else ()
+                id = f"{backend.name}-{name}-{SHORT[dtype]}"
+                found.append(pytest.param(backend, call, dtype, id=id, marks=marks))
     return found
 
 
-EXACT = [name for name, backend in BACKENDS.items() if backend.exact and name != "naive"]
-# PyTorch's FlexAttention has no backward on the CPU
-ON_CPU = [name for name in EXACT if name != "flex"]
-# on a Hopper GPU `triton` is other kernels for the dtypes and head dims that these can take
-PORTABLE = replace(
-    BACKENDS["triton"].configured(kernel="portable"),
-    name="triton (portable)",
-    dtypes=(torch.bfloat16, torch.float16),
-)
-
-
-def check(backend, case, dtype, device, record=lambda row: None) -> None:
-    expected = expected_of(case, dtype, device, with_lse="lse" in backend.features)
-    checks = expected.checks(case, run(backend, *expected.inputs)).values()
+def check(backend, call, dtype, device, record) -> None:
+    backward = backend.name != "flex" or device == "cuda"
+    expected = expected_of(call, dtype, device, with_lse="lse" in backend.features)
+    results = run(backend, *expected.inputs, backward=backward)
+    assert ("lse" in results) == ("lse" in backend.features)
+    checks = expected.checks(call, results).values()
     record(
         {
             "backend": backend.name,
             "device": device,
-            "case": f"{case}-{SHORT[dtype]}",
+            "case": f"{call}-{SHORT[dtype]}",
             "worst_share_of_budget": max(each.share for each in checks),
             "worst_multiple_of_naive": max(each.multiple for each in checks),
         }
     )
     assert all(each.share <= 1 for each in checks), "\n".join(map(str, checks))
+    no_key = expected.reference["lse"] == -torch.inf
+    for name in {"out", "dq"} & results.keys():
+        assert not results[name][no_key].any(), f"{name} of a row without a key is not 0"
 
 
-@pytest.mark.parametrize(("backend", "case", "dtype"), parameters(CASES, table(*ON_CPU)))
-def test_cpu(backend, case, dtype, conformance_record):
-    if torch.cuda.is_available() and backend.name == "triton":
-        pytest.skip("with a GPU the Triton kernels are compiled, not interpreted")
-    check(backend, case, dtype, "cpu", conformance_record)
+EXACT = [backend for backend in BACKENDS.values() if backend.exact and backend.name != "naive"]
+ON_CPU = [backend for backend in EXACT if backend.name != "triton" or not COMPILED]
+# on a Hopper GPU `triton` is other kernels for the dtypes and head dims that these can take
+PORTABLE = replace(
+    BACKENDS["triton"].configured(kernel="portable"), name="triton (portable)", dtypes=HALVES
+)
+
+
+@pytest.mark.parametrize(("backend", "call", "dtype"), pairs(CALLS, ON_CPU))
+def test_cpu(backend, call, dtype, conformance_record):
+    check(backend, call, dtype, "cpu", conformance_record)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("backend", "case", "dtype"),
+    ("backend", "call", "dtype"),
     [
-        *parameters(CASES + GPU_CASES, table("triton")),
-        *parameters([case for case in CASES + GPU_CASES if case.head_dim in HEAD_DIMS], [PORTABLE]),
-        *parameters(CASES, table("tiled", "sdpa", "flex")),
+        *pairs(CALLS | GPU_CALLS, [BACKENDS["triton"]], "cuda"),
+        *pairs(CALLS, [BACKENDS[name] for name in ("tiled", "sdpa", "flex")], "cuda"),
+        *(
+            each
+            for each in pairs(CALLS | GPU_CALLS, [PORTABLE], "cuda")
+            if each.values[1].head_dim in HEAD_DIMS
+        ),
     ],
 )
-def test_gpu(backend, case, dtype, conformance_record):
+def test_gpu(backend, call, dtype, conformance_record):
     if backend.name == "flex":
-        torch._dynamo.reset()  # it compiles for every case, and PyTorch stops after a few
-    check(backend, case, dtype, "cuda", conformance_record)
+        torch._dynamo.reset()  # it compiles for every call, and PyTorch stops after a few
+    check(backend, call, dtype, "cuda", conformance_record)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_call_out_of_reach_is_refused_by_what_it_lacks(name):
+    for call in CALLS.values():
+        lacks = lacking(BACKENDS[name], call, "cpu")
+        if not lacks:
+            continue
+        tensors, arguments, *_ = call.make(torch.float32, "cpu")
+        with pytest.raises(ValueError) as refused:
+            attend(*tensors, backend=name, **arguments)
+        assert all(each in str(refused.value) for each in lacks), str(call)
+
+
+LOOKED_AT = (
+    "causal",
+    "full",
+    "gqa",
+    "growing",
+    "rows-without-a-key",
+    "window-N33-M70",
+    "documents",
+    "key-lengths-N70-M33",
+    "softcap",
+    "alibi",
+    "score_mod",
+    "scale-negative",
+)
+
+
+@pytest.mark.parametrize(
+    ("backend", "call"),
+    [
+        pytest.param(backend, CALLS[name], id=f"{backend.name}-{name}")
+        for backend in map(configured, BACKENDS.values())
+        if backend.name in ("naive", "tiled", "kv_outer", "ring", "triton", "sdpa")
+        for name in LOOKED_AT
+        if not lacking(backend, CALLS[name], "cpu")
+    ],
+)
+def test_the_largest_score_of_each_head(backend, call):
+    """Sinks, hidden keys and rows without a key do not count, and nothing else changes."""
+    device = "cuda" if COMPILED else "cpu"
+    tensors, arguments, *_ = call.make(torch.float32, device)
+    with torch.no_grad():
+        found = attention(*tensors, backend=backend, return_max_score=True, **arguments)
+        plain = attention(*tensors, backend=backend, **arguments)
+    assert found.out.equal(plain.out) and len(plain) == 2
+    wide: list[Tensor] = [x.double() for x in tensors]
+    arguments.pop("sinks", None)
+    exact = attention(*wide, backend="naive", return_max_score=True, **arguments).max_score
+    torch.testing.assert_close(found.max_score.double(), exact, rtol=1e-5, atol=1e-5)

@@ -61,28 +61,16 @@ def test_lazy_rescale_keeps_every_exponent_below_its_threshold():
 
 
 def test_normalized_acc_holds_the_output_of_the_keys_seen_so_far():
-    q, k, v = (
-        torch.randn(1, 2, 24, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        for seed in range(3)
-    )
+    q, k, v = torch.randn(3, 1, 2, 24, 4, dtype=torch.float64).unbind()
     seen = []
+
+    def observe(tile, keys, scores, state) -> None:
+        seen.append((tile.rows, keys.stop, state.acc))
+
     backend = get_backend("normalized_acc", **TILES)
-    backend.fn(
-        q,
-        k,
-        v,
-        causal=False,
-        scale=0.5,
-        **backend.options,
-        observer=lambda tile, keys, _, state: seen.append((tile, keys, state.acc)),
-    )
+    backend.fn(q, k, v, causal=False, scale=0.5, **backend.options, observer=observe)
     assert len(seen) == 6
-    for tile, keys, acc in seen:
-        so_far = attention(
-            q[:, :, tile.rows],
-            k[:, :, : keys.stop],
-            v[:, :, : keys.stop],
-            backend="naive",
-            causal=False,
-        ).out
+    for rows, stop, acc in seen:
+        given = q[:, :, rows], k[:, :, :stop], v[:, :, :stop]
+        so_far = attention(*given, backend="naive", causal=False).out
         torch.testing.assert_close(acc[:, :, 0], so_far)

@@ -36,22 +36,14 @@ def expected_intervals(
 
 
 def counted_ranges(lo: Tensor, hi: Tensor, num_keys: int, block_kv: int) -> Tensor:
+    """For each tile of keys: the queries before the first that sees beyond its start, before the
+    first that sees up to its stop, ...
+    """
     lo, hi, counted = lo[:, None], hi[:, None], []
     for start in torch.arange(0, num_keys, block_kv, device=lo.device)[:, None].split(256):
         stop = start + block_kv
-        # the queries before the first that sees beyond start, before the first that sees up to
-        # stop, ...
-        counted.append(
-            torch.stack(
-                [
-                    (hi <= start).sum(2),
-                    (hi < stop).sum(2),
-                    (lo <= start).sum(2),
-                    (lo < stop).sum(2),
-                ],
-                -1,
-            )
-        )
+        edges = hi <= start, hi < stop, lo <= start, lo < stop
+        counted.append(torch.stack([edge.sum(2) for edge in edges], -1))
     return torch.cat(counted, 1).int()
 
 
@@ -67,9 +59,8 @@ def check(
     found, expected = intervals(*arguments, DEVICE), expected_intervals(*arguments)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)  # shapes and dtypes too
     ranges = QueryRanges(found[0], num_keys, block_kv)(*found)
-    torch.testing.assert_close(
-        ranges, counted_ranges(*expected, num_keys, block_kv), rtol=0, atol=0
-    )
+    counted = counted_ranges(*expected, num_keys, block_kv)
+    torch.testing.assert_close(ranges, counted, rtol=0, atol=0)
 
 
 @st.composite
@@ -81,9 +72,8 @@ def problems(draw) -> tuple[Any, ...]:
     ids, num_keys = None, num_queries
     if draw(st.booleans()):
         lengths = st.lists(st.integers(1, 60), min_size=1, max_size=8)
-        dtype = draw(
-            st.sampled_from([torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool])
-        )
+        dtypes = torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool
+        dtype = draw(st.sampled_from(dtypes))
         sequences = []
         for documents in draw(st.lists(lengths, min_size=1, max_size=3)):
             numbers = torch.tensor([draw(st.integers(0, 2)) for _ in documents])
@@ -100,7 +90,9 @@ def problems(draw) -> tuple[Any, ...]:
 
 
 def check_in_small_blocks(*problem: Any) -> None:
-    """So small that rows, searches and bounds cross several."""
+    """So small that rows, searches and bounds cross several. The interpreter scans rows one by one,
+    so sequences long enough for the blocks in use would take minutes.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "blocks_for", lambda device: Blocks(rows=16, search=8, num_warps=1))
         patch.setattr(kernels, "BOUNDS", 64)
@@ -113,11 +105,7 @@ def test_equal_to_the_definition(problem):
     check_in_small_blocks(*problem)
 
 
-@pytest.mark.parametrize(
-    ("causal", "window"),
-    [(True, None), (True, 11), (False, None)],
-    ids=["causal", "window", "full"],
-)
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 11), (False, None)])
 def test_an_edge_is_found_wherever_it_lies(causal, window):
     """Sequence p of the batch has two documents, the second from position p on."""
     at = torch.arange(36, device=DEVICE)
@@ -223,38 +211,29 @@ class Layers(torch.nn.Module):
 
 @pytest.mark.parametrize("starts", [False, True], ids=["intervals", "starts"])
 def test_all_layers_of_a_compiled_model_share_them(starts, monkeypatch):
-    """Made once in the forward, and not again in the backward."""
+    """Made once in the forward, and not again in the backward. (Only the kernels of a GPU take the
+    starts of blocks; here they are let be made.)
+    """
     counts = []
     monkeypatch.setattr("attention.kernels.may_use_starts", lambda *call: starts)
     layers = Layers(window=None if starts else 9)
 
+    names = "intervals", "block_starts", "flash_attention", "flash_attention_backward"
+
     def note(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
         targets = [node.target for node in graph.graph.nodes]
-        tilegpt = torch.ops.tilegpt
-        counts.append(
-            [
-                targets.count(op.default)
-                for op in (
-                    tilegpt.intervals,
-                    tilegpt.block_starts,
-                    tilegpt.flash_attention,
-                    tilegpt.flash_attention_backward,
-                )
-            ]
-        )
+        operators = [getattr(torch.ops.tilegpt, name).default for name in names]
+        counts.append([targets.count(operator) for operator in operators])
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(fw_compiler=note, partition_fn=min_cut_rematerialization_partition)
     x, ids = torch.randn(1, 2, 40, 16, device=DEVICE, requires_grad=True), documents(40, each=17)
-    found, expected = (
-        torch.compile(layers, fullgraph=True, backend=backend)(x, ids),
-        layers(x, ids),
-    )
+    found = torch.compile(layers, fullgraph=True, backend=backend)(x, ids)
+    expected = layers(x, ids)
     torch.testing.assert_close(found, expected)
     d_out = torch.randn_like(found)
-    torch.testing.assert_close(
-        torch.autograd.grad(found, x, d_out), torch.autograd.grad(expected, x, d_out)
-    )
+    gradients = [torch.autograd.grad(out, x, d_out) for out in (found, expected)]
+    torch.testing.assert_close(*gradients)
     assert counts == [[1, starts, 3, 0], [0, 0, 0, 3]]
 
 

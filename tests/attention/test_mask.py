@@ -18,219 +18,85 @@ def intervals(num_queries: int, num_keys: int, **arguments) -> VisibleKeys:
     )
 
 
-def drawn(grid: str) -> torch.Tensor:
-    return torch.tensor(
-        [[character == "1" for character in row.split()] for row in grid.strip().splitlines()]
-    )
+def drawn(*rows: str) -> torch.Tensor:
+    """A row of characters for each query; 1 where it sees the key."""
+    return torch.tensor([[character == "1" for character in row] for row in rows])
 
 
-GRIDS: dict[str, tuple[tuple, str]] = {
-    "full-N2-M3": (
-        (2, 3, False, None, None),
-        """
-        1 1 1
-        1 1 1
-        """,
+def ids(*numbers: int) -> dict[str, torch.Tensor]:
+    return {"document_ids": torch.tensor([numbers])}
+
+
+FULL = {"causal": False}
+CAUSAL = {"causal": True}
+# the arguments, and the rows of the grid; the name says more where the arguments do not
+GRIDS = {
+    "full": (FULL, "111", "111"),
+    "causal-N4-M4": (CAUSAL, "1...", "11..", "111.", "1111"),
+    "causal-N2-M4": (CAUSAL, "111.", "1111"),
+    "causal-N1-M4": (CAUSAL, "1111"),
+    "causal-N4-M2": (CAUSAL, "..", "..", "1.", "11"),
+    "window2": (CAUSAL | {"window": 2}, "1...", "11..", ".11.", "..11"),
+    "window1": (CAUSAL | {"window": 1}, "1..", ".1.", "..1"),
+    "window2-N2-M4": (CAUSAL | {"window": 2}, ".11.", "..11"),
+    "window2-N4-M3": (CAUSAL | {"window": 2}, "...", "1..", "11.", ".11"),
+    "window9-wider-than-the-keys": (CAUSAL | {"window": 9}, "1.", "11"),
+    "window1,2": (FULL | {"window": (1, 2)}, "111.", "1111", ".111", "..11"),
+    "window0,unlimited": (FULL | {"window": (0, -1)}, "..11", "...1"),
+    "window1,1-N4-M2-a-row-before-all-keys": (FULL | {"window": (1, 1)}, "..", "1.", "11", "11"),
+    "window1,2-causal-cuts-the-right": (CAUSAL | {"window": (1, 2)}, "1..", "11.", ".11"),
+    "documents-0011": (CAUSAL | ids(0, 0, 1, 1), "1...", "11..", "..1.", "..11"),
+    "documents-0100-returns": (CAUSAL | ids(0, 1, 0, 0), "1...", ".1..", "..1.", "..11"),
+    "documents-7733-full": (FULL | ids(7, 7, 3, 3), "11..", "11..", "..11", "..11"),
+    "documents-5": (CAUSAL | ids(5), "1"),
+    "documents-window2": (
+        CAUSAL | ids(0, 0, 0, 0, 1, 1) | {"window": 2},
+        "1.....",
+        "11....",
+        ".11...",
+        "..11..",
+        "....1.",
+        "....11",
     ),
-    "causal-N4-M4": (
-        (4, 4, True, None, None),
-        """
-        1 . . .
-        1 1 . .
-        1 1 1 .
-        1 1 1 1
-        """,
+    # sequences of 3, 0, 1 and 1 queries with 2, 1, 0 and 3 keys
+    "varlen": (
+        CAUSAL | {"cu_seqlens": torch.tensor([[0, 3, 3, 4, 5], [0, 2, 3, 3, 6]])},
+        "......",
+        "1.....",
+        "11....",
+        "......",
+        "...111",
     ),
-    "causal-N2-M4": (
-        (2, 4, True, None, None),
-        """
-        1 1 1 .
-        1 1 1 1
-        """,
-    ),
-    "causal-N1-M4": (
-        (1, 4, True, None, None),
-        """
-        1 1 1 1
-        """,
-    ),
-    "causal-N4-M2": (
-        (4, 2, True, None, None),
-        """
-        . .
-        . .
-        1 .
-        1 1
-        """,
-    ),
-    "window2-N4-M4": (
-        (4, 4, True, 2, None),
-        """
-        1 . . .
-        1 1 . .
-        . 1 1 .
-        . . 1 1
-        """,
-    ),
-    "window1-N3-M3": (
-        (3, 3, True, 1, None),
-        """
-        1 . .
-        . 1 .
-        . . 1
-        """,
-    ),
-    "window2-N2-M4": (
-        (2, 4, True, 2, None),
-        """
-        . 1 1 .
-        . . 1 1
-        """,
-    ),
-    "window2-N4-M3": (
-        (4, 3, True, 2, None),
-        """
-        . . .
-        1 . .
-        1 1 .
-        . 1 1
-        """,
-    ),
-    "window9-wider-than-keys": (
-        (2, 2, True, 9, None),
-        """
-        1 .
-        1 1
-        """,
-    ),
-    "window1,2-N4-M4": (
-        (4, 4, False, (1, 2), None),
-        """
-        1 1 1 .
-        1 1 1 1
-        . 1 1 1
-        . . 1 1
-        """,
-    ),
-    "window0,unlimited-N2-M4": (
-        (2, 4, False, (0, -1), None),
-        """
-        . . 1 1
-        . . . 1
-        """,
-    ),
-    "window1,1-N4-M2-the-first-row-stands-before-all-keys": (
-        (4, 2, False, (1, 1), None),
-        """
-        . .
-        1 .
-        1 1
-        1 1
-        """,
-    ),
-    "window1,2-causal-cuts-the-right-side": (
-        (3, 3, True, (1, 2), None),
-        """
-        1 . .
-        1 1 .
-        . 1 1
-        """,
-    ),
-    "documents-0011": (
-        (4, 4, True, None, [0, 0, 1, 1]),
-        """
-        1 . . .
-        1 1 . .
-        . . 1 .
-        . . 1 1
-        """,
-    ),
-    "documents-0100-an-id-that-returns-is-another-document": (
-        (4, 4, True, None, [0, 1, 0, 0]),
-        """
-        1 . . .
-        . 1 . .
-        . . 1 .
-        . . 1 1
-        """,
-    ),
-    "documents-full-0011": (
-        (4, 4, False, None, [7, 7, 3, 3]),
-        """
-        1 1 . .
-        1 1 . .
-        . . 1 1
-        . . 1 1
-        """,
-    ),
-    "documents-one-token": (
-        (1, 1, True, None, [5]),
-        """
-        1
-        """,
-    ),
-    "documents-window2-000011": (
-        (6, 6, True, 2, [0, 0, 0, 0, 1, 1]),
-        """
-        1 . . . . .
-        1 1 . . . .
-        . 1 1 . . .
-        . . 1 1 . .
-        . . . . 1 .
-        . . . . 1 1
-        """,
+    "varlen-window0,1": (
+        FULL | {"cu_seqlens": torch.tensor([[0, 3, 3, 4, 5], [0, 2, 3, 3, 6]]), "window": (0, 1)},
+        "1.....",
+        "11....",
+        ".1....",
+        "......",
+        ".....1",
     ),
 }
 
 
-@pytest.mark.parametrize(("arguments", "grid"), GRIDS.values(), ids=GRIDS)
-def test_grid_drawn_by_hand(arguments, grid):
-    num_queries, num_keys, causal, window, ids = arguments
-    document_ids = None if ids is None else torch.tensor([ids])
-    visible = intervals(
-        num_queries, num_keys, causal=causal, window=window, document_ids=document_ids
-    )
-    assert torch.equal(visible.mask()[0, 0], drawn(grid))
+@pytest.mark.parametrize("name", GRIDS)
+def test_grid_drawn_by_hand(name):
+    arguments, *rows = GRIDS[name]
+    expected = drawn(*rows)
+    assert torch.equal(intervals(*expected.shape, **arguments).mask()[0, 0], expected)
 
 
 def test_padding_is_not_seen_and_moves_no_position():
     lengths = torch.tensor([3, 1, 0])
-    arguments = {"causal": True, "window": 2, "key_lengths": lengths}
-    grids = "1 . .\n1 1 .\n. 1 1", "1 . .\n1 . .\n. . .", ". . .\n. . .\n. . ."
-    found = intervals(3, 3, **arguments).mask()[:, 0]
-    assert torch.equal(found, torch.stack([drawn(grid) for grid in grids]))
-
-
-def test_packed_sequences_are_aligned_each_by_itself():
-    """Sequences of 3, 0, 1, 1 queries with 2, 1, 0, 3 keys."""
-    packed = torch.tensor([[0, 3, 3, 4, 5], [0, 2, 3, 3, 6]])
-    grid = """
-        . . . . . .
-        1 . . . . .
-        1 1 . . . .
-        . . . . . .
-        . . . 1 1 1
-        """
-    assert torch.equal(intervals(5, 6, causal=True, cu_seqlens=packed).mask()[0, 0], drawn(grid))
-    found = intervals(5, 6, causal=False, window=(0, 1), cu_seqlens=packed).mask()[0, 0]
-    grid = """
-        1 . . . . .
-        1 1 . . . .
-        . 1 . . . .
-        . . . . . .
-        . . . . . 1
-        """
-    assert torch.equal(found, drawn(grid))
+    found = intervals(3, 3, causal=True, window=2, key_lengths=lengths).mask()[:, 0]
+    grids = ("1..", "11.", ".11"), ("1..", "1..", "..."), ("...", "...", "...")
+    assert torch.equal(found, torch.stack([drawn(*rows) for rows in grids]))
 
 
 def test_each_sequence_has_its_own_documents():
-    ids = torch.tensor([[0, 0, 0], [0, 1, 1]])
-    visible = visible_keys(
-        torch.empty(2, 1, 3, 1), torch.empty(2, 1, 3, 1), causal=True, document_ids=ids
-    )
-    first, second = visible.mask()[:, 0]
-    assert torch.equal(first, drawn("1 . .\n1 1 .\n1 1 1"))
-    assert torch.equal(second, drawn("1 . .\n. 1 .\n. 1 1"))
+    each = {"document_ids": torch.tensor([[0, 0, 0], [0, 1, 1]])}
+    first, second = intervals(3, 3, causal=True, **each).mask()[:, 0]
+    assert torch.equal(first, drawn("1..", "11.", "111"))
+    assert torch.equal(second, drawn("1..", ".1.", ".11"))
 
 
 @st.composite
@@ -244,14 +110,8 @@ def problems(draw) -> tuple[VisibleKeys, int, int]:
     window = draw(st.none() | (st.integers(1, 45) if causal else st.tuples(side, side)))
     document_ids = None
     if with_documents:
-        sequences = draw(st.integers(1, 3))
-        changes = draw(
-            st.lists(
-                st.lists(st.booleans(), min_size=num_queries, max_size=num_queries),
-                min_size=sequences,
-                max_size=sequences,
-            )
-        )
+        row = st.lists(st.booleans(), min_size=num_queries, max_size=num_queries)
+        changes = draw(st.lists(row, min_size=1, max_size=3))
         document_ids = torch.tensor(changes).cumsum(1)
     mask = {"causal": causal, "window": window, "document_ids": document_ids}
     if with_documents or draw(st.booleans()):
@@ -266,30 +126,16 @@ def problems(draw) -> tuple[VisibleKeys, int, int]:
     return visible, draw(st.integers(1, 50)), draw(st.integers(1, 50))
 
 
-def by_hand(visible: VisibleKeys) -> torch.Tensor:
-    """(B, N, M), from the definition lo <= j < hi."""
-    keys = range(visible.num_keys)
-    rows = [
-        zip(*both, strict=True)
-        for both in zip(visible.lo.tolist(), visible.hi.tolist(), strict=True)
-    ]
-    return torch.tensor([[[lo <= j < hi for j in keys] for lo, hi in row] for row in rows])
-
-
 @settings(max_examples=150, deadline=None)
 @given(problems())
 def test_tiles_visit_what_is_visible_and_nothing_else(problem):
     visible, block_q, block_kv = problem
-    dense = by_hand(visible)
+    lo, hi, j = visible.lo, visible.hi, torch.arange(visible.num_keys)
+    dense = (lo[..., None] <= j) & (j < hi[..., None])
     assert torch.equal(visible.mask()[:, 0], dense)
-    assert (
-        (visible.lo.diff() >= 0).all()
-        and (visible.hi.diff() >= 0).all()
-        and (visible.lo <= visible.hi).all()
-    )
+    assert (lo.diff() >= 0).all() and (hi.diff() >= 0).all() and (lo <= hi).all()
 
     # a row without a key still has a place, and keys between two rows may have no query
-    lo, hi = visible.lo, visible.hi
     gaps = ((lo == hi) & (hi > 0)).any() or (lo[:, 1:] > hi[:, :-1]).any()
     tiles = visible.query_tiles(block_q)
     assert [row for tile in tiles for row in range(tile.start, tile.stop)] == list(

@@ -39,14 +39,10 @@ def tiles(draw, count: int | None = None) -> list[tuple[torch.Tensor, torch.Tens
     num_rows, found = draw(st.integers(1, 3)), []
     for _ in range(count or draw(st.integers(1, 4))):
         width = draw(st.integers(1, 4))
-        scores = draw(
-            st.lists(
-                st.lists(SCORES, min_size=width, max_size=width),
-                min_size=num_rows,
-                max_size=num_rows,
-            )
-        )
-        v = draw(st.lists(st.lists(FLOATS, min_size=D, max_size=D), min_size=width, max_size=width))
+        row = st.lists(SCORES, min_size=width, max_size=width)
+        scores = draw(st.lists(row, min_size=num_rows, max_size=num_rows))
+        value = st.lists(FLOATS, min_size=D, max_size=D)
+        v = draw(st.lists(value, min_size=width, max_size=width))
         found.append((tensor(scores), tensor(v)))
     return found
 
@@ -60,23 +56,6 @@ def assert_same(state: OnlineSoftmax, other: OnlineSoftmax) -> None:
     torch.testing.assert_close(
         (state.row_sum, state.acc), (other.row_sum, other.acc), rtol=1e-12, atol=1e-12
     )
-
-
-def softmax_by_hand(scores: torch.Tensor, v: torch.Tensor) -> tuple[list[list[float]], list[float]]:
-    """out and lse in plain Python, from the definition; every key at once."""
-    outs, lses = [], []
-    for row in scores.tolist():
-        largest = max(row)
-        weights = [math.exp(s - largest) if s > -math.inf else 0.0 for s in row]
-        total = sum(weights)
-        lses.append(largest + math.log(total) if total else -math.inf)
-        outs.append(
-            [
-                sum(w * x for w, x in zip(weights, column, strict=True)) / (total or 1.0)
-                for column in v.T.tolist()
-            ]
-        )
-    return outs, lses
 
 
 def test_worked_by_hand():
@@ -108,26 +87,16 @@ def test_past_sums_are_rescaled_when_the_maximum_moves():
     assert state.finalize()[0][0].tolist() == pytest.approx([1.6, 1.0])
 
 
-def test_ties_across_tiles_share_the_weight():
-    state = state_of(tensor([[5.0]]), tensor([[1.0, 0.0]])).update(
-        tensor([[5.0, 5.0]]), tensor([[0.0, 1.0], [0.0, 1.0]])
-    )
-    assert state.row_sum.item() == 3.0
-    assert state.finalize()[0][0].tolist() == pytest.approx([1 / 3, 2 / 3])
-
-
 @law
 @given(tiles())
 def test_any_split_of_the_keys_gives_softmax(tiles):
     state = empty(len(tiles[0][0]))
     for scores, v in tiles:
         state = state.update(scores, v)
-    outs, lses = softmax_by_hand(
-        torch.cat([scores for scores, _ in tiles], 1), torch.cat([v for _, v in tiles])
-    )
-    out, lse = state.finalize()
-    torch.testing.assert_close(out, tensor(outs), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(lse, tensor(lses), rtol=1e-12, atol=1e-12)
+    scores, v = torch.cat([each for each, _ in tiles], 1), torch.cat([each for _, each in tiles])
+    # a row of -inf alone has no softmax: its weights are 0
+    expected = scores.softmax(1).nan_to_num(0.0) @ v, scores.logsumexp(1)
+    torch.testing.assert_close(state.finalize(), expected, rtol=1e-12, atol=1e-12)
 
 
 @law
@@ -157,40 +126,17 @@ def test_merge_is_commutative(tiles):
 def test_the_empty_state_is_the_identity(tiles):
     state = state_of(*tiles[0])
     identity = empty(len(state.row_max))
-    assert (
-        (identity.row_max == -torch.inf).all()
-        and not identity.row_sum.any()
-        and not identity.acc.any()
-    )
+    assert (identity.row_max == -torch.inf).all()
+    assert not identity.row_sum.any() and not identity.acc.any()
     assert_same(state.merge(identity), state)
     assert_same(identity.merge(state), state)
 
 
-@law
-@given(tiles(count=2), st.floats(-900, 900))
-def test_only_differences_of_scores_matter(tiles, shift):
-    """The maximum is subtracted before the exponential: no score is too large, and lse moves with
-    the scores.
-    """
-    (scores, v), (next_scores, next_v) = tiles
-    out, lse = state_of(scores, v).update(next_scores, next_v).finalize()
-    moved_out, moved_lse = (
-        state_of(scores + shift, v).update(next_scores + shift, next_v).finalize()
-    )
-    torch.testing.assert_close(moved_out, out, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(moved_lse, lse + shift, rtol=1e-9, atol=1e-9)
-
-
 def test_first_tile_fully_masked():
     """exp(-inf - -inf) is NaN: without a guard every later key of the row is lost."""
-    masked, v = (
-        torch.full((1, 2), -torch.inf, dtype=torch.float64),
-        torch.ones(2, D, dtype=torch.float64),
-    )
-    state = state_of(masked, v)
-    assert (
-        state.row_max.item() == -torch.inf and state.row_sum.item() == 0.0 and not state.acc.any()
-    )
+    state = state_of(tensor([[-torch.inf, -torch.inf]]), tensor([[1.0, 1.0], [1.0, 1.0]]))
+    assert state.row_max.item() == -torch.inf
+    assert state.row_sum.item() == 0.0 and not state.acc.any()
     later = tensor([[0.3, -1.2]]), tensor([[1.0, 2.0], [3.0, 4.0]])
     assert_same(state.update(*later), state_of(*later))
 
@@ -212,15 +158,10 @@ def test_no_key_at_all_gives_zero_and_no_gradient():
 
 def test_the_subtracted_maximum_has_no_influence_on_the_gradient():
     """It cancels, so whether it is a constant for autograd changes nothing."""
-    generator = torch.Generator().manual_seed(0)
-    scores, v = (
-        torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((3, 8), (8, D))
-    )
+    scores, v = tensor([[0.5, -1.0, 2.0, 0.1]]), tensor([[1.0, 2.0], [3.0, 4.0]])
     grads = []
     for detach_max in (False, True):
         x = scores.clone().requires_grad_()
-        state = empty(3, detach_max=detach_max)
-        for j in (0, 4):
-            state = state.update(x[:, j : j + 4], v[j : j + 4])
+        state = empty(1, detach_max=detach_max).update(x[:, :2], v).update(x[:, 2:], v)
         grads.append(torch.autograd.grad(state.finalize()[0].square().sum(), x)[0])
     torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)

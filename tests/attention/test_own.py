@@ -62,21 +62,22 @@ def add_unused(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "said"),
+    ("backend", "named"),
     [
-        (own(forward=one_query_less), "attention=mine must return out of shape (1, 2, 150, 16)"),
-        (own(forward=of_another_device), "attention=mine fails on ordinary inputs: "),
-        (own(__init__=lambda self: None), "cannot build its module for layer 0: TypeError"),
-        (Backend("mine", module=dict, exact=False), "must make an nn.Module, it made dict"),
-        (made(add_in_float64), "attention=mine makes own.wide in float64 on cpu: make parameters"),
-        (made(add_elsewhere), "attention=mine makes own.far in float32 on meta: make parameters"),
-        (made(add_unused), "attention=mine gives no gradient for own.idle (3,)"),
+        (own(forward=one_query_less), ["out", "(1, 2, 150, 16)"]),
+        (own(forward=of_another_device), ["Error", "meta"]),
+        (own(__init__=lambda self: None), ["layer 0", "TypeError"]),
+        (Backend("mine", module=dict, exact=False), ["nn.Module", "dict"]),
+        (made(add_in_float64), ["own.wide", "float64"]),
+        (made(add_elsewhere), ["own.far", "meta"]),
+        (made(add_unused), ["gradient", "own.idle (3,)"]),
     ],
+    ids=["shape", "device", "init", "no-module", "float64", "elsewhere", "unused"],
 )
-def test_what_no_run_could_train_is_refused_before_it_begins(backend, said):
+def test_what_no_run_could_train_is_refused_before_it_begins(backend, named):
     with pytest.raises(ValueError) as refused:
         probe_backend(backend, **SHAPE, **CPU)
-    assert said in str(refused.value)
+    assert all(name in str(refused.value) for name in ["attention=mine", *named])
 
 
 def test_a_parameter_may_be_frozen():
@@ -87,29 +88,29 @@ def test_a_parameter_may_be_frozen():
     probe_backend(made(freeze), **SHAPE, **CPU)
 
 
+OWN = {"module": LearnableTemperature}
+
+
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "named"),
     [
-        ({}, "has nothing to call: give it fn= or module="),
-        ({"module": LearnableTemperature}, "has module=, so it is another function than softmax"),
-        ({"fn": attention, "reference": attention}, "has reference=, so it is another function"),
-        (
-            {"module": LearnableTemperature, "exact": False, "defect": "too sharp"},
-            "declare exact=False, and no defect",
-        ),
+        ({}, "fn= or module="),
+        (OWN, "module=.*exact=False"),
+        ({"fn": attention, "reference": attention}, "reference=.*exact=False"),
+        (OWN | {"exact": False, "defect": "too sharp"}, "module=.*exact=False.*defect"),
     ],
 )
-def test_declarations_that_mean_nothing(fields, said):
-    with pytest.raises(ValueError, match=said):
+def test_declarations_that_mean_nothing(fields, named):
+    with pytest.raises(ValueError, match=f"'mine' .*{named}"):
         Backend("mine", **fields)
 
 
 def test_a_module_and_its_backend_go_together():
     q = k = v = torch.randn(1, 2, 5, 16)
-    with pytest.raises(ValueError, match="has parameters of its own, and there are none here"):
+    with pytest.raises(ValueError, match=f"attention={BACKEND.name} .*module=build_module"):
         attention(q, k, v, backend=BACKEND)
     module = build_module(BACKEND, **SHAPE, max_seq_len=8, layer=0)
-    with pytest.raises(ValueError, match="attention=tiled takes no module= .got Learnable"):
+    with pytest.raises(ValueError, match="attention=tiled .*module=.*LearnableTemperature"):
         attention(q, k, v, backend="tiled", module=module)
     nn.init.constant_(module.log_temperature, 0.5)
     out = attention(q, k, v, backend=BACKEND, module=module).out
