@@ -19,9 +19,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import Backend, attention, attention_varlen, attention_with_cache, get_backend
-from attention.interface import Plans
-from attention.kernels.intervals import Windows
+from attention import (
+    Backend,
+    attention,
+    attention_varlen,
+    attention_with_cache,
+    checks,
+    get_backend,
+)
+from attention.kernels import decoding, intervals, op
 from attention.kernels.launch import Launch, layout
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tensors of the interpreter")
@@ -171,13 +177,23 @@ def test_every_launch_has_its_own_tensors():
     assert len({id(x) for _, _, x, *_ in kernel.started}) == len(pairs)
 
 
-@pytest.mark.parametrize("kind", [Plans, Windows])
-def test_plans_do_not_grow_without_end(kind):
+CACHES = {
+    "checks": checks.passed,
+    "forward": op.forward_plans,
+    "backward": op.backward_plans,
+    "intervals": intervals.plans,
+    "windows": intervals.kept,
+    "decoding": decoding.plans,
+}
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_no_cache_of_calls_grows_without_end(name):
     """As when a cache of keys grows by one in each call."""
-    plans = kind()
-    for length in range(3 * kind.LIMIT):
-        plans[length] = length
-        assert plans[length] == length and len(plans) <= kind.LIMIT
+    cache = type(CACHES[name])()
+    for length in range(3 * cache.LIMIT):
+        cache[length] = length
+        assert cache[length] == length and len(cache) <= cache.LIMIT
 
 
 def test_masks_may_change_in_place():
