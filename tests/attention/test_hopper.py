@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -38,7 +37,7 @@ from conformance.cases import Case, attend
 sys.path.append(str(Path(__file__).parent))
 import gluon_interpreter  # noqa: E402
 from gluon_interpreter import COUNTERS, Failure, load_kernels  # noqa: E402
-from test_conformance import CASES, GPU_CASES, check  # noqa: E402
+from test_conformance import check  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 INTERPRETED = pytest.mark.skipif(
@@ -321,12 +320,12 @@ def test_documents_of_these_lengths(head_dim, lengths):
     ("head_dim", "groups", "num_queries", "num_keys"),
     [(64, 6, 200, 130), slow(128, 4, 200, 200), slow(128, 6, 300, 130)],
 )
-def test_shares_of_a_group_are_joined(head_dim, groups, num_queries, num_keys):
+def test_shares_of_a_group_are_joined(head_dim, groups, num_queries, num_keys, conformance_record):
     """Several programs for the query heads of one key/value head, as where the cache is small."""
     launch = load_kernels(cache_bytes=1)["launch"]
     heads = {"num_heads": 2 * groups, "num_kv_heads": 2}
     case = sized(num_queries, num_keys, head_dim, batch=2, **heads)
-    check(interpreted_backend(launch), case, torch.float16, "cpu")
+    check(interpreted_backend(launch), case, torch.float16, "cpu", conformance_record)
 
 
 @pytest.mark.parametrize(
@@ -353,10 +352,10 @@ def test_every_program_has_work_in_the_backward(groups, blocks, mib, equal, shar
 
 
 @INTERPRETED
-def test_heads_of_an_incomplete_section_are_computed():
+def test_heads_of_an_incomplete_section_are_computed(conformance_record):
     """A regression test: of three heads in sections of two, a launch pointed past the last head."""
     case = sized(200, 200, 64, num_heads=3, num_kv_heads=3)
-    check(interpreted_backend(), case, torch.float16, "cpu")
+    check(interpreted_backend(), case, torch.float16, "cpu", conformance_record)
 
 
 def compare_packed(
@@ -747,10 +746,29 @@ ON_HOPPER = pytest.mark.skipif(
     reason="needs a Hopper GPU and the Triton that the kernels are written for",
 )
 DEVICE_CASES = [
-    *(replace(case, head_dim=64) for case in CASES if case.features() <= HOPPER.features),
     *QUICK_CASES,
     *SLOW_CASES,
-    *(case for case in GPU_CASES if case.head_dim in (64, 128)),
+    *(
+        sized(n, m, d, batch=2, num_heads=8, num_kv_heads=kv_heads, causal=causal, inputs=inputs)
+        for kv_heads in (8, 2)
+        for n, m in ((257, 257), (1024, 1024), (129, 600), (600, 129), (1, 777))
+        for d in (64, 128)
+        for causal in (True, False)
+        for inputs in ("normal", "spike")
+    ),
+    # sequences shorter than a tile
+    sized(17, 17, 64, num_kv_heads=1),
+    *(
+        sized(70, 70, 64, optional=optional)
+        for optional in (
+            {"window": 9},
+            {"score_mod": True},
+            {"document_ids": True, "window": 6, "softcap": 5.0, "alibi_slopes": True},
+        )
+    ),
+    sized(33, 70, 64, causal=False, optional={"window": (9, 4)}),
+    sized(33, 70, 64, batch=3, optional={"key_lengths": True}),
+    sized(70, 60, 64, num_kv_heads=1, optional={"cu_seqlens": True}),
     # more pieces of work than programs
     sized(320, 320, 64, batch=4, num_heads=64, num_kv_heads=64),
     sized(192, 192, 128, batch=2, num_heads=70, num_kv_heads=70),
@@ -790,7 +808,7 @@ DEVICE_CASES = [
 @pytest.mark.gpu
 @ON_HOPPER
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("case", dict.fromkeys(DEVICE_CASES), ids=str)
+@pytest.mark.parametrize("case", DEVICE_CASES, ids=str)
 def test_conformance(case, dtype, conformance_record):
     check(HOPPER, case, dtype, "cuda", conformance_record)
 
