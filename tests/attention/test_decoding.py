@@ -131,14 +131,16 @@ def test_splits_fill_the_device_and_no_more(programs, tiles, slots, splits):
     assert num_splits("fixed", programs=programs, tiles=tiles, slots=slots) == FIXED_SPLITS
 
 
-@pytest.mark.parametrize("mask", [{"window": 9}, {"lengths": True}, {"slopes": True}], ids=str)
-def test_a_few_queries_of_attention_are_split(mask):
+@pytest.mark.parametrize("name", ["window", "lengths", "alibi-softcap"])
+def test_a_few_queries_of_attention_are_split(name):
     """Unless they need a gradient. Another number of splits rounds in another order."""
     q, k = torch.randn(1, 2, 3, 16, device=DEVICE), torch.randn(1, 1, 40, 16, device=DEVICE)
-    if "lengths" in mask:
-        mask = {"key_lengths": torch.tensor([33], device=DEVICE)}
-    elif "slopes" in mask:
-        mask = {"alibi_slopes": torch.tensor([0.5, 0.1], device=DEVICE), "softcap": 3.0}
+    slopes, lengths = torch.tensor([0.5, 0.1], device=DEVICE), torch.tensor([33], device=DEVICE)
+    mask = {
+        "window": {"window": 9},
+        "lengths": {"key_lengths": lengths},
+        "alibi-softcap": {"alibi_slopes": slopes, "softcap": 3.0},
+    }[name]
     one, three = (
         attention(q, k, k, backend=get_backend("triton", splits=splits), **mask)
         for splits in (1, 3)

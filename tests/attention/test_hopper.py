@@ -556,6 +556,13 @@ H200 = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": 64}
 SOFTCAP, ALIBI = (f"attention.kernels.score_mods:{name}" for name in ("softcap", "alibi"))
 
 
+def change_named(x: Any) -> str:
+    """Of a test's id: what is changed, and to what; "as-is" for nothing."""
+    if not isinstance(x, dict):
+        return x
+    return "-".join(f"{name}={value}" for name, value in x.items()) or "as-is"
+
+
 @pytest.fixture
 def on_an_h200(monkeypatch, tmp_path):
     """This machine as one with an H200; call it to install another Triton."""
@@ -587,7 +594,7 @@ def on_an_h200(monkeypatch, tmp_path):
         ({"tile": 64}, "block_q"),
         ({"scale": -1.0}, "-1.0"),
     ],
-    ids=lambda x: "-".join(map(str, x)) if isinstance(x, dict) else "",
+    ids=change_named,
 )
 def test_inputs_of_the_hopper_kernels(change, reason, on_an_h200):
     found = why_not_hopper(**H200 | change)
@@ -617,6 +624,7 @@ def test_devices_of_the_hopper_kernels(on_an_h200, monkeypatch):
         ("hopper", {"score_mod": SOFTCAP}, "hopper", ""),
         ("auto", {"score_mod": ALIBI}, "hopper", ""),
     ],
+    ids=change_named,
 )
 def test_the_choice_and_its_reason(asked, change, chosen, reason, on_an_h200):
     """As a run writes them into its log."""

@@ -310,6 +310,7 @@ def address(argument: str) -> int:
         ("portable", "forward delta dkdv dq"),
         ("hopper", "forward prepare backward join_shares convert_dq"),
     ],
+    ids=["portable", "hopper"],
 )
 def test_the_short_way_brings_what_tritons_launcher_brings(library, kernels, launches):
     """To the CUDA driver: a shorter way than Triton's launcher starts a kernel again."""
