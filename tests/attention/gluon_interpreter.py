@@ -944,11 +944,14 @@ def replaced(modules: dict[str, types.ModuleType]):
                 sys.modules[name] = module
 
 
-def load_kernels(edit: tuple[str, str, str] | None = None) -> dict[str, types.ModuleType]:
+def load_kernels(
+    edit: tuple[str, str, str] | None = None, *, cache_bytes: int = 2**20
+) -> dict[str, types.ModuleType]:
     """attention/kernels/hopper, run against this interpreter: primitives, forward, backward and
     launch.
 
-    edit: (module, old, new), a change of its source, for a test that breaks it.
+    edit: (module, old, new), a change of its source, for a test that breaks it. cache_bytes: of the
+    device's L2 cache.
     """
     # plain Triton, which has an interpreter of its own
     import attention.kernels.hopper.pre_post  # noqa: F401
@@ -973,7 +976,7 @@ def load_kernels(edit: tuple[str, str, str] | None = None) -> dict[str, types.Mo
     ours["launch"].find_score_mod = lambda name: interpreted(find_score_mod(name), gl)
     ours["forward"].with_sink = interpreted(with_sink, gl)
     ours["launch"].multiprocessors = lambda device: 2
-    ours["launch"].cache_bytes = lambda device: 2**20
+    ours["launch"].cache_bytes = lambda device: cache_bytes
     ours["launch"].counters = lambda device: COUNTERS
     return ours
 

@@ -1,5 +1,5 @@
-"""The tile loop as an operator: PyTorch's contract, which loops it runs, and what breaks the graph
-as before.
+"""The tile loop as an operator: PyTorch's contract, which loops it runs, and which calls break the
+graph as before.
 """
 
 from dataclasses import replace
@@ -55,10 +55,8 @@ def test_the_operators_keep_pytorchs_contract(name):
     torch.library.opcheck(tile_loop, (q, k, v, look, name, *settings))
     with torch.no_grad():
         out, lse, _ = tile_loop(q, k, v, look, name, *settings)
-        torch.library.opcheck(
-            tile_loop_backward,
-            (q, k, v, out, lse, torch.ones_like(out), torch.ones_like(lse), name, *settings),
-        )
+        results = out, lse, torch.ones_like(out), torch.ones_like(lse)
+        torch.library.opcheck(tile_loop_backward, (q, k, v, *results, name, *settings))
 
 
 @pytest.mark.parametrize("name", ["tiled", "no_max"])
@@ -72,31 +70,25 @@ def test_gradients_against_finite_differences(name):
     )
 
 
-def differentiated(function, name: str, **arguments: object) -> tuple[Tensor, ...]:
-    tensors = operands(CALLS[name][0])
-    out, lse = function(*tensors, **arguments)
-    return (
-        out.detach(),
-        lse.detach(),
-        *torch.autograd.grad((out * out).sum() + lse[:, 1].sum(), tensors),
-    )
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_compiled_it_is_the_same_to_the_bit(name):
     """With every argument that attention() hands on, and a gradient that comes in through lse."""
     dtype, own = CALLS[name]
-    options = {key: own[key] for key in own if key in BACKENDS[name].options} | {
-        "block_q": 8,
-        "block_kv": 8,
-    }
-    function = partial(attention, backend=get_backend(name, **options))
-    arguments = {key: value for key, value in own.items() if key not in options}
+    arguments = {key: x for key, x in own.items() if key not in BACKENDS[name].options}
+    options = {key: x for key, x in own.items() if key not in arguments}
+    backend = get_backend(name, **options, block_q=8, block_kv=8)
+    function = partial(attention, backend=backend, **arguments)
+
+    def differentiated(function) -> tuple[Tensor, ...]:
+        tensors = operands(dtype)
+        out, lse = function(*tensors)
+        total = (out * out).sum() + lse[:, 1].sum()
+        return out.detach(), lse.detach(), *torch.autograd.grad(total, tensors)
+
     torch._dynamo.reset()
-    found = differentiated(
-        torch.compile(function, fullgraph=True, backend="aot_eager"), name, **arguments
-    )
-    torch.testing.assert_close(found, differentiated(function, name, **arguments), rtol=0, atol=0)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    found = differentiated(compiled)
+    torch.testing.assert_close(found, differentiated(function), rtol=0, atol=0)
 
 
 def breaks(backend: Backend, **arguments: object) -> bool:
@@ -117,40 +109,34 @@ def shifted(score, b, h, i, j, params):
     return score + 0.1 * j, torch.ones_like(score)
 
 
-def test_what_the_operator_cannot_carry_stays_outside_the_graph():
+def test_a_call_that_the_operator_cannot_carry_stays_outside_the_graph():
     backend = get_backend("tiled", block_q=8, block_kv=8)
     assert not breaks(backend)
     assert breaks(backend, score_mod=ScoreMod(shifted))
+    naive = get_backend("naive")
+    own = Backend("own", naive.fn, features=naive.features, traceable=False)
+    assert breaks(own)
 
 
 def test_a_setting_that_would_be_lost_is_refused():
     backend = get_backend("tiled")
     more = replace(backend, options={**backend.options, "kv_outer": True})
     q = operands(torch.float32)[0]
-    with pytest.raises(Exception, match="takes no kv_outer"):
-        torch.compile(
-            lambda q: attention(q, q, q, backend=more).out, fullgraph=True, backend="aot_eager"
-        )(q)
+    function = partial(attention, backend=more)
+    with pytest.raises(Exception, match="kv_outer"):
+        torch.compile(function, fullgraph=True, backend="aot_eager")(q, q, q)
 
 
 @pytest.mark.slow
 def test_only_the_very_loop_of_that_name_is_the_operator(monkeypatch):
-    """Whatever is put around it, or takes its name, runs itself and not the loop it stands for."""
+    """A loop with something around it, or another loop of its name, runs itself."""
     backend = get_backend("tiled", block_q=8, block_kv=8)
     namesake = tile_loop_backend("tiled", softmax=LazyRescale)
     around = replace(backend, fn=partial(backend.fn, softmax=LazyRescale))
     for each in (namesake, around, replace(backend, name="other")):
         assert not is_operator(each) and breaks(each)
     assert is_operator(backend)
-    own = tile_loop_backend("a_loop_of_ones_own", softmax=LazyRescale)
+    own = tile_loop_backend("own_loop", softmax=LazyRescale)
     assert not is_operator(own) and breaks(own)
     monkeypatch.setitem(BACKENDS, own.name, own)  # as register() does
     assert is_operator(own) and not breaks(own)
-
-
-def test_a_users_own_function_stays_outside_the_graph():
-    assert breaks(
-        Backend(
-            "own", get_backend("naive").fn, features=BACKENDS["naive"].features, traceable=False
-        )
-    )

@@ -28,21 +28,16 @@ def test_every_head_dim_has_a_tile(name):
         for tiles in table[dtype].values():
             assert set(tiles) == {str(head_dim) for head_dim in HEAD_DIMS}
             for block_q, block_kv, num_warps, num_stages in tiles.values():
-                assert (
-                    {block_q, block_kv} <= {16, 32, 64, 128, 256}
-                    and num_warps in (1, 2, 4, 8, 16)
-                    and num_stages >= 1
-                )
+                assert {block_q, block_kv} <= {16, 32, 64, 128, 256}
+                assert num_warps in (1, 2, 4, 8, 16)
+                assert num_stages >= 1
 
 
-def test_padding_of_the_head_dim():
-    for head_dim in range(1, 257):
-        padded = padded_head_dim(head_dim)
-        assert (
-            padded >= max(16, head_dim)
-            and padded & (padded - 1) == 0
-            and (padded < 2 * head_dim or padded == 16)
-        )
+@pytest.mark.parametrize(
+    ("head_dim", "padded"), [(1, 16), (16, 16), (17, 32), (64, 64), (65, 128), (256, 256)]
+)
+def test_padding_of_the_head_dim(head_dim, padded):
+    assert padded_head_dim(head_dim) == padded
 
 
 @pytest.mark.parametrize(
@@ -60,23 +55,15 @@ def test_a_device_gets_the_largest_table_that_fits(capability, shared_memory, ex
     assert table_for(capability, shared_memory) is tables()[expected]
 
 
-def test_a_device_too_small_is_told_so():
-    with pytest.raises(
-        ValueError,
-        match="needs 101376 bytes of shared memory a program, this GPU has 65536: use "
-        "attention=sdpa",
-    ):
+def test_a_device_that_is_too_small_is_refused():
+    with pytest.raises(ValueError, match="101376 .* 65536.*attention=sdpa"):
         table_for((7, 5), 65536)
 
 
 def test_tiles_of_ones_own_keep_their_keys():
+    asked = {"device": torch.device("cuda"), "block_q": 128, "block_kv": 32}
     for kernel in VARIANTS:
-        assert (
-            pick_tile(
-                kernel, 64, torch.bfloat16, torch.device("cuda"), block_q=128, block_kv=32
-            ).block_kv
-            == 32
-        )
+        assert pick_tile(kernel, 64, torch.bfloat16, **asked).block_kv == 32
 
 
 def test_float32_gets_fewer_queries_than_asked_for():
@@ -89,7 +76,7 @@ def test_float32_gets_fewer_queries_than_asked_for():
     assert pick_tile("forward", 128, torch.bfloat16, **asked).block_q == 128
 
 
-# bytes a thread: what is known to spill, and why
+# bytes of a thread that the compiler spills, and why
 SPILLS = {
     ("dkdv", 128, "full"): 16,  # by Triton 3.9's allocation; none with 3.6
     # dk and dv of 64 x 256 leave few registers for the rest
@@ -135,21 +122,13 @@ def test_sm_90_compiles_without_spills(wanted):
     serialised products.
     """
     table = tables()["sm_90"]
-    tiles = [table["16-bit"][kernel][str(head_dim)] for kernel, head_dim, _ in wanted]
+    problems = [
+        (kernel, "bf16", head_dim, variant, table["16-bit"][kernel][str(head_dim)])
+        for kernel, head_dim, variant in wanted
+    ]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    problems = json.dumps(
-        [
-            (kernel, "bf16", head_dim, variant, tile)
-            for (kernel, head_dim, variant), tile in zip(wanted, tiles, strict=True)
-        ]
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, problems],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=ROOT,
-    )
+    command = [sys.executable, "-c", COMPILE, json.dumps(problems)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
     for (kernel, head_dim, variant), row in zip(wanted, found, strict=True):
