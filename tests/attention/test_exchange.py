@@ -217,5 +217,5 @@ def test_a_gradient_of_gradients_goes_back_too(shards):
 
 def test_values_of_another_width_are_refused(shards):
     q, v = torch.zeros(1, 4, 8, 16), torch.zeros(1, 4, 8, 1)
-    with pytest.raises(Refusal, match="v .* {16, 1}|v .* {1, 16}"):
+    with pytest.raises(Refusal, match=r"v .* \{16, 1\}|v .* \{1, 16\}"):
         shards.to_heads(q, q, v)

@@ -19,8 +19,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of the kernels
 def inputs(num_queries=96, num_keys=None, dtype=torch.float32):
     """q, k, v and the weights of a sum over out."""
     draw = torch.Generator().manual_seed(0)
-    of_keys = (2, 2, num_keys or num_queries, 16)
-    shapes = (2, 4, num_queries, 16), of_keys, of_keys, (2, 4, num_queries, 16)
+    of_keys = (1, 2, num_keys or num_queries, 16)
+    shapes = (1, 4, num_queries, 16), of_keys, of_keys, (1, 4, num_queries, 16)
     q, k, v, weights = (torch.randn(shape, generator=draw).to(DEVICE, dtype) for shape in shapes)
     return [x.requires_grad_() for x in (q, k, v)], weights
 
@@ -49,7 +49,7 @@ def test_any_number_of_ranks_computes_attention(backend, ranks, mask):
     """With its gradients. Parts of a sequence differ in length, and the first rows see no key."""
     tensors, weights = inputs(41, 41 if "document_ids" in mask else 37)
     if "document_ids" in mask:
-        mask = {"document_ids": torch.tensor([0] * 7 + [1] * 13 + [2] * 21).repeat(2, 1)}
+        mask = {"document_ids": torch.tensor([0] * 7 + [1] * 13 + [2] * 21)[None]}
     found = results(backend.configured(ranks=ranks), tensors, weights, **mask)
     exact = results("naive", tensors, weights, **mask)
     for one, other in zip(found, exact, strict=True):
