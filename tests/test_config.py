@@ -1,6 +1,6 @@
-"""Every choice in conf/ fits the schema, and every wrong value is refused in words.
+"""Every choice in conf/ fits the schema; a resumed run replays the arguments of its first start.
 
-A resumed run replays the arguments of its first start.
+What is refused stands in test_bad_input.
 """
 
 import math
@@ -12,18 +12,14 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
 from attention import BACKENDS
 from config import (
     AttentionConfig,
-    DataConfig,
-    LoggerConfig,
     ModelConfig,
     OptimConfig,
     RunConfig,
-    TokenizerConfig,
 )
 from tests.command import register_once
 from training.command_line import check_keys, quoted, replay_overrides
@@ -157,114 +153,9 @@ def test_every_run_of_an_experiment_composes(name):
 def test_max_seq_len_follows_seq_len_unless_set():
     assert composed("seq_len=777").model.max_seq_len == 777
     assert composed("seq_len=128", "model.max_seq_len=512").model.max_seq_len == 512
-    with pytest.raises(Exception, match="seq_len=256 is longer than model.max_seq_len=100 allows"):
-        composed("model.max_seq_len=100")
-
-
-@pytest.mark.parametrize(
-    "override", ["seqlen=3", "model.width=3", "attention.tile=3", "optim.learning_rate=1"]
-)
-def test_a_misspelt_key_is_refused(override):
-    with pytest.raises(ConfigCompositionException, match=f"'{override.partition('=')[0]}'"):
-        composed(override)
-
-
-@pytest.mark.parametrize(
-    "override", ["seq_len=long", "steps=1.5", "deterministic=twice", "model.bias=maybe"]
-)
-def test_a_value_of_the_wrong_type_is_refused(override):
-    with pytest.raises(ConfigCompositionException, match=override.partition("=")[0]):
-        composed(override)
-
-
-def test_an_unknown_choice_lists_the_valid_ones():
-    with pytest.raises(Exception, match="(?s)flash3.*tiled.*triton"):
-        composed("attention=flash3")
 
 
 MODEL = {"hidden_size": 64, "num_heads": 4}
-REFUSED = [
-    (AttentionConfig, {"block_q": 0}, "attention.block_q=0 must be at least 1"),
-    (AttentionConfig, {"block_kv": -1}, "attention.block_kv=-1 must be at least 1"),
-    (
-        AttentionConfig,
-        {"name": "custom"},
-        "attention=custom needs attention.target=pkg.module:BACKEND",
-    ),
-    (ModelConfig, {"num_layers": 0}, "model.num_layers=0 must be at least 1"),
-    (ModelConfig, {"num_heads": 0}, "model.num_heads=0 must be at least 1"),
-    (ModelConfig, {"hidden_size": 0}, "model.hidden_size=0 must be at least 1"),
-    (
-        ModelConfig,
-        {"hidden_size": 66, "num_heads": 4},
-        "model.hidden_size=66 is not a multiple of model.num_heads=4",
-    ),
-    (
-        ModelConfig,
-        MODEL | {"num_kv_heads": 3},
-        "model.num_heads=4 is not a multiple of model.num_kv_heads=3",
-    ),
-    (ModelConfig, MODEL | {"num_kv_heads": 0}, "model.num_kv_heads=0 must be at least 1"),
-    (ModelConfig, {"positions": "sinus"}, "model.positions=sinus is not one of: learned"),
-    (ModelConfig, {"norm": "batch"}, "model.norm=batch is not one of: layernorm, rmsnorm"),
-    (ModelConfig, {"activation": "relu"}, "model.activation=relu is not one of: gelu, swiglu"),
-    (
-        ModelConfig,
-        {"positions": "rope", "hidden_size": 12, "num_heads": 4},
-        "needs an even head_dim, got 3",
-    ),
-    (ModelConfig, {"dropout": 1.0}, "model.dropout=1.0 must be in"),
-    (DataConfig, {"source": "web"}, "data.source=web is not one of: stdlib"),
-    (DataConfig, {"source": "text"}, "data=text needs data.path"),
-    (DataConfig, {"source": "hub"}, "data=hub needs data.name"),
-    (DataConfig, {"val_fraction": 0.0}, "data.val_fraction=0.0 must be between 0 and 1"),
-    (DataConfig, {"val_fraction": 1.0}, "data.val_fraction=1.0 must be between 0 and 1"),
-    (DataConfig, {"max_documents": 0}, "data.max_documents=0 must be at least 1"),
-    (DataConfig, {"num_keys": 0}, "data.num_keys=0 must be at least 1"),
-    (DataConfig, {"num_values": 1}, "data.num_values=1 must be at least 2"),
-    (TokenizerConfig, {"name": "word"}, "tokenizer.name=word is not one of: byte, bpe, gpt2"),
-    (OptimConfig, {"name": "sgd"}, "optim.name=sgd is not one of: adamw"),
-    (OptimConfig, {"schedule": "linear"}, "optim.schedule=linear is not one of: cosine, constant"),
-    (OptimConfig, {"lr": -1.0}, "optim.lr=-1.0 must be at least 0"),
-    (OptimConfig, {"lr": float("nan")}, "optim.lr=nan must be at least 0"),
-    (OptimConfig, {"min_lr": -1.0}, "optim.min_lr=-1.0 must be at least 0"),
-    (OptimConfig, {"warmup_steps": -1}, "optim.warmup_steps=-1 must be at least 0"),
-    (OptimConfig, {"beta1": 1.0}, "optim.beta1=1.0 must be in"),
-    (
-        AttentionConfig,
-        {"name": "triton", "kernel": "fast"},
-        "attention.kernel=fast is not one of: auto, portable, hopper",
-    ),
-    (OptimConfig, {"beta2": -0.1}, "optim.beta2=-0.1 must be in"),
-    (LoggerConfig, {"name": "mlflow"}, "logger.name=mlflow is not one of: wandb"),
-    (LoggerConfig, {"mode": "on"}, "logger.mode=on is not one of: auto"),
-    (RunConfig, {"device": "tpu"}, "device=tpu is not one of: auto, cpu, cuda"),
-    (RunConfig, {"dtype": "float32"}, "dtype=float32 is not one of: auto, fp32, bf16, fp16"),
-    (RunConfig, {"compile": "maybe"}, "compile=maybe is not one of: auto, true, false"),
-    *(
-        (RunConfig, {key: 0}, f"{key}=0 must be at least 1")
-        for key in ("seq_len", "steps", "batch_size", "log_every")
-    ),
-    *((RunConfig, {key: -1}, f"{key}=-1 must be at least 0") for key in ("seed", "sample_tokens")),
-    (RunConfig, {"seq_len": 512}, "seq_len=512 is longer than model.max_seq_len=256 allows"),
-    (
-        RunConfig,
-        {"tokens_per_step": 5000},
-        "tokens_per_step=5000 is not a positive multiple of batch_size * seq_len = 16 * 256 = 4096",
-    ),
-    (RunConfig, {"tokens_per_step": 0}, "tokens_per_step=0 is not a positive multiple"),
-    # a regression test: the run began with random weights, and said nothing
-    (RunConfig, {"init_from": ""}, "init_from= is empty: name a folder"),
-]
-
-
-@pytest.mark.parametrize(
-    ("schema", "settings", "message"), REFUSED, ids=[message for *_, message in REFUSED]
-)
-def test_refused(schema, settings, message):
-    with pytest.raises(ValueError) as refused:
-        schema(**settings)
-    assert message in str(refused.value)
 
 
 def test_what_follows_from_the_fields():
@@ -425,19 +316,14 @@ def test_resuming_a_resumed_run(run_dir):
 
 def test_a_resume_stays_in_its_folder(run_dir, tmp_path):
     assert replay_overrides([f"resume={run_dir}", f"hydra.run.dir={run_dir}/"])
-    with pytest.raises(SystemExit, match="goes on in its own folder: leave out hydra.run.dir="):
+    with pytest.raises(SystemExit, match="hydra.run.dir="):
         replay_overrides([f"resume={run_dir}", f"hydra.run.dir={tmp_path}/elsewhere"])
 
 
 @pytest.mark.parametrize("flag", ["-m", "--multirun"])
 def test_resume_cannot_be_part_of_a_sweep(run_dir, flag):
-    with pytest.raises(SystemExit, match="goes on with one run; it cannot be part of a sweep"):
+    with pytest.raises(SystemExit, match="resume=.*sweep"):
         replay_overrides([flag, f"resume={run_dir}"])
-
-
-def test_resuming_what_is_no_run(tmp_path):
-    with pytest.raises(SystemExit, match="is not a run directory: it has no overrides.yaml"):
-        replay_overrides([f"resume={tmp_path}"])
 
 
 def test_resuming_the_folder_of_all_runs_names_one(run_dir, tmp_path):
@@ -445,7 +331,7 @@ def test_resuming_the_folder_of_all_runs_names_one(run_dir, tmp_path):
     shutil.copytree(run_dir, outputs / "2026-11-26/09-30-00")
     with pytest.raises(SystemExit) as refused:
         replay_overrides([f"resume={outputs}"])
-    assert str(refused.value).endswith(f"; it holds runs, such as {outputs}/2026-11-26/09-30-00")
+    assert f"{outputs}/2026-11-26/09-30-00" in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -487,17 +373,11 @@ def test_intervals_of_zero_are_never_due():
     assert not config.due(10).evaluate and not config.due(10).compare
 
 
-def test_a_rerun_by_hydra_is_refused_with_what_does_it_instead():
-    """It would write over the earlier run, without its lock."""
-    with pytest.raises(SystemExit, match="DIR/overrides.yaml lists the settings"):
-        replay_overrides(["--experimental-rerun", "RUN/.hydra/config.pickle"])
-
-
 def test_a_module_without_its_backend_is_told_how_to_name_one(tmp_path, monkeypatch):
     """The module is found, not imported: an import takes seconds, and may end the program."""
     (tmp_path / "my_attention.py").write_text("raise SystemExit(3)\n")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="my_attention.py, write attention=my_attention:BACKEND; "):
+    with pytest.raises(ValueError, match="attention=my_attention:BACKEND"):
         check_keys(["attention=my_attention"])
     for name in ("random", "data", "not_there"):  # Python's, ours, nobody's
         with pytest.raises(ValueError) as raised:
