@@ -104,17 +104,10 @@ def test_an_attentions_yaml_holds_its_options_with_their_defaults(name):
 
 def test_the_default_run():
     config = composed()
-    assert (
-        config.attention.name,
-        config.model.name,
-        config.data.source,
-        config.tokenizer.name,
-    ) == ("tiled", "tiny", "stdlib", "byte")
-    assert (config.optim.name, config.logger.name, config.accumulation_steps) == (
-        "adamw",
-        "wandb",
-        1,
-    )
+    names = (config.attention.name, config.model.name, config.data.source, config.tokenizer.name)
+    assert names == ("tiled", "tiny", "stdlib", "byte")
+    assert (config.optim.name, config.logger.name) == ("adamw", "wandb")
+    assert config.accumulation_steps == 1
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -161,27 +154,19 @@ MODEL = {"hidden_size": 64, "num_heads": 4}
 def test_what_follows_from_the_fields():
     assert ModelConfig(**MODEL).kv_heads == 4 and ModelConfig(**MODEL, num_kv_heads=2).kv_heads == 2
     assert ModelConfig(**MODEL).head_dim == 16
-    assert [RunConfig(compile=value).compile for value in (True, False, "auto")] == [
-        "true",
-        "false",
-        "auto",
-    ]
+    compiles = [RunConfig(compile=value).compile for value in (True, False, "auto")]
+    assert compiles == ["true", "false", "auto"]
     run = RunConfig(batch_size=2, seq_len=8, tokens_per_step=48)
     assert (run.accumulation_steps, run.sequences_per_step) == (3, 6)
-    assert AttentionConfig(block_q=4, detach_max=False, options={"mine": 1}).backend_options() == {
-        "mine": 1,
-        "block_q": 4,
-        "detach_max": False,
-    }
+    options = AttentionConfig(block_q=4, detach_max=False, options={"mine": 1}).backend_options()
+    assert options == {"mine": 1, "block_q": 4, "detach_max": False}
     assert AttentionConfig().backend_options() == {}
 
 
 def test_learning_rate_follows_the_width_unless_set():
     wide = RunConfig(model=ModelConfig(hidden_size=768, num_heads=12))
-    assert (wide.optimizer().lr, wide.optimizer().min_lr) == (
-        pytest.approx(5e-4),
-        pytest.approx(5e-5),
-    )
+    assert wide.optimizer().lr == pytest.approx(5e-4)
+    assert wide.optimizer().min_lr == pytest.approx(5e-5)
     chosen = RunConfig(optim=OptimConfig(lr=2e-3, min_lr=0.0))
     assert (chosen.optimizer().lr, chosen.optimizer().min_lr) == (2e-3, 0.0)
     assert wide.optim.lr is None  # the setting itself stays what it was
@@ -211,37 +196,23 @@ def test_the_flag_of_a_sweep_may_stand_between_the_settings():
 
 def test_resume_replays_what_the_run_was_asked_for(run_dir):
     old = ["attention=sdpa", "seq_len=64", "+attention.options.mine=1", "~logger"]
-    own = [
-        f"resume='{run_dir}'",
-        f"hydra.run.dir='{run_dir}'",
-        "hydra.mode=RUN",
-        "hydra.output_subdir=null",
-    ]
-    assert replay_overrides([f"resume='{run_dir}'"]) == old + own
+    resume = f"resume='{run_dir}'"
+    place = [f"hydra.run.dir='{run_dir}'", "hydra.mode=RUN", "hydra.output_subdir=null"]
+    assert replay_overrides([resume]) == [*old, resume, *place]
     # what is asked for now stands after resume=
-    assert replay_overrides([f'resume="{run_dir}"', "steps=9"]) == [
-        *old,
-        own[0],
-        "steps=9",
-        *own[1:],
-    ]
+    again = [*old, resume, "steps=9", *place]
+    assert replay_overrides([f'resume="{run_dir}"', "steps=9"]) == again
     # Hydra's own options come first, with their values
     options = ["--config-dir", "my_conf", "-cn", "mine", "--debug"]
-    assert replay_overrides(["steps=9", *options[:2], f"resume={run_dir}", *options[2:]]) == [
-        *options,
-        *old,
-        own[0],
-        "steps=9",
-        *own[1:],
-    ]
+    given = ["steps=9", *options[:2], f"resume={run_dir}", *options[2:]]
+    assert replay_overrides(given) == [*options, *again]
     # what is given now counts, whatever sign it carries
     new = ["attention=tiled", "++attention.options.mine=2", "logger=none"]
-    assert replay_overrides([*new, f"resume={run_dir}"]) == ["seq_len=64", own[0], *new, *own[1:]]
+    assert replay_overrides([*new, f"resume={run_dir}"]) == ["seq_len=64", resume, *new, *place]
     # and Hydra reads the path back
     parsed = OverridesParser.create().parse_overrides(replay_overrides([f"resume={run_dir}"]))
-    assert {override.key_or_group: override.value() for override in parsed}["resume"] == str(
-        run_dir
-    )
+    values = {override.key_or_group: override.value() for override in parsed}
+    assert values["resume"] == str(run_dir)
 
 
 def kept(run_dir: Path, *new: str) -> list[str]:
@@ -262,46 +233,25 @@ def test_another_attention_does_not_inherit_the_options_of_the_first(tmp_path):
 
 
 def test_other_data_do_not_inherit_the_place_of_the_first(tmp_path):
-    old = [
-        "data=text",
-        "data.path=books",
-        "data.val_fraction=0.1",
-        "data.documents=true",
-        "seq_len=64",
-    ]
+    shared = ["data.val_fraction=0.1", "data.documents=true", "seq_len=64"]
+    old = ["data=text", "data.path=books", *shared]
     (tmp_path / "overrides.yaml").write_text(yaml.safe_dump(old))
-    assert kept(tmp_path, "data=stdlib") == old[2:]
+    assert kept(tmp_path, "data=stdlib") == shared
     assert kept(tmp_path, "data=text") == old[1:]
 
 
 def test_a_backend_of_ones_own_gives_way_to_another_attention(tmp_path):
-    old = [
-        "attention=custom",
-        "attention.target=pkg.module:MINE",
-        "+attention.options.sharpness=2",
-        "seq_len=64",
-    ]
+    old = ["attention=custom", "attention.target=pkg.module:MINE", "seq_len=64"]
+    old += ["+attention.options.sharpness=2"]
     (tmp_path / "overrides.yaml").write_text(yaml.safe_dump(old))
     assert kept(tmp_path, "attention=sdpa") == ["seq_len=64"]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "it's",
-        "a\\b",
-        "C:\\",
-        "\\'",
-        "\\\\'x",
-        "''",
-        "a, b = {c: [d]}",
-        "${e}",
-        "\\\\",
-        "f\\'g\\",
-    ],
-    ids=repr,
-)
+TEXTS = ["", "it's", "''", "a\\b", "C:\\", "\\'", "\\\\'x", "\\\\", "f\\'g\\"]
+TEXTS += ["a, b = {c: [d]}", "${e}"]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=repr)
 def test_hydra_reads_back_what_is_quoted(text):
     """A regression test: a backslash in the middle of a setting was doubled in the way out."""
     (override,) = OverridesParser.create().parse_overrides([f"data.path={quoted(text)}"])
@@ -350,25 +300,16 @@ def test_resuming_the_folder_of_all_runs_names_one(run_dir, tmp_path):
 )
 def test_what_is_due_after_a_step(step, diverged, due):
     """A diverged step is the last one: nothing is compared with it, and no attention follows."""
-    config = RunConfig(
-        attention=AttentionConfig("no_rescale", switch_at=7, switch_to="tiled"),
-        steps=11,
-        log_every=3,
-        diagnose_every=4,
-        eval_every=5,
-        checkpoint_every=10,
-    )
+    switched = AttentionConfig("no_rescale", switch_at=7, switch_to="tiled")
+    intervals = {"log_every": 3, "diagnose_every": 4, "eval_every": 5, "checkpoint_every": 10}
+    config = RunConfig(attention=switched, steps=11, **intervals)
     told = config.due(step, diverged=diverged)
     assert {name for name, value in told._asdict().items() if value} == set(due)
 
 
 def test_intervals_of_zero_are_never_due():
-    config = RunConfig(
-        attention=AttentionConfig("no_rescale", switch_at=7, switch_to="tiled"),
-        steps=10,
-        eval_every=0,
-        diagnose_every=0,
-    )
+    switched = AttentionConfig("no_rescale", switch_at=7, switch_to="tiled")
+    config = RunConfig(attention=switched, steps=10, eval_every=0, diagnose_every=0)
     assert not config.due(7).evaluate and config.due(7).switch
     assert not config.due(10).evaluate and not config.due(10).compare
 

@@ -149,9 +149,14 @@ def test_parameters(shape, vocab_size):
     assert parameter_count(config, vocab_size) == count_parameters(model)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("attention", ["sdpa", "tiled", "naive", "no_rescale"])
-@pytest.mark.parametrize("shape", ["gpt2", "modern"])
+@pytest.mark.parametrize(
+    ("shape", "attention", "dtype"),
+    diagonal(
+        ["gpt2", "modern"],
+        ["sdpa", "tiled", "naive", "no_rescale"],
+        {"bf16": BF16, "fp32": FP32},
+    ),
+)
 def test_saved_for_backward(shape, attention, dtype):
     step = Step(shape, attention, dtype)
     assert step.plan.saved == pytest.approx(step.saved_bytes(), rel=0.005)
