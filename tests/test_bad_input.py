@@ -452,10 +452,11 @@ def test_no_network_is_said_at_once(tmp_path, overrides):
     assert "tokenizer=byte" in answer or "data=stdlib" in answer
 
 
-def test_a_cache_that_cannot_be_made(tmp_path):
+@pytest.mark.parametrize("cache", ["file/cache", "x" * 300], ids=["made", "too-long"])
+def test_a_cache_that_cannot_be(tmp_path, cache):
     (tmp_path / "file").touch()
-    answer = run(*tiny(tmp_path / "run"), TILEGPT_CACHE=str(tmp_path / "file/cache")).complaint()
-    assert "file/cache" in answer
+    answer = run(*tiny(tmp_path / "run"), TILEGPT_CACHE=str(tmp_path / cache)).complaint()
+    assert cache in answer
     assert "data.cache_dir=FOLDER" in answer and "TILEGPT_CACHE=FOLDER" in answer
 
 

@@ -68,19 +68,6 @@ def test_choice_composes(choice):
     )
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=ids)
-def test_choice_says_only_what_differs_from_the_schema(choice):
-    group, name = choice
-    schema = OmegaConf.to_container(OmegaConf.structured(type(getattr(RunConfig(), group))))
-    said = yaml.safe_load((ROOT / "conf" / group / f"{name}.yaml").read_text())
-    # the choice's own name, what follows another key, and what must be null whatever the schema
-    # says
-    on_purpose = {"name", "source", "max_seq_len", "num_kv_heads"}
-    assert not [
-        key for key, value in said.items() if schema[key] == value and key not in on_purpose
-    ]
-
-
 def test_every_backend_is_a_choice():
     assert {name for group, name in CHOICES if group == "attention"} == {*BACKENDS, "custom"}
 
