@@ -168,7 +168,7 @@ def test_the_loss_scale_cancels():
 @pytest.mark.parametrize(
     "error",
     [torch.OutOfMemoryError("tried to allocate"), RuntimeError("can't allocate memory")],
-    ids=["gpu", "cpu"],
+    ids=["allocator", "system"],  # an id "gpu" would be deselected where there is none
 )
 def test_no_memory_for_the_comparison_does_not_end_the_run(caplog, error):
     watch = AttentionMonitor(build("tiled"), contextlib.nullcontext())
@@ -184,7 +184,8 @@ def test_no_memory_for_the_comparison_does_not_end_the_run(caplog, error):
         row = watch.inspect(step)
         assert row.keys() == {"attention/max_score", "attention/max_score_by_head"}
         assert math.isfinite(row["attention/max_score"])
-    assert len(tried) == 1 and len(caplog.messages) == 1 and "memory" in caplog.text
+    assert len(tried) == 1
+    assert sum("diagnose_every=0" in line for line in caplog.messages) == 1
 
 
 def test_watch_goes_on_from_the_rows_of_an_earlier_start(caplog):
@@ -213,7 +214,7 @@ def test_the_first_score_past_a_limit_is_announced_once(caplog):
     for step in (5, 6):
         row = watch.inspect(looked_at(model, batch(1), step=step))
         assert row["attention/max_score"] == score
-    (line,) = caplog.messages
+    (line,) = [line for line in caplog.messages if "11.09" in line]
     assert "step 5" in line and f"{score:.2f}" in line and "11.09 (float16)" in line
     assert watch.summary() == {
         "max_score": score,
