@@ -1,9 +1,5 @@
-"""Whatever a user gets wrong: one line that names the value and the way out, and nothing lost.
+"""Whatever a user gets wrong: one line that names the value, an exit code, and nothing lost."""
 
-The exit code is not 0.
-"""
-
-import errno
 import os
 import re
 import shlex
@@ -33,7 +29,6 @@ from tests.command import (
 from training.device import pick_dtype
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the obstacle is Linux's")
-BACKENDS_OF_A_USER = "attention.target=tests.user_backends:"
 
 
 @pytest.fixture(scope="session")
@@ -62,361 +57,315 @@ def largest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-# overrides, and what the answer must contain: the value and the way out
+# what is typed after `python train.py`, and the words that the last line must hold: the key, the
+# value, and the name of a way out; never prose. Words in capitals before = are variables of the
+# environment. U: stands for tests.user_backends:
 REFUSED = {
-    "attention": (["attention=naiv"], ["no attention 'naiv'; did you mean naive?", "no_rescale"]),
-    "model": (["model=huge"], ["model=huge: there is no model 'huge'", "gpt2_medium"]),
-    "data": (["data=wiki"], ["no data 'wiki'", "stdlib", "last_write"]),
-    "experiment": (["experiment=everything"], ["no experiment 'everything'", "break_it"]),
-    "choice-null": (["model=null"], ["no model 'null'"]),
-    "key": (["sead=1"], ["sead=1: there is no key 'sead'; did you mean seed?"]),
-    "key-of-a-group": (
-        ["attention.block_k=4"],
-        ["no key 'attention.block_k'; did you mean attention.block_kv?"],
+    # choices and keys that do not exist
+    "attention=naiv": "naiv naive? no_rescale",
+    "attention=flash3": "flash3 tiled triton",
+    "attention=": "attention '' alpha_beta",
+    "model=huge": "model=huge gpt2_medium",
+    "model=null": "model=null",
+    "data=wiki": "data=wiki stdlib last_write",
+    "experiment=everything": "experiment=everything break_it",
+    "logger=trackio": "logger=trackio tensorboard",
+    "sead=1": "sead=1 seed?",
+    "+sead=1": "+sead=1 seed?",
+    "seqlen=3": "'seqlen' seq_len?",
+    "lr=1e-3": "'lr' optim.lr?",
+    "xyz=1": "'xyz' --cfg",
+    "attention.block_k=4": "'attention.block_k' attention.block_kv?",
+    "attention.tile=3": "'attention.tile'",
+    "model.width=3": "'model.width'",
+    "optim.learning_rate=1": "'optim.learning_rate'",
+    # what is no key=value, or not of a single run
+    "words": "'words' key=value",
+    "=3": "'=3' key=value",
+    "~seed": "~seed seed=VALUE",
+    "--eval_every=20": "--eval_every=20 eval_every=20",
+    "seq_len=32,64": "seq_len=32,64 -m",
+    "attention=tiled,naive": "attention=tiled,naive -m",
+    "'seed=range(0,3)'": "seed=range(0,3) -m",
+    "'hydra.sweeper.variants.wide={attention.window:64}'": "hydra.sweeper.variants.wide -m",
+    "'seed=${nope:1}'": "seed=${nope:1}",
+    "'attention.block_q=${nope}'": "attention.block_q=${nope}",
+    "'attention=tiled:block_q={a: ['": "attention=tiled:block_q={a:",
+    # as the scripts take it
+    "attention=tiled:block_q=16,block_kv=8": (
+        "attention=tiled attention.block_q=16 attention.block_kv=8"
     ),
-    "key-without-its-group": (["lr=1e-3"], ["no key 'lr'; did you mean optim.lr?"]),
-    "key-like-no-other": (["xyz=1"], ["no key 'xyz'; python train.py --cfg job shows all keys"]),
-    "key-with-dashes": (["--eval_every=20"], ["write eval_every=20, without dashes"]),
-    "key-with-plus": (["+sead=1"], ["no key 'sead'; did you mean seed?"]),
-    "seq_len-0": (["seq_len=0"], ["seq_len=0 must be at least 1"]),
-    "seq_len-negative": (["seq_len=-8"], ["seq_len=-8 must be at least 1"]),
-    "seq_len-fraction": (["seq_len=1.5"], ["seq_len=1.5", "Integer"]),
-    "seq_len-word": (["seq_len=long"], ["seq_len=long", "Integer"]),
-    "seq_len-beyond-positions": (
-        ["model.max_seq_len=16"],
-        ["seq_len=32", "model.max_seq_len=16", "leave model.max_seq_len unset"],
+    "-m attention=naive,tiled:block_q=16,block_kv=8": (
+        "hydra.sweeper.variants.naive={attention:naive} attention.block_q:16,attention.block_kv:8"
     ),
-    "num_layers": (
-        ["model.num_layers=100000000"],
-        ["model.num_layers=100000000 must be at most 10000"],
+    "attention=mine:BACKEND:floor=1e-3": "attention=mine:BACKEND +attention.options.floor=1e-3",
+    "attention=mine:BACKEND attention.options.block_q=32": "+attention.options.block_q=32",
+    # values of another type
+    "seq_len=1.5": "seq_len=1.5 Integer",
+    "seq_len=long": "seq_len=long Integer",
+    "steps=1.5": "steps=1.5 Integer",
+    "batch_size=auto": "batch_size=auto Integer",
+    "seed=": "seed= Integer",
+    "deterministic=maybe": "deterministic=maybe bool",
+    "model.bias=maybe": "model.bias=maybe bool",
+    "seed=18446744073709551616": "seed=18446744073709551616 2**63",
+    "batch_size=1000000000000000000000000": "batch_size=1000000000000000000000000 2**63",
+    "attention.block_q=18446744073709551616": "attention.block_q=18446744073709551616 2**63",
+    # values that are not one of a few
+    "model.positions=sinus": "model.positions=sinus learned",
+    "model.norm=batch": "model.norm=batch layernorm rmsnorm",
+    "model.activation=relu": "model.activation=relu gelu swiglu",
+    "data.source=web": "data.source=web stdlib",
+    "tokenizer.name=word": "tokenizer.name=word byte bpe gpt2",
+    "optim.name=sgd": "optim.name=sgd adamw",
+    "optim.schedule=linear": "optim.schedule=linear cosine constant",
+    "logger.name=mlflow": "logger.name=mlflow wandb",
+    "logger.mode=on": "logger.mode=on auto",
+    "device=tpu": "device=tpu auto cpu cuda",
+    "dtype=fp8": "dtype=fp8 bf16",
+    "dtype=float32": "dtype=float32 fp32",
+    "compile=maybe": "compile=maybe auto true false",
+    "attention=triton attention.kernel=fast": "attention.kernel=fast portable hopper",
+    "attention.softmax_dtype=fp8": "softmax_dtype=fp8 float32 input",
+    "attention=sdpa attention.backend=fastest": "backend=fastest efficient",
+    # values that are too small or too large
+    "seq_len=0": "seq_len=0 1",
+    "seq_len=-8": "seq_len=-8 1",
+    "steps=0": "steps=0 1",
+    "batch_size=0": "batch_size=0 1",
+    "log_every=0": "log_every=0 1",
+    "seed=-1": "seed=-1 0",
+    "sample_tokens=-1": "sample_tokens=-1 0",
+    "model.num_layers=0": "model.num_layers=0 1",
+    "model.num_layers=100000000": "model.num_layers=100000000 10000",
+    "model.num_heads=0": "model.num_heads=0 1",
+    "model.num_kv_heads=0": "model.num_kv_heads=0 1",
+    "model.hidden_size=0": "model.hidden_size=0 1",
+    "model.init_std=-1": "model.init_std=-1",
+    "model.dropout=1": "model.dropout=1.0",
+    "model.positions=rope model.rope_theta=0": "model.rope_theta=0",
+    "optim.lr=-1": "optim.lr=-1.0 0",
+    "optim.lr=nan": "optim.lr=nan",
+    "optim.lr=inf": "optim.lr=inf finite",
+    "optim.min_lr=-1": "optim.min_lr=-1.0 0",
+    "optim.warmup_steps=-1": "optim.warmup_steps=-1 0",
+    "optim.beta1=1": "optim.beta1=1.0",
+    "optim.beta2=-0.1": "optim.beta2=-0.1",
+    "optim=muon optim.momentum=1": "optim.momentum=1.0",
+    "data.val_fraction=0": "data.val_fraction=0.0",
+    "data.val_fraction=1": "data.val_fraction=1.0",
+    "data.max_documents=0": "data.max_documents=0 1",
+    "data=last_write data.num_keys=0": "data.num_keys=0 1",
+    "data=last_write data.num_values=1": "data.num_values=1 2",
+    "attention.block_q=0": "attention.block_q=0 1",
+    "attention=no_rescale attention.block_kv=-1": "attention.block_kv=-1 1",
+    "attention.window=0": "attention.window=0 1",
+    "'attention.windows=[4,0,4,4]'": "attention.windows=[4, 0",
+    "attention.softcap=0": "attention.softcap=0.0 null",
+    "attention.softcap=inf": "attention.softcap=inf null",
+    "attention.softcap=nan": "attention.softcap=nan null",
+    # values that do not go together
+    "seq_len=256 model.max_seq_len=100": "seq_len=256 model.max_seq_len=100",
+    "tokens_per_step=100": "tokens_per_step=100 128",
+    "tokens_per_step=0": "tokens_per_step=0 128",
+    "model.num_heads=3": "model.hidden_size=32 model.num_heads=3",
+    "model.num_kv_heads=3": "model.num_heads=2 model.num_kv_heads=3",
+    "model.positions=rope model.hidden_size=12 model.num_heads=4": "head_dim 3",
+    "optim.min_lr=10": "optim.min_lr=10.0 optim.lr=0.012",
+    "optim.qk_clip=8 model.qk_norm=true": "optim.qk_clip=8.0 model.qk_norm",
+    "optim.qk_clip=8 attention.softcap=5": "optim.qk_clip=8.0 attention.softcap",
+    "optim.qk_clip=8 attention.score_mod=U:HALVED": "optim.qk_clip=8.0 attention.score_mod",
+    "attention.pattern=SSSL": "attention.pattern=SSSL attention.window=N",
+    "attention.window=4 attention.pattern=SX": "attention.pattern=SX S L",
+    "attention.window=4 attention.pattern=ssl": "attention.pattern=ssl S L",
+    "attention.window=4 \"attention.pattern=''\"": "attention.pattern= S L",
+    "attention.window=8 attention.pattern=L": "attention.window=8 attention.pattern=L",
+    "'attention.windows=[4,4]'": "attention.windows model.num_layers=1",
+    "attention.window=4 'attention.windows=[4]'": "attention.windows=[4] attention.window",
+    "attention.softcap=1 attention.score_mod=a:B": "attention.score_mod=a:B attention.softcap",
+    "model.positions=alibi attention.score_mod=a:B": "attention.score_mod=a:B alibi",
+    "attention=ring attention.ranks=1000": "attention=ring ranks=1000 seq_len=32 ranks=32",
+    "compile=true attention.score_mod=U:HALVED": "attention.score_mod compile=false",
+    "cuda_graph=true": "cuda_graph=true device=cpu",
+    # settings that nothing would read
+    "data.path=books": "data.path=books data=stdlib data=text",
+    "data.name=org/name": "data.name=org/name data=hub",
+    "data.field=body": "data.field=body data=text data=hub",
+    "data=last_write data.num_pairs=2": "data.num_pairs=2 data=recall",
+    "data=last_write tokenizer=bpe": "tokenizer.name=bpe data=last_write data=text",
+    "data=last_write data.documents=true": "data.documents=true data=last_write",
+    "optim.momentum=0.5": "optim.momentum=0.5 optim=adamw optim=muon",
+    "optim.schedule=constant optim.min_lr=0": "optim.min_lr=0.0 optim.schedule=cosine",
+    "model.rope_theta=500": "model.rope_theta=500.0 model.positions=rope",
+    "attention.target=no.such:X": "attention.target=no.such:X attention=custom",
+    "attention=naive attention.block_q=8": "attention=naive attention.block_q=8 tiled",
+    "attention=sdpa attention.block_kv=16": "attention=sdpa attention.block_kv=16 tiled",
+    "attention=U:RIGHT +attention.options.a=2": "attention.options.a=2 options={'a':",
+    "left_out=[seed]": "left_out=[seed]",
+    "left_out=[nope]": "left_out=[nope]",
+    "left_out=[model.num_layers]": "left_out=[model.num_layers]",
+    # attentions that cannot do what is asked for
+    "attention=sdpa attention.backend=cudnn": "attention=sdpa cudnn attention.backend=auto",
+    "attention=sdpa attention.window=4": "attention.window=4 attention=sdpa naive",
+    "attention=sdpa model.positions=alibi": "model.positions=alibi attention=sdpa naive",
+    "attention=sdpa attention.softcap=3": "attention.softcap=3 attention=sdpa naive",
+    "attention=sdpa attention.score_mod=U:HALVED": "HALVED attention=sdpa naive",
+    "attention=relative_mask 'attention.windows=[4]'": "attention.windows=[4] relative_mask",
+    "attention=ring model.positions=alibi": "alibi attention=ring naive, tiled, triton, flex",
+    "attention=flex": "attention=flex attention=tiled",
+    "attention=triton model.hidden_size=1024": "attention=triton head_dim 512 257",
+    "attention=triton attention.score_mod=U:HALVED": "score_mod @triton.jit",
+    "attention=triton TRITON_INTERPRET=0": "GPU TRITON_INTERPRET=1 attention=tiled",
+    "attention=no_max attention.impl=triton TRITON_INTERPRET=0": "GPU attention.impl=tiled",
+    # a switch of the attention
+    "attention.switch_at=2": "attention.switch_at=2 attention.switch_to=NAME",
+    "attention.switch_at=0 attention.switch_to=naive": "attention.switch_at=0 steps=4",
+    "attention.switch_at=4 attention.switch_to=naive": "attention.switch_at=4 steps=4",
+    "attention.switch_at=-1 attention.switch_to=naive": "attention.switch_at=-1 steps=4",
+    "attention.switch_at=2 attention.switch_to=flashy": "attention.switch_to=flashy tiled",
+    "attention.switch_at=2 attention.switch_to=sdpa attention.softcap=3": "softcap=3 sdpa",
+    "+attention.switch_options.block_kv=4": "attention.switch_options attention.switch_to=NAME",
+    "attention.switch_at=2 attention.switch_to=naive +attention.switch_options.block_kv=4": (
+        "attention.switch_to=naive block_kv=4"
     ),
-    "num_heads": (["model.num_heads=3"], ["model.hidden_size=32", "model.num_heads=3"]),
-    "num_kv_heads": (["model.num_kv_heads=3"], ["model.num_heads=2", "model.num_kv_heads=3"]),
-    "tokens_per_step": (["tokens_per_step=100"], ["tokens_per_step=100", "4 * 32 = 128"]),
-    "learning-rate-nan": (["optim.lr=nan"], ["optim.lr=nan"]),
-    "learning-rate-infinite": (["optim.lr=inf"], ["optim.lr=inf"]),
-    "init_std": (["model.init_std=-1"], ["model.init_std=-1"]),
-    "rope_theta": (["model.positions=rope", "model.rope_theta=0"], ["model.rope_theta=0"]),
-    "dtype": (["dtype=fp8"], ["dtype=fp8", "bf16"]),
-    "softmax_dtype": (
-        ["attention.softmax_dtype=fp8"],
-        ["softmax_dtype", "fp8", "float32", "input"],
+    "attention.switch_at=2 attention.switch_to=tiled +attention.switch_options.block_kv=abc": (
+        "attention.switch_to=tiled block_kv=abc"
     ),
-    "device": (["device=tpu"], ["device=tpu", "cuda"]),
-    "block_kv-word": (
-        [
-            "attention.switch_at=2",
-            "attention.switch_to=tiled",
-            "+attention.switch_options.block_kv=abc",
-        ],
-        ["attention.switch_to=tiled: block_kv=abc must be a whole number"],
+    # a user's own attention
+    "attention=custom": "attention=custom attention.target=pkg.module:BACKEND",
+    "attention=no.such:X": "attention=no.such:X no.py",
+    "attention=custom attention.target=no.such:X": "attention=no.such:X no.py",
+    "attention=custom attention.target=no.such": "attention=no.such pkg.module:NAME",
+    "attention=U:naive": "attention=U:naive attention.Backend",
+    "attention=U:RIGHT_IN_FP32 dtype=fp16": "RIGHT_IN_FP32 float16 float32",
+    "attention=U:WRONG_SHAPE": "attention=U:WRONG_SHAPE shape",
+    "attention=U:WRONG_DTYPE": "attention=U:WRONG_DTYPE float64",
+    "attention=U:NAN": "attention=U:NAN NaN",
+    "attention=U:BARE_TENSOR": "attention=U:BARE_TENSOR AttentionOutput Tensor",
+    "attention=U:NO_GRADIENT": "attention=U:NO_GRADIENT gradient",
+    "attention=U:NOT_CAUSAL": "attention=U:NOT_CAUSAL causal=True",
+    "attention=U:WRONG": "attention=U:WRONG exact=False",
+    "attention=U:DEAF attention.window=64": "attention=U:DEAF exact=False",
+    "attention=U:RAISES": "attention=U:RAISES KeyError user_backends.py",
+    "attention=U:EXITS": "attention=U:EXITS SystemExit user_backends.py",
+    "attention=U:PRESSES_CTRL_C": "KeyboardInterrupt user_backends.py",
+    "attention=examples.differential_attention:BACKEND parallel.context=2": (
+        "examples.differential_attention:BACKEND parallel.context=2"
     ),
-    "block_q": (["attention.block_q=0"], ["attention.block_q=0 must be at least 1"]),
-    "block_kv": (
-        ["attention=no_rescale", "attention.block_kv=-1"],
-        ["attention.block_kv=-1 must be at least 1"],
-    ),
-    "more-ranks-than-tokens": (  # it took minutes, and all memory
-        ["attention=ring", "attention.ranks=1000"],
-        ["attention=ring with ranks=1000", "seq_len=32", "choose ranks=32 or fewer"],
-    ),
-    "option-it-lacks": (
-        ["attention=naive", "attention.block_q=8"],
-        ["attention=naive", "block_q=8", "no options"],
-    ),
-    "sdpa-kernel": (
-        ["attention=sdpa", "attention.backend=fastest"],
-        ["backend=fastest", "efficient"],
-    ),
-    "sdpa-kernel-it-lacks": (
-        ["attention=sdpa", "attention.backend=cudnn"],
-        ["attention=sdpa", "cudnn", "attention.backend=auto"],
-    ),
-    "flex": (["attention=flex"], ["attention=flex", "attention=tiled"]),
-    "head_dim": (
-        ["attention=triton", "model.hidden_size=1024"],
-        ["attention=triton", "head_dim", "512", "1, 257"],
-    ),
-    "custom-without-target": (
-        ["attention=custom"],
-        ["attention=custom", "attention.target=pkg.module:BACKEND"],
-    ),
-    "target-without-custom": (
-        ["attention.target=no.such:X"],
-        ["attention.target=no.such:X has no effect", "add attention=custom"],
-    ),
-    "own-no-module": (["attention=no.such:X"], ["attention=no.such:X", "No module named"]),
-    "data-path": (
-        ["data.path=books"],
-        ["data.path=books has no effect: data=stdlib does not read it", "add data=text"],
-    ),
-    "data-name": (["data.name=org/name"], ["data.name=org/name has no effect", "add data=hub"]),
-    "data-field": (["data.field=body"], ["data.field=body has no effect", "data=text or data=hub"]),
-    "momentum": (
-        ["optim.momentum=0.5"],
-        ["optim.momentum=0.5 has no effect: optim=adamw", "add optim=muon"],
-    ),
-    "rope_theta-without-rope": (
-        ["model.rope_theta=500"],
-        ["model.rope_theta=500.0 has no effect", "add model.positions=rope"],
-    ),
-    "min_lr-of-a-constant": (
-        ["optim.schedule=constant", "optim.min_lr=0"],
-        ["optim.min_lr=0.0 has no effect", "optim.schedule=cosine"],
-    ),
-    "min_lr-above-lr": (
-        ["optim.min_lr=10"],
-        ["optim.min_lr=10.0 is above optim.lr=0.012", "lower it, or leave it out"],
-    ),
-    "tokenizer-of-no-text": (
-        ["data=last_write", "tokenizer=bpe"],
-        ["tokenizer.name=bpe has no effect: data=last_write", "data=text"],
-    ),
-    "own-option": (
-        ["attention=tests.user_backends:RIGHT", "+attention.options.a=2"],
-        ["attention.options.a=2 has no effect"],
-    ),
-    "target-no-module": (
-        ["attention=custom", "attention.target=no.such:X"],
-        ["attention=no.such:X", "No module named"],
-    ),
-    "target-no-name": (
-        ["attention=custom", "attention.target=no.such"],
-        ["attention=no.such", "pkg.module:NAME"],
-    ),
-    "target-no-backend": (
-        ["attention=custom", BACKENDS_OF_A_USER + "naive"],
-        ["tests.user_backends:naive", "attention.Backend"],
-    ),
-    "dtype-a-backend-lacks": (
-        ["attention=custom", BACKENDS_OF_A_USER + "RIGHT_IN_FP32", "dtype=fp16"],
-        ["float16", "float32"],
-    ),
-    "user-shape": (
-        ["attention=custom", BACKENDS_OF_A_USER + "WRONG_SHAPE"],
-        ["attention=tests.user_backends:WRONG_SHAPE", "must return out of shape"],
-    ),
-    "user-dtype": (
-        ["attention=custom", BACKENDS_OF_A_USER + "WRONG_DTYPE"],
-        ["attention=tests.user_backends:WRONG_DTYPE", "float64"],
-    ),
-    "user-nan": (
-        ["attention=custom", BACKENDS_OF_A_USER + "NAN"],
-        ["attention=tests.user_backends:NAN", "NaN"],
-    ),
-    "user-bare-tensor": (
-        ["attention=custom", BACKENDS_OF_A_USER + "BARE_TENSOR"],
-        ["attention=tests.user_backends:BARE_TENSOR", "AttentionOutput(out, lse)"],
-    ),
-    "user-no-gradient": (
-        ["attention=custom", BACKENDS_OF_A_USER + "NO_GRADIENT"],
-        ["attention=tests.user_backends:NO_GRADIENT", "gradient"],
-    ),
-    "user-not-causal": (
-        ["attention=custom", BACKENDS_OF_A_USER + "NOT_CAUSAL"],
-        ["attention=tests.user_backends:NOT_CAUSAL is not causal"],
-    ),
-    "user-wrong": (
-        ["attention=custom", BACKENDS_OF_A_USER + "WRONG"],
-        ["attention=tests.user_backends:WRONG says exact=True", "declare exact=False"],
-    ),
-    "user-raises": (
-        ["attention=custom", BACKENDS_OF_A_USER + "RAISES"],
-        ["attention=tests.user_backends:RAISES", "my kernel's table", "user_backends.py"],
-    ),
-    "user-exits": (
-        ["attention=custom", BACKENDS_OF_A_USER + "EXITS"],
-        ["attention=tests.user_backends:EXITS", "SystemExit: 3", "user_backends.py, line"],
-    ),
-    "user-ctrl-c": (
-        ["attention=custom", BACKENDS_OF_A_USER + "PRESSES_CTRL_C"],
-        [
-            "KeyboardInterrupt() was raised in",
-            "user_backends.py, line",
-            "raise an exception of another type",
-        ],
-    ),
-    "seed-of-65-bits": (
-        ["seed=18446744073709551616"],
-        ["seed=18446744073709551616 is not a 64-bit integer", "less than 2**63"],
-    ),
-    "seed-negative": (["seed=-1"], ["seed=-1 must be at least 0"]),
-    "batch_size-of-80-bits": (
-        ["batch_size=1000000000000000000000000"],
-        ["batch_size=1000000000000000000000000 is not a 64-bit integer"],
-    ),
-    "option-of-65-bits": (
-        ["attention.block_q=18446744073709551616"],
-        ["attention.block_q=18446744073709551616 is not a 64-bit integer"],
-    ),
-    "resolver": (
-        ["seed=${nope:1}"],
-        ["seed=${nope:1}: Unsupported interpolation type nope; write the value itself"],
-    ),
-    "interpolation": (
-        ["attention.block_q=${nope}"],
-        ["attention.block_q=${nope}: Interpolation key 'nope' not found"],
-    ),
-    "syntax": (
-        ["attention=tiled:block_q={a: ["],
-        ["cannot read 'attention=tiled:block_q={a: ['", "write 'attention="],
-    ),
-    "options-as-the-scripts-take-them": (
-        ["attention=tiled:block_q=16,block_kv=8"],
-        ["write attention=tiled attention.block_q=16 attention.block_kv=8"],
-    ),
-    "a-list-as-the-scripts-take-it": (
-        ["-m", "attention=naive,tiled:block_q=16,block_kv=8"],
-        [
-            "write -m 'hydra.sweeper.variants.naive={attention:naive}' "
-            "'hydra.sweeper.variants.tiled_block_q_16_block_kv_8={attention:tiled,"
-            "attention.block_q:16,attention.block_kv:8}'"
-        ],
-    ),
-    "own-options-as-the-scripts-take-them": (
-        ["attention=mine:BACKEND:floor=1e-3"],
-        ["write attention=mine:BACKEND +attention.options.floor=1e-3"],
-    ),
-    "own-option-without-plus": (
-        ["attention=mine:BACKEND", "attention.options.block_q=32"],
-        ["error: there is no attention.options.block_q yet to change: write +attention.options."],
-    ),
-    "removed": (["~seed"], ["~seed removes a setting", "leave it out, or write seed=VALUE"]),
-    "no-key": (["=3"], ["'=3' has no key; write key=value"]),
-    "no-number": (
-        ["batch_size=auto"],
-        ["batch_size=auto: Value 'auto' of type 'str' could not be converted to Integer"],
-    ),
-    "no-value": (["seed="], ["seed=", "Value '' of type 'str' could not be converted to Integer"]),
-    "no-choice": (["attention="], ["there is no attention ''; the choices are alpha_beta,"]),
-    "neither-true-nor-false": (["deterministic=maybe"], ["deterministic=maybe", "valid bool"]),
-    "several-values": (
-        ["seq_len=32,64"],
-        ["seq_len=32,64 has several values", "write python train.py -m seq_len=32,64;"],
-    ),
-    "range-of-values": (
-        ["seed=range(0,3)"],
-        ["seed=range(0,3) has several values", "write python train.py -m 'seed=range(0,3)';"],
-    ),
-    "variant-of-no-sweep": (
-        ["hydra.sweeper.variants.wide={attention.window:64}"],
-        ["names a variant, as a sweep has", "write python train.py -m 'hydra.sweeper.variants."],
-    ),
-    "no-setting": (["words"], ["cannot read 'words'", "write key=value"]),
-    "data-missing": (
-        ["data=text", "data.path=/no/such.txt"],
-        ["data.path=/no/such.txt does not exist"],
-    ),
-    "data-unnamed": (["data=text"], ["data.path=FILE"]),
-    "last_write-too-short": (["data=last_write", "seq_len=1"], ["seq_len=1"]),
-    "recall-too-short": (
-        ["data=recall", "seq_len=32", "data.num_pairs=9"],
-        ["data=recall with seq_len=32 has no room", "seq_len=36 or more"],
-    ),
-    "recall-too-few-values": (
-        ["data=recall", "data.num_values=4", "data.num_pairs=5"],
-        ["data.num_values=4; use data.num_pairs=4 or less"],
-    ),
-    "pairs-of-last_write": (
-        ["data=last_write", "data.num_pairs=2"],
-        ["data.num_pairs=2 has no effect", "add data=recall"],
-    ),
-    "eval_sequences": (
-        ["eval_sequences=1000000000"],
-        ["1000000000 held-out sequences (eval_sequences=", "held-out tokens; take ", " or fewer"],
-    ),
-    "project": (
-        ["logger=wandb", "logger.mode=offline", "logger.project=a/b"],
-        ["logger.project=a/b: wandb takes at most 128 characters, and none of / \\ # ? % :;"],
-    ),
-    "logger": (["logger=trackio"], ["logger=trackio: there is no logger 'trackio'", "tensorboard"]),
+    "attention=examples.differential_attention:BACKEND attention.switch_at=2 "
+    "attention.switch_to=tiled": "examples.differential_attention:BACKEND attention.switch_at=2",
+    # a user's own change of the scores
+    "attention.score_mod=nope:X": "attention.score_mod=nope:X nope.py",
+    "attention.score_mod=tests.user_backends": "tests.user_backends pkg.module:NAME",
+    "attention.score_mod=U:halved": "attention.score_mod=U:halved attention.ScoreMod",
+    "attention.score_mod=U:WRONG_DERIVATIVE": "attention.score_mod=U:WRONG_DERIVATIVE 0.5",
+    "attention=naive attention.score_mod=U:WRONG_DERIVATIVE": "U:WRONG_DERIVATIVE 0.5",
+    "attention.score_mod=U:MIXES_SCORES": "attention.score_mod=U:MIXES_SCORES elementwise",
+    "attention.score_mod=U:NO_DERIVATIVE": "attention.score_mod=U:NO_DERIVATIVE two Tensor",
+    "attention.score_mod=U:FEW_ARGUMENTS": "attention.score_mod=U:FEW_ARGUMENTS TypeError",
+    "attention.score_mod=U:FEWER_SCORES": "attention.score_mod=U:FEWER_SCORES shape",
+    "attention.score_mod=U:RANDOM_SCORES": "attention.score_mod=U:RANDOM_SCORES same",
+    "attention.score_mod=U:NAN_SCORES": "attention.score_mod=U:NAN_SCORES NaN",
+    # data and weights
+    "data=text": "data=text data.path=FILE",
+    "data=hub": "data=hub data.name=org/name",
+    "data=text data.path=/no/such.txt": "data.path=/no/such.txt",
+    "data=last_write seq_len=1": "data=last_write seq_len=1 seq_len=32",
+    "data=recall seq_len=32 data.num_pairs=9": "data=recall seq_len=32 seq_len=36",
+    "data=recall data.num_values=4 data.num_pairs=5": "data.num_values=4 data.num_pairs=4",
+    "eval_sequences=1000000000": "1000000000 eval_sequences=",
+    "tokenizer=bpe tokenizer.vocab_size=100": "tokenizer.vocab_size=100 tokenizer=bpe 8193",
+    "init_from=": "init_from=",
+    "init_from=./nowhere": "init_from=./nowhere",
+    # the machine and its packages
+    "device=cuda": "device=cuda device=cpu",
+    "logger=wandb logger.mode=offline logger.project=a/b": "logger.project=a/b 128",
+    "logger=wandb WANDB_MODE=bogus": "WANDB_MODE=bogus",
+    "logger=wandb WANDB_MODE=shared": "WANDB_MODE=shared",
+    "compile=true TORCHINDUCTOR_CACHE_DIR=/dev/null/x": "TORCHINDUCTOR_CACHE_DIR=/dev/null/x",
+    # folders and sweeps
+    "--config-dir=/no/such": "--config-dir=/no/such",
+    "resume=nowhere": "resume=nowhere overrides.yaml",
+    "--experimental-rerun=job.pickle": "overrides.yaml",
+    # a regression test: an empty table, and exit code 0
+    "-m 'seed=range(5,1)'": "seed=range(5,1)",
+    "-m 'seed=range(0,0)'": "seed=range(0,0)",
+    "-m attention=naive,sdpa attention.window=5": "1 2 attention.window=5 sdpa",
 }
 
 
-@pytest.mark.parametrize("overrides, said", REFUSED.values(), ids=REFUSED)
-def test_refused_in_one_line(tmp_path, overrides, said):
-    done = run(*tiny(tmp_path, *overrides))
-    assert done.code == 1 and "Traceback" not in done.output, done.output
-    for words in said:
-        assert words in done.complaint()
-    assert not (tmp_path / "checkpoint").exists()
+@pytest.mark.parametrize(("typed", "named"), REFUSED.items(), ids=REFUSED)
+def test_refused_in_one_line(monkeypatch, tmp_path, typed, named):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    typed, named = (text.replace("U:", "tests.user_backends:") for text in (typed, named))
+    arguments = shlex.split(typed)
+    variables = [each for each in arguments if each.partition("=")[0].isupper()]
+    overrides = [each for each in arguments if each not in ("-m", *variables)]
+    command = tiny_sweep if "-m" in arguments else tiny
+    environment = dict(each.split("=", 1) for each in variables)
+    answer = run(*command(tmp_path / "run", *overrides), **environment).complaint()
+    missing = [word for word in named.split() if word not in answer]
+    assert not missing, answer
+    # nothing was trained
+    assert not [path for path in tmp_path.rglob("metrics.jsonl") if path.read_text()]
+    assert not list(tmp_path.rglob("checkpoint"))
 
 
-# a file in a folder of the user's own: what is in it, and what the answer must contain
 RECIPE = "# @package _global_\n"
+# a file in a folder of the user's own, and the words that the last line must hold
 OWN_FILES = {
     "unknown-key": (
         "attention/mine",
         "name: tiled\nblok_kv: 8\n",
-        ["attention/mine.yaml: there is no key 'attention.blok_kv'; did you mean attention.block_"],
+        "mine.yaml attention.blok_kv attention.block_kv?",
     ),
     "type": (
         "attention/mine",
         "name: tiled\nblock_kv: many\n",
-        ["attention/mine.yaml: attention.block_kv: Value 'many'", "Integer"],
+        "mine.yaml attention.block_kv 'many'",
     ),
-    "indentation": (
-        "attention/mine",
-        "name: tiled\n  block_kv: 8\n",
-        ["attention/mine.yaml", "line 2, column 11; indent with spaces"],
-    ),
-    "encoding": ("attention/mine", "name: \xe9\n", ["not text in UTF-8", "0xe9"]),
-    "list": ("attention/mine", "- tiled\n", ["attention/mine.yaml: Merge error: list is not"]),
-    "no-name": ("attention/mine", "block_kv: 8\n", ["attention.name is missing", "name: tiled"]),
-    "empty": ("attention/mine", "", ["attention.name is missing"]),
-    "base": ("attention/mine", "defaults:\n  - tield\n", ["Could not load 'attention/tield'"]),
-    "unknown-key-of-a-recipe": (
-        "experiment/mine",
-        f"{RECIPE}step: 3\n",
-        ["experiment/mine.yaml: there is no key 'step'; did you mean steps?"],
-    ),
-    "recipe-without-package": (
-        "experiment/mine",
-        "steps: 3\n",
-        ["experiment/mine.yaml: its first line must be '# @package _global_'"],
-    ),
+    "indentation": ("attention/mine", "name: tiled\n  block_kv: 8\n", "mine.yaml line 2, 11"),
+    "encoding": ("attention/mine", "name: \xe9\n", "UTF-8 0xe9"),
+    "list": ("attention/mine", "- tiled\n", "mine.yaml list"),
+    "no-name": ("attention/mine", "block_kv: 8\n", "attention.name tiled"),
+    "empty": ("attention/mine", "", "attention.name"),
+    "base": ("attention/mine", "defaults:\n  - tield\n", "attention/tield"),
+    "key-of-a-recipe": ("experiment/mine", f"{RECIPE}step: 3\n", "mine.yaml 'step' steps?"),
+    "recipe-without-package": ("experiment/mine", "steps: 3\n", "mine.yaml @package _global_"),
     "choice-of-a-recipe": (
         "experiment/mine",
         f"{RECIPE}defaults:\n  - attention: tiled\n",
-        ["experiment/mine.yaml: write '- override /attention: tiled' in its defaults"],
+        "mine.yaml override /attention: tiled",
     ),
     "misspelt-choice-of-a-recipe": (
         "experiment/mine",
         f"{RECIPE}defaults:\n  - override /attention: tield\n",
-        ["there is no attention 'tield'; the choices are alpha_beta, custom, "],
+        "'tield' alpha_beta",
     ),
     "sweep-of-a-recipe": (
         "experiment/mine",
         f"{RECIPE}hydra:\n  mode: MULTIRUN\n  sweeper:\n    params: {{sede: '0,1'}}\n",
-        ["sede=0, sede=1: there is no key 'sede'; did you mean seed?"],
+        "sede=0 seed?",
     ),
 }
 
 
-@pytest.mark.parametrize(("name", "text", "said"), OWN_FILES.values(), ids=OWN_FILES)
-def test_a_mistake_in_a_file_of_a_user(tmp_path, name, text, said):
+@pytest.mark.parametrize(("name", "text", "named"), OWN_FILES.values(), ids=OWN_FILES)
+def test_a_mistake_in_a_file_of_a_user(tmp_path, name, text, named):
     """A regression test: Hydra printed lines of its own, or PyYAML's traceback."""
     path = tmp_path / "own" / f"{name}.yaml"
     path.parent.mkdir(parents=True)
     path.write_text(text, encoding="latin-1")
     given = name.replace("/", "=")
-    done = run(*tiny(tmp_path / "run", f"--config-dir={tmp_path / 'own'}", given))
-    assert done.code == 1 and "Traceback" not in done.output, done.output
-    for words in said:
-        assert words in done.complaint()
+    answer = run(*tiny(tmp_path / "run", f"--config-dir={tmp_path / 'own'}", given)).complaint()
+    assert not [word for word in named.split() if word not in answer], answer
 
 
 def test_a_mistake_in_a_file_that_a_sweep_takes(tmp_path):
     (tmp_path / "attention").mkdir()
     (tmp_path / "attention/mine.yaml").write_text("name: tiled\nblok_kv: 8\n")
-    done = run(*tiny_sweep(tmp_path, f"--config-dir={tmp_path}", "attention=naive,mine"))
-    assert done.code == 1 and "Traceback" not in done.output, done.output
-    assert "attention=mine: attention/mine.yaml: there is no key" in done.complaint()
-
-
-def test_a_folder_of_ones_own_that_is_none():
-    answer = run("--config-dir=/no/such").complaint()
-    assert "--config-dir=/no/such is not a folder" in answer
+    answer = run(*tiny_sweep(tmp_path, f"--config-dir={tmp_path}", "attention=naive,mine"))
+    assert "attention=mine: attention/mine.yaml" in answer.complaint()
 
 
 @pytest.mark.parametrize("raised", ["SystemExit(3)", "KeyboardInterrupt"])
@@ -424,13 +373,13 @@ def test_a_module_of_a_user_that_ends_the_program(tmp_path, monkeypatch, raised)
     """A regression test: it silently ended a sweep, and KeyboardInterrupt passed for Ctrl-C."""
     (tmp_path / "ends.py").write_text(f"raise {raised}\n")
     monkeypatch.syspath_prepend(tmp_path)
-    answer = run(
-        *tiny(tmp_path / "run", "attention=custom", "attention.target=ends:BACKEND")
-    ).complaint()
-    assert raised.partition("(")[0] in answer and (
-        "attention=ends:BACKEND" in answer or str(tmp_path / "ends.py") in answer
-    )
+    answer = run(*tiny(tmp_path / "run", "attention=ends:BACKEND")).complaint()
+    assert raised.partition("(")[0] in answer
+    assert "attention=ends:BACKEND" in answer or str(tmp_path / "ends.py") in answer
     assert summary(tmp_path / "run")["status"] == "failed"
+
+
+# what looks like a mistake and is none
 
 
 def test_a_value_may_follow_another(tmp_path):
@@ -439,91 +388,45 @@ def test_a_value_may_follow_another(tmp_path):
     assert "eval_sequences: 4" in (tmp_path / "config.yaml").read_text()
 
 
-@pytest.mark.parametrize(
-    ("told", "said"),
-    [("bogus", "WANDB_MODE=bogus is not one of"), ("shared", "WANDB_MODE=shared lets several")],
-)
-def test_a_wandb_mode_that_no_run_has(tmp_path, told, said):
-    assert said in run(*tiny(tmp_path, "logger=wandb"), WANDB_MODE=told).complaint()
-    assert not (tmp_path / "metrics.jsonl").exists()
+@pytest.mark.parametrize("name", ["RIGHT", "WRONG_AND_SAYS_SO", "WINDOWED"])
+def test_a_backend_of_a_user_trains(tmp_path, name):
+    """One may be inexact and say so, and one may name arguments that this run does not use."""
+    done = run(*tiny(tmp_path, f"attention=tests.user_backends:{name}"))
+    assert done.code == 0, done.output
+    if name == "WINDOWED":
+        assert metrics(tmp_path)[-1]["attention/out_error"] < 1e-5
 
 
-def test_a_backend_that_says_it_is_not_exact_may_train(tmp_path):
-    assert (
-        run(
-            *tiny(tmp_path / "a", "attention=custom", BACKENDS_OF_A_USER + "WRONG_AND_SAYS_SO")
-        ).code
-        == 0
-    )
-    assert run(*tiny(tmp_path / "b", "attention=custom", BACKENDS_OF_A_USER + "RIGHT")).code == 0
+def test_one_tile_makes_no_rescale_exact_and_says_so(tmp_path):
+    done = run(*tiny(tmp_path, "attention=no_rescale", "attention.block_kv=32"))
+    assert done.code == 0, done.output
+    assert any("block_kv=32" in line and "seq_len=32" in line for line in done.output.splitlines())
 
 
-def test_a_backend_is_handed_the_arguments_it_has_names_for(tmp_path):
-    """A regression test: the comparison with exact attention left out unused arguments."""
-    assert run(*tiny(tmp_path, "attention=custom", BACKENDS_OF_A_USER + "WINDOWED")).code == 0
-    assert metrics(tmp_path)[-1]["attention/out_error"] < 1e-5
-
-
-def test_a_command_to_resume_is_quoted_for_the_shell(run_dir):
-    strange = run_dir.rename(run_dir.with_name("it's a run"))
-    answer = run(*tiny(strange)[:-1], f'hydra.run.dir="{strange}"').complaint()
-    command = re.search(r"go on with it by (.*), or choose another hydra.run.dir", answer)[1]
-    assert (
-        shlex.split(command) == [f"resume={strange}"]
-        and run(*shlex.split(command), "steps=5").code == 0
-    )
-
-
-def test_a_folder_that_cannot_be_written_to_is_not_said_to_hold_a_run(tmp_path):
-    (tmp_path / "file").touch()
-    answer = run(*tiny(tmp_path / "file")).complaint()
-    assert (
-        "cannot be written to" in answer
-        and "choose another hydra.run.dir" in answer
-        and "resume" not in answer
-    )
-
-
-def test_triton_without_a_gpu_names_the_interpreter_and_tiled(tmp_path):
-    answer = run(*tiny(tmp_path, "attention=triton"), TRITON_INTERPRET="0").complaint()
-    assert (
-        "needs a GPU" in answer and "TRITON_INTERPRET=1" in answer and "attention=tiled" in answer
-    )
-    answer = run(
-        *tiny(tmp_path, "attention=no_max", "attention.impl=triton"), TRITON_INTERPRET="0"
-    ).complaint()
-    assert "needs a GPU" in answer and "or use attention.impl=tiled" in answer
-
-
-def test_a_dtype_or_device_that_is_not_there(monkeypatch, tmp_path):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "device=cpu" in run(*tiny(tmp_path, "device=cuda")).complaint()
-    monkeypatch.setattr(
-        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    with pytest.raises(
-        ValueError, match="dtype=bf16, but Tesla T4 has no bfloat16; use dtype=fp16 or dtype=fp32"
-    ):
+def test_auto_leaves_bfloat16_to_gpus_that_have_it(monkeypatch):
+    has_it = {"is_bf16_supported": lambda including_emulation=True: including_emulation}
+    for name, answer in (has_it | {"get_device_name": lambda device: "Tesla T4"}).items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    with pytest.raises(ValueError, match="dtype=bf16.*Tesla T4.*dtype=fp16"):
         pick_dtype("bf16", torch.device("cuda"))
     assert pick_dtype("auto", torch.device("cuda")) == torch.float32
 
 
+# data
+
+
 @pytest.mark.parametrize(
-    "raw, said",
-    [
-        (b"", "holds no text"),
-        (b"words\0\xff\xfe", "is not UTF-8 text"),
-        (b"too short", "seq_len=32 needs 33 tokens"),
-    ],
+    ("raw", "named"),
+    [(b"", "text"), (b"words\0\xff\xfe", "UTF-8"), (b"too short", "seq_len=32 33")],
     ids=["empty", "binary", "short"],
 )
-def test_a_text_that_cannot_be_trained_on(tmp_path, raw, said):
+def test_a_text_that_cannot_be_trained_on(tmp_path, raw, named):
     path = tmp_path / "book.txt"
     path.write_bytes(raw)
     answer = run(*tiny(tmp_path / "run", "data=text", f"data.path={path}")).complaint()
-    assert str(path) in answer and said in answer
-    assert "seq_len=0 or less" not in answer, "no way out"
+    assert str(path) in answer
+    assert all(word in answer for word in named.split()), answer
+    assert "seq_len=0" not in answer, "no way out"
 
 
 @pytest.mark.skipif(
@@ -533,7 +436,7 @@ def test_a_text_that_cannot_be_trained_on(tmp_path, raw, said):
 def test_an_unreadable_text(tmp_path):
     # permissions do not stop root; the memory of another process does
     answer = run(*tiny(tmp_path / "run", "data=text", "data.path=/proc/1/mem")).complaint()
-    assert "/proc/1/mem cannot be read" in answer
+    assert "/proc/1/mem" in answer
 
 
 @pytest.mark.parametrize(
@@ -541,38 +444,36 @@ def test_an_unreadable_text(tmp_path):
 )
 def test_no_network_is_said_at_once(tmp_path, overrides):
     closed = "http://127.0.0.1:9"
+    variables = {"HTTPS_PROXY": closed, "https_proxy": closed, "TIKTOKEN_CACHE_DIR": str(tmp_path)}
     begin = time.perf_counter()
-    done = run(
-        *tiny(tmp_path, *overrides),
-        HTTPS_PROXY=closed,
-        https_proxy=closed,
-        TIKTOKEN_CACHE_DIR=str(tmp_path),
-    )
-    answer = done.complaint()
-    assert overrides[-1].partition("=")[2] in answer and "need no network" in answer
-    # the tests switch the hub off before they start
-    assert "does not answer" in answer or "HF_HUB_OFFLINE is set" in answer
+    answer = run(*tiny(tmp_path, *overrides), **variables).complaint()
     assert time.perf_counter() - begin < 10
+    assert overrides[-1].partition("=")[2] in answer
+    assert "tokenizer=byte" in answer or "data=stdlib" in answer
 
 
-def test_one_tile_makes_no_rescale_exact_and_says_so(tmp_path):
-    done = run(*tiny(tmp_path, "attention=no_rescale", "attention.block_kv=32"))
-    assert (
-        done.code == 0 and "block_kv=32 covers seq_len=32: no_rescale is exact here" in done.output
-    )
+@pytest.mark.parametrize("cache", ["file/cache", "x" * 300], ids=["made", "too-long"])
+def test_a_cache_that_cannot_be(tmp_path, cache):
+    (tmp_path / "file").touch()
+    answer = run(*tiny(tmp_path / "run"), TILEGPT_CACHE=str(tmp_path / cache)).complaint()
+    assert cache in answer
+    assert "data.cache_dir=FOLDER" in answer and "TILEGPT_CACHE=FOLDER" in answer
 
 
 # the output folder
 
 
 @pytest.mark.parametrize("arguments", [tiny, tiny_sweep], ids=["run", "sweep"])
-@pytest.mark.parametrize("folder", ["made", pytest.param("written", marks=linux)])
+@pytest.mark.parametrize(
+    "folder", ["file", "file/runs", "a" * 300, pytest.param("/proc/self", marks=linux)], ids=len
+)
 def test_a_folder_that_cannot_be(folder, arguments, tmp_path):
     (tmp_path / "file").touch()
-    # permissions do not stop root, but nobody makes a file there
-    path = tmp_path / "file/runs" if folder == "made" else Path("/proc/self")
+    # permissions do not stop root, but nobody makes a file in /proc/self
+    path = tmp_path / folder
     answer = run(*arguments(path)).complaint()
     assert str(path) in answer and "hydra." in answer
+    assert "resume" not in answer, "there is no run in it"
 
 
 @pytest.mark.parametrize("kind", ["run", "sweep"])
@@ -584,10 +485,9 @@ def test_a_folder_that_cannot_be(folder, arguments, tmp_path):
 def test_a_folder_that_is_not_the_runs_own(kind, folder):
     """A regression test: an empty hydra.run.dir wrote the run between the files of this program."""
     before = sorted(os.listdir(ROOT))
-    answer = run(
-        *(["-m"] if kind == "sweep" else []), *TINY, f"hydra.{kind}.dir={folder}"
-    ).complaint()
-    assert f"error: hydra.{kind}.dir" in answer and f"as hydra.{kind}.dir=outputs/NAME" in answer
+    flag = ["-m"] if kind == "sweep" else []
+    answer = run(*flag, *TINY, f"hydra.{kind}.dir={folder}").complaint()
+    assert f"error: hydra.{kind}.dir" in answer and f"hydra.{kind}.dir=outputs/NAME" in answer
     assert sorted(os.listdir(ROOT)) == before
 
 
@@ -599,96 +499,9 @@ def test_a_run_may_be_resumed_from_its_own_folder(run_dir, monkeypatch):
     assert run("resume=.", "steps=5").code == 0
 
 
-@pytest.mark.parametrize("arguments", [tiny, tiny_sweep], ids=["run", "sweep"])
-def test_a_folder_whose_name_is_too_long(arguments, tmp_path):
-    answer = run(*arguments(tmp_path / ("a" * 300))).complaint()
-    assert "aaa cannot be written to" in answer and "choose another hydra." in answer
-    assert "is not a run directory" in run(f"resume={tmp_path / ('a' * 300)}").complaint()
-
-
-@pytest.mark.parametrize("choice", ["seed=range(5,1)", "seed=range(0,0)"])
-def test_a_sweep_without_a_job(tmp_path, choice):
-    """A regression test: an empty table, and exit code 0."""
-    answer = run(*tiny_sweep(tmp_path / "sweep", choice)).complaint()
-    assert f"{choice} has no value to sweep over" in answer and not (tmp_path / "sweep").exists()
-
-
-def test_jobs_of_a_sweep_do_not_share_a_folder(tmp_path):
-    """A regression test: each job wrote its rows into the previous job's file."""
-    done = run(*tiny_sweep(tmp_path, "seed=0,1", "steps=1"), "hydra.sweep.subdir=${steps}")
-    assert "choose another hydra.sweep.subdir" in done.complaint()
-    assert summary(tmp_path / "1")["seed"] == 0 and len(metrics(tmp_path / "1")) == 2
-
-
-@linux
-@pytest.mark.parametrize("arguments", [tiny, tiny_sweep], ids=["run", "sweep"])
-def test_a_disk_that_is_full_from_the_start(arguments, tmp_path):
-    with largest_file(0):
-        done = run(*arguments(tmp_path))
-    assert str(tmp_path) in done.complaint()
-
-
-def test_a_cache_that_cannot_be_made(tmp_path):
-    (tmp_path / "file").touch()
-    answer = run(*tiny(tmp_path / "run"), TILEGPT_CACHE=str(tmp_path / "file/cache")).complaint()
-    assert (
-        "file/cache" in answer
-        and "data.cache_dir=FOLDER" in answer
-        and "TILEGPT_CACHE=FOLDER" in answer
-    )
-
-
-@linux
-def test_a_disk_that_fills_up_leaves_the_last_checkpoint(run_dir):
-    """The weights still fit, the optimizer's state does not."""
-    before = checkpoint(run_dir)
-    with largest_file(120_000):
-        answer = run(f"resume={run_dir}", "steps=8", "checkpoint_every=6").complaint()
-    assert f"cannot write a checkpoint to {run_dir}" in answer and "GiB free" in answer
-    assert (
-        "training.pt could not be written whole; it would fit, so look for a limit on the size of "
-        "a file (ulimit -f) or a quota; go on with: python train.py resume=" in answer
-    )
-    assert (
-        f"resume={run_dir}" in answer and "enforce" not in answer and "unexpected pos" not in answer
-    )
-    assert same(checkpoint(run_dir), before)
-    assert run(f"resume={run_dir}", "steps=8").code == 0 and [
-        row["step"] for row in metrics(run_dir)
-    ] == list(range(9))
-
-
-@linux
-def test_a_disk_that_fills_up_before_the_first_checkpoint(run_dir, tmp_path):
-    # run_dir has built the store of tokens
-    with largest_file(120_000):
-        answer = run(*tiny(tmp_path)).complaint()
-    assert f"cannot write a checkpoint to {tmp_path}" in answer and "(ulimit -f)" in answer
-    assert "resume=" not in answer, "there is nothing to go on with"
-
-
-def test_metrics_that_cannot_be_written_name_the_folder(run_dir, monkeypatch):
-    def full(self, mode="r", *arguments, **options):
-        if self.name == "metrics.jsonl" and mode == "a":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return opened(self, mode, *arguments, **options)
-
-    opened = Path.open
-    monkeypatch.setattr(Path, "open", full)
-    answer = run(f"resume={run_dir}", "steps=6").complaint()
-    assert "No space left" in answer and str(run_dir) in answer
-
-
-def test_what_cannot_be_written_after_training_is_said(tmp_path):
-    (tmp_path / "sample.txt").mkdir()
-    done = run(*tiny(tmp_path, "sample_tokens=4"))
-    assert str(tmp_path / "sample.txt") in done.output and "Traceback" not in done.output
-    assert checkpoint(tmp_path)["step"] == 4
-
-
-def test_a_summary_that_cannot_be_written_is_a_failure(tmp_path):
-    (tmp_path / "summary.json").mkdir()
-    assert "summary.json" in run(*tiny(tmp_path)).complaint()
+def test_a_run_whose_name_is_too_long_cannot_be_resumed(tmp_path):
+    folder = str(tmp_path / ("a" * 300))
+    assert f"resume={folder}" in run(f"resume={folder}").complaint()
 
 
 def test_a_folder_with_a_run_in_it_takes_no_other(run_dir):
@@ -697,6 +510,14 @@ def test_a_folder_with_a_run_in_it_takes_no_other(run_dir):
     answer = run(*tiny(run_dir, "seed=1")).complaint()
     assert f"resume={run_dir}" in answer
     assert contents(run_dir) == before
+
+
+def test_a_command_to_resume_is_quoted_for_the_shell(run_dir):
+    strange = run_dir.rename(run_dir.with_name("it's a run"))
+    answer = run(*tiny(strange)[:-1], f'hydra.run.dir="{strange}"').complaint()
+    command = re.search(r"""(resume=|"resume=|'resume=).*?(?=, )""", answer)[0]
+    assert shlex.split(command) == [f"resume={strange}"]
+    assert run(*shlex.split(command), "steps=5").code == 0
 
 
 def test_a_time_stamp_that_is_taken_gets_a_number(tmp_path):
@@ -709,9 +530,70 @@ def test_a_time_stamp_that_is_taken_gets_a_number(tmp_path):
     assert all(len(metrics(folder)) == 2 for folder in (year, *others))
 
 
+def test_jobs_of_a_sweep_do_not_share_a_folder(tmp_path):
+    """A regression test: each job wrote its rows into the previous job's file."""
+    done = run(*tiny_sweep(tmp_path, "seed=0,1", "steps=1"), "hydra.sweep.subdir=${steps}")
+    assert "hydra.sweep.subdir" in done.complaint()
+    assert summary(tmp_path / "1")["seed"] == 0 and len(metrics(tmp_path / "1")) == 2
+
+
 def test_a_sweep_takes_no_folder_of_another(tmp_path):
     assert run(*tiny_sweep(tmp_path, "seed=0,1", "steps=1")).code == 0
     before = index(tmp_path)
     done = run(*tiny_sweep(tmp_path, "seed=2,3", "steps=1"))
     assert done.code == 1 and "Traceback" not in done.output and str(tmp_path) in done.output
     assert index(tmp_path) == before and summary(tmp_path / "0")["seed"] == 0
+
+
+# a disk that is full
+
+
+@linux
+@pytest.mark.parametrize("arguments", [tiny, tiny_sweep], ids=["run", "sweep"])
+def test_a_disk_that_is_full_from_the_start(arguments, tmp_path):
+    with largest_file(0):
+        done = run(*arguments(tmp_path))
+    assert str(tmp_path) in done.complaint()
+
+
+@linux
+def test_a_disk_that_fills_up_leaves_the_last_checkpoint(run_dir):
+    """The weights still fit, the optimizer's state does not."""
+    before = checkpoint(run_dir)
+    with largest_file(120_000):
+        answer = run(f"resume={run_dir}", "steps=8", "checkpoint_every=6").complaint()
+    for named in ("training.pt", "GiB", "ulimit -f", f"resume={run_dir}"):
+        assert named in answer
+    assert "enforce" not in answer and "unexpected pos" not in answer, "PyTorch's own words"
+    assert same(checkpoint(run_dir), before)
+    assert run(f"resume={run_dir}", "steps=8").code == 0
+    assert [row["step"] for row in metrics(run_dir)] == list(range(9))
+
+
+@linux
+def test_a_disk_that_fills_up_before_the_first_checkpoint(run_dir, tmp_path):
+    # run_dir has built the store of tokens
+    with largest_file(120_000):
+        answer = run(*tiny(tmp_path)).complaint()
+    assert str(tmp_path) in answer and "ulimit -f" in answer
+    assert "resume=" not in answer, "there is nothing to go on with"
+
+
+@linux
+def test_metrics_that_cannot_be_written_name_the_folder(run_dir):
+    """The file has reached the limit: a checkpoint of this size would not fit either."""
+    with largest_file((run_dir / "metrics.jsonl").stat().st_size):
+        answer = run(f"resume={run_dir}", "steps=6").complaint()
+    assert str(run_dir) in answer
+
+
+def test_what_cannot_be_written_after_training_is_said(tmp_path):
+    (tmp_path / "sample.txt").mkdir()
+    done = run(*tiny(tmp_path, "sample_tokens=4"))
+    assert str(tmp_path / "sample.txt") in done.output and "Traceback" not in done.output
+    assert checkpoint(tmp_path)["step"] == 4
+
+
+def test_a_summary_that_cannot_be_written_is_a_failure(tmp_path):
+    (tmp_path / "summary.json").mkdir()
+    assert "summary.json" in run(*tiny(tmp_path)).complaint()

@@ -1,6 +1,6 @@
-"""Every choice in conf/ fits the schema, and every wrong value is refused in words.
+"""Every choice in conf/ fits the schema; a resumed run replays the arguments of its first start.
 
-A resumed run replays the arguments of its first start.
+What is refused stands in test_bad_input.
 """
 
 import math
@@ -12,18 +12,14 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
 from attention import BACKENDS
 from config import (
     AttentionConfig,
-    DataConfig,
-    LoggerConfig,
     ModelConfig,
     OptimConfig,
     RunConfig,
-    TokenizerConfig,
 )
 from tests.command import register_once
 from training.command_line import check_keys, quoted, replay_overrides
@@ -72,19 +68,6 @@ def test_choice_composes(choice):
     )
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=ids)
-def test_choice_says_only_what_differs_from_the_schema(choice):
-    group, name = choice
-    schema = OmegaConf.to_container(OmegaConf.structured(type(getattr(RunConfig(), group))))
-    said = yaml.safe_load((ROOT / "conf" / group / f"{name}.yaml").read_text())
-    # the choice's own name, what follows another key, and what must be null whatever the schema
-    # says
-    on_purpose = {"name", "source", "max_seq_len", "num_kv_heads"}
-    assert not [
-        key for key, value in said.items() if schema[key] == value and key not in on_purpose
-    ]
-
-
 def test_every_backend_is_a_choice():
     assert {name for group, name in CHOICES if group == "attention"} == {*BACKENDS, "custom"}
 
@@ -108,17 +91,10 @@ def test_an_attentions_yaml_holds_its_options_with_their_defaults(name):
 
 def test_the_default_run():
     config = composed()
-    assert (
-        config.attention.name,
-        config.model.name,
-        config.data.source,
-        config.tokenizer.name,
-    ) == ("tiled", "tiny", "stdlib", "byte")
-    assert (config.optim.name, config.logger.name, config.accumulation_steps) == (
-        "adamw",
-        "wandb",
-        1,
-    )
+    names = (config.attention.name, config.model.name, config.data.source, config.tokenizer.name)
+    assert names == ("tiled", "tiny", "stdlib", "byte")
+    assert (config.optim.name, config.logger.name) == ("adamw", "wandb")
+    assert config.accumulation_steps == 1
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -157,140 +133,27 @@ def test_every_run_of_an_experiment_composes(name):
 def test_max_seq_len_follows_seq_len_unless_set():
     assert composed("seq_len=777").model.max_seq_len == 777
     assert composed("seq_len=128", "model.max_seq_len=512").model.max_seq_len == 512
-    with pytest.raises(Exception, match="seq_len=256 is longer than model.max_seq_len=100 allows"):
-        composed("model.max_seq_len=100")
-
-
-@pytest.mark.parametrize(
-    "override", ["seqlen=3", "model.width=3", "attention.tile=3", "optim.learning_rate=1"]
-)
-def test_a_misspelt_key_is_refused(override):
-    with pytest.raises(ConfigCompositionException, match=f"'{override.partition('=')[0]}'"):
-        composed(override)
-
-
-@pytest.mark.parametrize(
-    "override", ["seq_len=long", "steps=1.5", "deterministic=twice", "model.bias=maybe"]
-)
-def test_a_value_of_the_wrong_type_is_refused(override):
-    with pytest.raises(ConfigCompositionException, match=override.partition("=")[0]):
-        composed(override)
-
-
-def test_an_unknown_choice_lists_the_valid_ones():
-    with pytest.raises(Exception, match="(?s)flash3.*tiled.*triton"):
-        composed("attention=flash3")
 
 
 MODEL = {"hidden_size": 64, "num_heads": 4}
-REFUSED = [
-    (AttentionConfig, {"block_q": 0}, "attention.block_q=0 must be at least 1"),
-    (AttentionConfig, {"block_kv": -1}, "attention.block_kv=-1 must be at least 1"),
-    (
-        AttentionConfig,
-        {"name": "custom"},
-        "attention=custom needs attention.target=pkg.module:BACKEND",
-    ),
-    (ModelConfig, {"num_layers": 0}, "model.num_layers=0 must be at least 1"),
-    (ModelConfig, {"num_heads": 0}, "model.num_heads=0 must be at least 1"),
-    (ModelConfig, {"hidden_size": 0}, "model.hidden_size=0 must be at least 1"),
-    (
-        ModelConfig,
-        {"hidden_size": 66, "num_heads": 4},
-        "model.hidden_size=66 is not a multiple of model.num_heads=4",
-    ),
-    (
-        ModelConfig,
-        MODEL | {"num_kv_heads": 3},
-        "model.num_heads=4 is not a multiple of model.num_kv_heads=3",
-    ),
-    (ModelConfig, MODEL | {"num_kv_heads": 0}, "model.num_kv_heads=0 must be at least 1"),
-    (ModelConfig, {"positions": "sinus"}, "model.positions=sinus is not one of: learned"),
-    (ModelConfig, {"norm": "batch"}, "model.norm=batch is not one of: layernorm, rmsnorm"),
-    (ModelConfig, {"activation": "relu"}, "model.activation=relu is not one of: gelu, swiglu"),
-    (
-        ModelConfig,
-        {"positions": "rope", "hidden_size": 12, "num_heads": 4},
-        "needs an even head_dim, got 3",
-    ),
-    (ModelConfig, {"dropout": 1.0}, "model.dropout=1.0 must be in"),
-    (DataConfig, {"source": "web"}, "data.source=web is not one of: stdlib"),
-    (DataConfig, {"source": "text"}, "data=text needs data.path"),
-    (DataConfig, {"source": "hub"}, "data=hub needs data.name"),
-    (DataConfig, {"val_fraction": 0.0}, "data.val_fraction=0.0 must be between 0 and 1"),
-    (DataConfig, {"val_fraction": 1.0}, "data.val_fraction=1.0 must be between 0 and 1"),
-    (DataConfig, {"max_documents": 0}, "data.max_documents=0 must be at least 1"),
-    (DataConfig, {"num_keys": 0}, "data.num_keys=0 must be at least 1"),
-    (DataConfig, {"num_values": 1}, "data.num_values=1 must be at least 2"),
-    (TokenizerConfig, {"name": "word"}, "tokenizer.name=word is not one of: byte, bpe, gpt2"),
-    (OptimConfig, {"name": "sgd"}, "optim.name=sgd is not one of: adamw"),
-    (OptimConfig, {"schedule": "linear"}, "optim.schedule=linear is not one of: cosine, constant"),
-    (OptimConfig, {"lr": -1.0}, "optim.lr=-1.0 must be at least 0"),
-    (OptimConfig, {"lr": float("nan")}, "optim.lr=nan must be at least 0"),
-    (OptimConfig, {"min_lr": -1.0}, "optim.min_lr=-1.0 must be at least 0"),
-    (OptimConfig, {"warmup_steps": -1}, "optim.warmup_steps=-1 must be at least 0"),
-    (OptimConfig, {"beta1": 1.0}, "optim.beta1=1.0 must be in"),
-    (
-        AttentionConfig,
-        {"name": "triton", "kernel": "fast"},
-        "attention.kernel=fast is not one of: auto, portable, hopper",
-    ),
-    (OptimConfig, {"beta2": -0.1}, "optim.beta2=-0.1 must be in"),
-    (LoggerConfig, {"name": "mlflow"}, "logger.name=mlflow is not one of: wandb"),
-    (LoggerConfig, {"mode": "on"}, "logger.mode=on is not one of: auto"),
-    (RunConfig, {"device": "tpu"}, "device=tpu is not one of: auto, cpu, cuda"),
-    (RunConfig, {"dtype": "float32"}, "dtype=float32 is not one of: auto, fp32, bf16, fp16"),
-    (RunConfig, {"compile": "maybe"}, "compile=maybe is not one of: auto, true, false"),
-    *(
-        (RunConfig, {key: 0}, f"{key}=0 must be at least 1")
-        for key in ("seq_len", "steps", "batch_size", "log_every")
-    ),
-    *((RunConfig, {key: -1}, f"{key}=-1 must be at least 0") for key in ("seed", "sample_tokens")),
-    (RunConfig, {"seq_len": 512}, "seq_len=512 is longer than model.max_seq_len=256 allows"),
-    (
-        RunConfig,
-        {"tokens_per_step": 5000},
-        "tokens_per_step=5000 is not a positive multiple of batch_size * seq_len = 16 * 256 = 4096",
-    ),
-    (RunConfig, {"tokens_per_step": 0}, "tokens_per_step=0 is not a positive multiple"),
-    # a regression test: the run began with random weights, and said nothing
-    (RunConfig, {"init_from": ""}, "init_from= is empty: name a folder"),
-]
-
-
-@pytest.mark.parametrize(
-    ("schema", "settings", "message"), REFUSED, ids=[message for *_, message in REFUSED]
-)
-def test_refused(schema, settings, message):
-    with pytest.raises(ValueError) as refused:
-        schema(**settings)
-    assert message in str(refused.value)
 
 
 def test_what_follows_from_the_fields():
     assert ModelConfig(**MODEL).kv_heads == 4 and ModelConfig(**MODEL, num_kv_heads=2).kv_heads == 2
     assert ModelConfig(**MODEL).head_dim == 16
-    assert [RunConfig(compile=value).compile for value in (True, False, "auto")] == [
-        "true",
-        "false",
-        "auto",
-    ]
+    compiles = [RunConfig(compile=value).compile for value in (True, False, "auto")]
+    assert compiles == ["true", "false", "auto"]
     run = RunConfig(batch_size=2, seq_len=8, tokens_per_step=48)
     assert (run.accumulation_steps, run.sequences_per_step) == (3, 6)
-    assert AttentionConfig(block_q=4, detach_max=False, options={"mine": 1}).backend_options() == {
-        "mine": 1,
-        "block_q": 4,
-        "detach_max": False,
-    }
+    options = AttentionConfig(block_q=4, detach_max=False, options={"mine": 1}).backend_options()
+    assert options == {"mine": 1, "block_q": 4, "detach_max": False}
     assert AttentionConfig().backend_options() == {}
 
 
 def test_learning_rate_follows_the_width_unless_set():
     wide = RunConfig(model=ModelConfig(hidden_size=768, num_heads=12))
-    assert (wide.optimizer().lr, wide.optimizer().min_lr) == (
-        pytest.approx(5e-4),
-        pytest.approx(5e-5),
-    )
+    assert wide.optimizer().lr == pytest.approx(5e-4)
+    assert wide.optimizer().min_lr == pytest.approx(5e-5)
     chosen = RunConfig(optim=OptimConfig(lr=2e-3, min_lr=0.0))
     assert (chosen.optimizer().lr, chosen.optimizer().min_lr) == (2e-3, 0.0)
     assert wide.optim.lr is None  # the setting itself stays what it was
@@ -320,37 +183,23 @@ def test_the_flag_of_a_sweep_may_stand_between_the_settings():
 
 def test_resume_replays_what_the_run_was_asked_for(run_dir):
     old = ["attention=sdpa", "seq_len=64", "+attention.options.mine=1", "~logger"]
-    own = [
-        f"resume='{run_dir}'",
-        f"hydra.run.dir='{run_dir}'",
-        "hydra.mode=RUN",
-        "hydra.output_subdir=null",
-    ]
-    assert replay_overrides([f"resume='{run_dir}'"]) == old + own
+    resume = f"resume='{run_dir}'"
+    place = [f"hydra.run.dir='{run_dir}'", "hydra.mode=RUN", "hydra.output_subdir=null"]
+    assert replay_overrides([resume]) == [*old, resume, *place]
     # what is asked for now stands after resume=
-    assert replay_overrides([f'resume="{run_dir}"', "steps=9"]) == [
-        *old,
-        own[0],
-        "steps=9",
-        *own[1:],
-    ]
+    again = [*old, resume, "steps=9", *place]
+    assert replay_overrides([f'resume="{run_dir}"', "steps=9"]) == again
     # Hydra's own options come first, with their values
     options = ["--config-dir", "my_conf", "-cn", "mine", "--debug"]
-    assert replay_overrides(["steps=9", *options[:2], f"resume={run_dir}", *options[2:]]) == [
-        *options,
-        *old,
-        own[0],
-        "steps=9",
-        *own[1:],
-    ]
+    given = ["steps=9", *options[:2], f"resume={run_dir}", *options[2:]]
+    assert replay_overrides(given) == [*options, *again]
     # what is given now counts, whatever sign it carries
     new = ["attention=tiled", "++attention.options.mine=2", "logger=none"]
-    assert replay_overrides([*new, f"resume={run_dir}"]) == ["seq_len=64", own[0], *new, *own[1:]]
+    assert replay_overrides([*new, f"resume={run_dir}"]) == ["seq_len=64", resume, *new, *place]
     # and Hydra reads the path back
     parsed = OverridesParser.create().parse_overrides(replay_overrides([f"resume={run_dir}"]))
-    assert {override.key_or_group: override.value() for override in parsed}["resume"] == str(
-        run_dir
-    )
+    values = {override.key_or_group: override.value() for override in parsed}
+    assert values["resume"] == str(run_dir)
 
 
 def kept(run_dir: Path, *new: str) -> list[str]:
@@ -371,46 +220,25 @@ def test_another_attention_does_not_inherit_the_options_of_the_first(tmp_path):
 
 
 def test_other_data_do_not_inherit_the_place_of_the_first(tmp_path):
-    old = [
-        "data=text",
-        "data.path=books",
-        "data.val_fraction=0.1",
-        "data.documents=true",
-        "seq_len=64",
-    ]
+    shared = ["data.val_fraction=0.1", "data.documents=true", "seq_len=64"]
+    old = ["data=text", "data.path=books", *shared]
     (tmp_path / "overrides.yaml").write_text(yaml.safe_dump(old))
-    assert kept(tmp_path, "data=stdlib") == old[2:]
+    assert kept(tmp_path, "data=stdlib") == shared
     assert kept(tmp_path, "data=text") == old[1:]
 
 
 def test_a_backend_of_ones_own_gives_way_to_another_attention(tmp_path):
-    old = [
-        "attention=custom",
-        "attention.target=pkg.module:MINE",
-        "+attention.options.sharpness=2",
-        "seq_len=64",
-    ]
+    old = ["attention=custom", "attention.target=pkg.module:MINE", "seq_len=64"]
+    old += ["+attention.options.sharpness=2"]
     (tmp_path / "overrides.yaml").write_text(yaml.safe_dump(old))
     assert kept(tmp_path, "attention=sdpa") == ["seq_len=64"]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "it's",
-        "a\\b",
-        "C:\\",
-        "\\'",
-        "\\\\'x",
-        "''",
-        "a, b = {c: [d]}",
-        "${e}",
-        "\\\\",
-        "f\\'g\\",
-    ],
-    ids=repr,
-)
+TEXTS = ["", "it's", "''", "a\\b", "C:\\", "\\'", "\\\\'x", "\\\\", "f\\'g\\"]
+TEXTS += ["a, b = {c: [d]}", "${e}"]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=repr)
 def test_hydra_reads_back_what_is_quoted(text):
     """A regression test: a backslash in the middle of a setting was doubled in the way out."""
     (override,) = OverridesParser.create().parse_overrides([f"data.path={quoted(text)}"])
@@ -425,19 +253,14 @@ def test_resuming_a_resumed_run(run_dir):
 
 def test_a_resume_stays_in_its_folder(run_dir, tmp_path):
     assert replay_overrides([f"resume={run_dir}", f"hydra.run.dir={run_dir}/"])
-    with pytest.raises(SystemExit, match="goes on in its own folder: leave out hydra.run.dir="):
+    with pytest.raises(SystemExit, match="hydra.run.dir="):
         replay_overrides([f"resume={run_dir}", f"hydra.run.dir={tmp_path}/elsewhere"])
 
 
 @pytest.mark.parametrize("flag", ["-m", "--multirun"])
 def test_resume_cannot_be_part_of_a_sweep(run_dir, flag):
-    with pytest.raises(SystemExit, match="goes on with one run; it cannot be part of a sweep"):
+    with pytest.raises(SystemExit, match="resume=.*sweep"):
         replay_overrides([flag, f"resume={run_dir}"])
-
-
-def test_resuming_what_is_no_run(tmp_path):
-    with pytest.raises(SystemExit, match="is not a run directory: it has no overrides.yaml"):
-        replay_overrides([f"resume={tmp_path}"])
 
 
 def test_resuming_the_folder_of_all_runs_names_one(run_dir, tmp_path):
@@ -445,7 +268,7 @@ def test_resuming_the_folder_of_all_runs_names_one(run_dir, tmp_path):
     shutil.copytree(run_dir, outputs / "2026-11-26/09-30-00")
     with pytest.raises(SystemExit) as refused:
         replay_overrides([f"resume={outputs}"])
-    assert str(refused.value).endswith(f"; it holds runs, such as {outputs}/2026-11-26/09-30-00")
+    assert f"{outputs}/2026-11-26/09-30-00" in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -464,40 +287,25 @@ def test_resuming_the_folder_of_all_runs_names_one(run_dir, tmp_path):
 )
 def test_what_is_due_after_a_step(step, diverged, due):
     """A diverged step is the last one: nothing is compared with it, and no attention follows."""
-    config = RunConfig(
-        attention=AttentionConfig("no_rescale", switch_at=7, switch_to="tiled"),
-        steps=11,
-        log_every=3,
-        diagnose_every=4,
-        eval_every=5,
-        checkpoint_every=10,
-    )
+    switched = AttentionConfig("no_rescale", switch_at=7, switch_to="tiled")
+    intervals = {"log_every": 3, "diagnose_every": 4, "eval_every": 5, "checkpoint_every": 10}
+    config = RunConfig(attention=switched, steps=11, **intervals)
     told = config.due(step, diverged=diverged)
     assert {name for name, value in told._asdict().items() if value} == set(due)
 
 
 def test_intervals_of_zero_are_never_due():
-    config = RunConfig(
-        attention=AttentionConfig("no_rescale", switch_at=7, switch_to="tiled"),
-        steps=10,
-        eval_every=0,
-        diagnose_every=0,
-    )
+    switched = AttentionConfig("no_rescale", switch_at=7, switch_to="tiled")
+    config = RunConfig(attention=switched, steps=10, eval_every=0, diagnose_every=0)
     assert not config.due(7).evaluate and config.due(7).switch
     assert not config.due(10).evaluate and not config.due(10).compare
-
-
-def test_a_rerun_by_hydra_is_refused_with_what_does_it_instead():
-    """It would write over the earlier run, without its lock."""
-    with pytest.raises(SystemExit, match="DIR/overrides.yaml lists the settings"):
-        replay_overrides(["--experimental-rerun", "RUN/.hydra/config.pickle"])
 
 
 def test_a_module_without_its_backend_is_told_how_to_name_one(tmp_path, monkeypatch):
     """The module is found, not imported: an import takes seconds, and may end the program."""
     (tmp_path / "my_attention.py").write_text("raise SystemExit(3)\n")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="my_attention.py, write attention=my_attention:BACKEND; "):
+    with pytest.raises(ValueError, match="attention=my_attention:BACKEND"):
         check_keys(["attention=my_attention"])
     for name in ("random", "data", "not_there"):  # Python's, ours, nobody's
         with pytest.raises(ValueError) as raised:

@@ -1,9 +1,13 @@
 """Backends that a user might write: one that is right, and one for each way to be wrong."""
 
+import os
+import signal
+import time
+
 import torch
 from torch import Tensor
 
-from attention import AttentionOutput, Backend, get_backend
+from attention import AttentionOutput, Backend, ScoreMod, get_backend
 
 naive = get_backend("naive").fn
 
@@ -104,3 +108,49 @@ def drifts(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> At
 
 
 DRIFTS = Backend("drifts", drifts)
+
+slow_calls = 0
+
+
+def slow(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> AttentionOutput:
+    """A call after the checks before a run takes long, and SIGTERM comes while it computes."""
+    global slow_calls
+    slow_calls += 1
+    if slow_calls == 40:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
+    return right(q, k, v, causal=causal, scale=scale)
+
+
+SLOW = Backend("slow", slow)
+
+
+# changes of the scores: two that are right, and one for each way to be wrong
+
+
+def halved(score, b, h, i, j, params):
+    return score / 2, torch.full_like(score, 0.5)
+
+
+def wrong_derivative(score, b, h, i, j, params):
+    return score / 2, torch.ones_like(score)
+
+
+def mixes_scores(score, b, h, i, j, params):
+    return score.cumsum(-1), torch.ones_like(score)
+
+
+def hides_a_diagonal(score, b, h, i, j, params):
+    return torch.where(i - j == 3, -torch.inf, score), torch.ones(1)
+
+
+HALVED = ScoreMod(halved)
+HALVED_WITH_KERNEL = ScoreMod(halved, kernel="attention.kernels.score_mods:every_index")
+HIDES_A_DIAGONAL = ScoreMod(hides_a_diagonal)
+WRONG_DERIVATIVE = ScoreMod(wrong_derivative)
+MIXES_SCORES = ScoreMod(mixes_scores)
+NO_DERIVATIVE = ScoreMod(lambda score, *_: score / 2)
+FEW_ARGUMENTS = ScoreMod(lambda score: (score, torch.ones(1)))
+FEWER_SCORES = ScoreMod(lambda score, *_: (score[..., :2], torch.ones(1)))
+RANDOM_SCORES = ScoreMod(lambda score, *_: (score + torch.rand_like(score), torch.ones(1)))
+NAN_SCORES = ScoreMod(lambda score, *_: (score.log(), 1 / score))

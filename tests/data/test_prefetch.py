@@ -69,14 +69,10 @@ def test_a_pass_weighs_as_its_targets_and_a_rank_takes_its_rows():
 def test_each_step_is_read_once_in_order_by_one_other_thread():
     data = Steps()
     with Prefetcher(data, 1, 1, CPU, ahead=2) as batches:
-        assert [batches.passes(step)[0].tensors[0][0, 0].item() for step in range(4, 14)] == list(
-            range(4, 14)
-        )
-    assert (
-        data.asked[:10] == list(range(4, 14))
-        and data.asked == sorted(set(data.asked))
-        and max(data.asked) <= 15
-    )
+        read = [batches.passes(step)[0].tensors[0][0, 0].item() for step in range(4, 14)]
+    assert read == list(range(4, 14))
+    assert data.asked[:10] == list(range(4, 14))
+    assert data.asked == sorted(set(data.asked)) and max(data.asked) <= 15
     assert len(data.threads) == 1 and threading.main_thread() not in data.threads
 
 
@@ -94,13 +90,8 @@ def test_reading_hides_behind_a_step_that_takes_longer():
 
 def test_a_jump_forgets_what_was_read_for_nothing():
     with Prefetcher(Steps(), 1, 1, CPU, ahead=2) as batches:
-        assert [batches.passes(step)[0].tensors[0][0, 0].item() for step in (0, 1, 40, 41, 3)] == [
-            0,
-            1,
-            40,
-            41,
-            3,
-        ]
+        steps = [0, 1, 40, 41, 3]
+        assert [batches.passes(step)[0].tensors[0][0, 0].item() for step in steps] == steps
         assert sorted(batches.pending) == [4, 5]
 
 
@@ -133,12 +124,8 @@ def test_nothing_is_left_running(error):
                 raise error
     except (KeyboardInterrupt, RuntimeError):
         pass
-    assert (
-        not alive()
-        and time.perf_counter() - start < 0.4
-        and len(data.asked) <= 3
-        and not batches.pending
-    )
+    assert not alive() and not batches.pending
+    assert time.perf_counter() - start < 0.4 and len(data.asked) <= 3
 
 
 def test_unused_it_costs_no_thread():

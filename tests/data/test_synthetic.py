@@ -12,15 +12,12 @@ from config import SYNTHETIC_SOURCES, DataConfig, TokenizerConfig
 from data import build_data
 from data.interface import IGNORED, generator
 from model import loss
-from tests import forked
 from tests.command import ROOT
 
 SHAPES = [(1, 2), (3, 5), (8, 8), (16, 32)]
 by_shape = pytest.mark.parametrize(
     "num_keys, num_values", SHAPES, ids=[f"K{keys}-V{values}" for keys, values in SHAPES]
 )
-
-
 by_source = pytest.mark.parametrize("source", SYNTHETIC_SOURCES)
 
 
@@ -94,18 +91,6 @@ def test_a_step_is_a_pure_function_of_seed_and_step(source):
     assert torch.equal(inputs(1, 7), inputs(1, 7))
     assert not torch.equal(inputs(1, 7), inputs(1, 8))
     assert not torch.equal(inputs(1, 7), inputs(2, 7))
-
-
-def test_another_process_draws_the_same():
-    code = (
-        "from config import *; from data import build_data;"
-        "d = build_data(DataConfig(source='last_write'), TokenizerConfig(), seq_len=64, seed=5);"
-        "print(d.train_batch(9, 4).inputs.flatten().tolist())"
-    )
-    printed = forked.run("-c", code, check=True).stdout
-    assert printed.strip() == str(
-        task(seq_len=64, seed=5).train_batch(9, 4).inputs.flatten().tolist()
-    )
 
 
 @by_source
@@ -185,7 +170,7 @@ def test_recall_has_the_sizes_of_zoology():
 def test_scored_by_accuracy_without_a_tokenizer():
     data = task(num_values=4)
     assert (data.metric, data.tokenizer) == ("accuracy", None)
-    assert "chance accuracy 25.0%" in data.description
+    assert "25.0%" in data.description
 
 
 def test_a_batch_takes_milliseconds():

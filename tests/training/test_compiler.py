@@ -3,40 +3,25 @@
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from unittest.mock import Mock
 
 import pytest
 
-from tests.command import run, tiny
 from training import compiler
 
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_torch_compile_is_loaded_only_where_it_is_wanted(monkeypatch, wanted):
-    """And before the block ends; an error of the import is the block's."""
-    importer = Mock()
-    monkeypatch.setattr(compiler, "import_module", importer)
-    with compiler.importing_torch_compile(wanted):
-        pass
-    names = [call.args[0] for call in importer.call_args_list]
-    expected = ["triton.runtime.cache", "torch._inductor.lowering", "torch._inductor.codecache"]
-    assert names == expected * wanted
+    """An error of the import, which another thread does, is the block's."""
 
     def fail(name: str) -> None:
         raise ImportError(f"{name} is broken")
 
     monkeypatch.setattr(compiler, "import_module", fail)
-    if not wanted:
-        return
-    broken = pytest.raises(ImportError, match="lowering is broken")
+    broken = pytest.raises(ImportError, match="broken") if wanted else nullcontext()
     with broken, compiler.importing_torch_compile(wanted):
         pass
-
-
-def test_a_cache_that_cannot_be_written_ends_a_run_before_it_begins(tmp_path):
-    done = run(*tiny(tmp_path, "compile=true"), TORCHINDUCTOR_CACHE_DIR="/dev/null/cache")
-    assert done.code == 1
-    assert "TORCHINDUCTOR_CACHE_DIR=/dev/null/cache cannot be written" in done.complaint()
 
 
 def test_the_hashes_are_computed_once(monkeypatch):

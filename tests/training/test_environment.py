@@ -25,12 +25,8 @@ def test_environment_imports_no_package_to_ask_its_version():
         "import sys; from training.environment import environment; environment('', 'cpu'); "
         "print({'wandb', 'datasets'} & set(sys.modules))"
     )
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        == "set()"
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
 
 
 def git(folder, *arguments):
@@ -51,22 +47,18 @@ def test_commit_and_uncommitted_changes(tmp_path, monkeypatch):
     git(tmp_path, "add", "file")
     git(tmp_path, "commit", "-q", "-m", "one")
     monkeypatch.setattr(environment_module, "ROOT", tmp_path.resolve())
+
+    def found() -> tuple[str | None, bool | None]:
+        described = environment("", "cpu")
+        return described["commit"], described["dirty"]
+
     head = git(tmp_path, "rev-parse", "HEAD")
-    assert {key: environment("", "cpu")[key] for key in ("commit", "dirty")} == {
-        "commit": head,
-        "dirty": False,
-    }
+    assert found() == (head, False)
     (tmp_path / "file").write_text("two")
-    assert {key: environment("", "cpu")[key] for key in ("commit", "dirty")} == {
-        "commit": head,
-        "dirty": True,
-    }
+    assert found() == (head, True)
     # a copy of the program without .git inside another repository
     monkeypatch.setattr(environment_module, "ROOT", (tmp_path / "copy").resolve())
-    assert {key: environment("", "cpu")[key] for key in ("commit", "dirty")} == {
-        "commit": None,
-        "dirty": None,
-    }
+    assert found() == (None, None)
 
 
 def test_without_git(monkeypatch):

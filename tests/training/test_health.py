@@ -9,7 +9,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attention import BACKENDS, LIMITS, Recorder, compare_with_exact, find_breakdown, get_backend
+from attention import (
+    BACKENDS,
+    LIMITS,
+    Backend,
+    Recorder,
+    compare_with_exact,
+    find_breakdown,
+    get_backend,
+)
 from config import AttentionConfig, Due, ModelConfig
 from data.prefetch import Pass
 from model import GPT
@@ -160,22 +168,24 @@ def test_the_loss_scale_cancels():
 @pytest.mark.parametrize(
     "error",
     [torch.OutOfMemoryError("tried to allocate"), RuntimeError("can't allocate memory")],
-    ids=["gpu", "cpu"],
+    ids=["allocator", "system"],  # an id "gpu" would be deselected where there is none
 )
-def test_no_memory_for_the_comparison_does_not_end_the_run(monkeypatch, caplog, error):
+def test_no_memory_for_the_comparison_does_not_end_the_run(caplog, error):
+    watch = AttentionMonitor(build("tiled"), contextlib.nullcontext())
+    steps = [looked_at(watch.model, batch(1), step=step, compare=True) for step in (1, 2)]
     tried = []
 
     def full(*_, **__):
         tried.append(1)
         raise error
 
-    monkeypatch.setattr("training.health.compare_layers", full)
-    watch = AttentionMonitor(build("tiled"), contextlib.nullcontext())
-    for step in (1, 2):
-        row = watch.inspect(looked_at(watch.model, batch(1), step=step, compare=True))
+    watch.model.backend = replace(watch.model.backend, fn=full)
+    for step in steps:
+        row = watch.inspect(step)
         assert row.keys() == {"attention/max_score", "attention/max_score_by_head"}
         assert math.isfinite(row["attention/max_score"])
-    assert len(tried) == 1 and caplog.text.count("no memory left to compare") == 1
+    assert len(tried) == 1
+    assert sum("diagnose_every=0" in line for line in caplog.messages) == 1
 
 
 def test_watch_goes_on_from_the_rows_of_an_earlier_start(caplog):
@@ -204,10 +214,8 @@ def test_the_first_score_past_a_limit_is_announced_once(caplog):
     for step in (5, 6):
         row = watch.inspect(looked_at(model, batch(1), step=step))
         assert row["attention/max_score"] == score
-    assert (
-        caplog.text.count("passed") == 1
-        and f"step 5: attention/max_score {score:.2f} passed 11.09 (float16)" in caplog.text
-    )
+    (line,) = [line for line in caplog.messages if "11.09" in line]
+    assert "step 5" in line and f"{score:.2f}" in line and "11.09 (float16)" in line
     assert watch.summary() == {
         "max_score": score,
         "float16_overflow_step": 5,
@@ -223,15 +231,9 @@ def test_the_card_names_layer_and_head(layer, head):
     card = AttentionMonitor(
         model, contextlib.nullcontext(), [{"step": 1, "attention/max_score": 3.0}]
     ).diagnose(7, [Pass(batch(), 1)])
-    assert (card["step"], card["layer"], card["head"], card["tensor"]) == (
-        7,
-        layer,
-        head,
-        "row_sum",
-    )
-    assert card["message"].startswith(
-        f"layer {layer}, head {head}: row_sum leaves the finite range in the tile of queries "
-    )
+    assert (card["step"], card["layer"], card["head"]) == (7, layer, head)
+    assert card["tensor"] == "row_sum"
+    assert card["message"].startswith(f"layer {layer}, head {head}: row_sum ")
     assert card["queries"][0] <= card["row"] < card["queries"][1] and card["keys"][0] <= card["row"]
     assert card["tile_max_score"] > 88.7 and card["fate"] in ("NaN", "inf", "zero")
     assert (
@@ -247,20 +249,23 @@ def test_the_sequence_is_counted_through_the_whole_step():
         inputs[inputs == 49] = 0
     passes[1][0][1, 20] = 49
     # nothing is wrong with it
-    assert diagnose(model, passes)[0]["message"].endswith(
-        "the sum of the gradients' squares is not"
-    )
+    assert "gradients" in diagnose(model, passes)[0]["message"]
     with torch.autocast("cpu", torch.float16):
-        said = diagnose(model, passes)[0]["message"]
-    assert said.startswith("the loss scale fell below 1")
+        assert "loss scale" in diagnose(model, passes)[0]["message"]
     with torch.no_grad():
         model.token_embedding.weight[49, 0] = math.inf
     found, _ = diagnose(model, passes)
     assert (found["sequence"], found["layer"], found["tensor"]) == (4, 0, "q")
 
 
-def without_impl(*tensors, impl, **arguments):
-    return BACKENDS["no_max"].fn(*tensors, **arguments)
+def by_a_kernel(backend: Backend, impl: str) -> Backend:
+    """The same attention, by an implementation that cannot be watched."""
+
+    def fn(*tensors, impl, **arguments):
+        return BACKENDS["no_max"].fn(*tensors, **arguments)
+
+    options = {"impl": impl} | dict(backend.options)
+    return replace(backend, observable=False, implementations={}, options=options, fn=fn)
 
 
 def test_another_implementation_of_the_loop_is_diagnosed_by_the_loop():
@@ -268,12 +273,7 @@ def test_another_implementation_of_the_loop_is_diagnosed_by_the_loop():
     model = build("no_max", init_std=0.2)
     make_head_explode(model, 1, 0, factor=1e4)
     expected, _ = diagnose(model, [batch()])
-    model.backend = replace(
-        model.backend,
-        observable=False,
-        options={"impl": "kernel"} | dict(model.backend.options),
-        fn=without_impl,
-    )
+    model.backend = by_a_kernel(model.backend, "kernel")
     found, _ = diagnose(model, [batch()])
     assert found == expected and found["queries"] is not None
 
@@ -289,13 +289,7 @@ def test_of_a_long_sequence_the_loop_walks_one_tile(monkeypatch, layer):
     batches = [batch(3)]
     expected, score = diagnose(model, batches)
     assert expected["queries"] is not None and expected["fate"] in ("NaN", "inf")
-    model.backend = replace(
-        model.backend,
-        observable=False,
-        options={"impl": "triton"} | dict(model.backend.options),
-        implementations={},
-        fn=without_impl,
-    )
+    model.backend = by_a_kernel(model.backend, "triton")
     monkeypatch.setattr(health, "MAX_INSPECTED", batches[0][0].shape[1] - 1)
     tiles = []
     monkeypatch.setattr(
@@ -321,22 +315,14 @@ def test_a_kernels_breakdown_in_a_long_sequence(monkeypatch):
     # the layers before are the kernel's, with other roundings
     assert found.pop("tile_max_score") == pytest.approx(expected.pop("tile_max_score"), rel=1e-5)
     assert found | {"message": ""} == expected | {"message": ""} and expected["queries"] is not None
-    assert found["message"].startswith(
-        "layer 1, head 0: row_sum leaves the finite range in the tile of queries "
-    )
+    assert found["message"].startswith("layer 1, head 0: row_sum ")
 
 
 def test_documents_are_not_cut(monkeypatch):
     model = build("no_max", init_std=0.2)
     make_head_explode(model, 0, 1, factor=1e4)
     inputs, targets = batch()
-    model.backend = replace(
-        model.backend,
-        observable=False,
-        options={"impl": "triton"} | dict(model.backend.options),
-        implementations={},
-        fn=without_impl,
-    )
+    model.backend = by_a_kernel(model.backend, "triton")
     monkeypatch.setattr(health, "MAX_INSPECTED", inputs.shape[1] - 1)
     found, _ = diagnose(model, [(inputs, targets, torch.zeros_like(inputs))])
     assert (found["layer"], found["head"], found["tensor"], found["queries"]) == (0, 1, "out", None)
@@ -362,7 +348,7 @@ def test_a_backend_of_ones_own_is_diagnosed_by_its_output():
     model.backend = replace(model.backend, name="mine", observable=False)
     found, _ = diagnose(model, [batch()])
     assert (found["layer"], found["head"], found["tensor"], found["queries"]) == (1, 0, "out", None)
-    assert found["message"] == "layer 1, head 0: out is not finite"
+    assert found["message"].startswith("layer 1, head 0: out ")
 
 
 @pytest.mark.parametrize(
@@ -374,21 +360,14 @@ def test_a_gradient_that_is_not_finite_after_clipping(value, grad_clip):
     model.blocks[0].attention.qkv.weight.register_hook(
         lambda gradient: gradient.index_fill(0, torch.tensor([0]), value)
     )
-    optimizer, scaler = (
-        torch.optim.SGD(model.parameters()),
-        torch.amp.GradScaler("cpu", enabled=False),
-    )
-    how = {
-        "optimizer": optimizer,
-        "scaler": scaler,
-        "autocast": contextlib.nullcontext(),
-        "grad_clip": grad_clip,
-    }
+    how = {"autocast": contextlib.nullcontext(), "grad_clip": grad_clip}
+    how["optimizer"] = torch.optim.SGD(model.parameters())
+    how["scaler"] = torch.amp.GradScaler("cpu", enabled=False)
     loss, norm = compute_gradients(model, [Pass(batch(), 1)], **how)
     assert loss.isfinite() and not norm.isfinite()
     found, _ = diagnose(model, [batch()])
     assert (found["layer"], found["tensor"]) == (0, "gradient of blocks.0.attention.qkv.weight")
-    assert "not: 1 tensor, blocks.0.attention.qkv.weight" in found["message"]
+    assert "1 tensor, blocks.0.attention.qkv.weight" in found["message"]
 
 
 def test_a_gradient_alone_that_is_not_finite():
@@ -397,15 +376,9 @@ def test_a_gradient_alone_that_is_not_finite():
     model.blocks[0].mlp.up.weight.grad[0, 0] = math.nan
     model.token_embedding.weight.grad[0, 0] = math.nan
     found, score = diagnose(model, [batch()])
-    assert (found["layer"], found["tensor"]) == (
-        0,
-        "gradient of blocks.0.mlp.up.weight",
-    ) and math.isfinite(score)
-    assert (
-        found["message"]
-        == "the loss is finite, the gradient is not: 2 tensors, blocks.0.mlp.up.weight "
-        "nearest to the loss"
-    )
+    assert (found["layer"], found["tensor"]) == (0, "gradient of blocks.0.mlp.up.weight")
+    assert math.isfinite(score)
+    assert "2 tensors, blocks.0.mlp.up.weight" in found["message"]
 
 
 def test_a_loss_that_is_not_finite_on_its_own():
@@ -413,10 +386,7 @@ def test_a_loss_that_is_not_finite_on_its_own():
     with torch.no_grad():
         model.final_norm.weight.fill_(math.inf)
     found, _ = diagnose(model, [batch()])
-    assert found == {
-        "message": "the loss is not finite, though the output of every attention layer is",
-        "tensor": "loss",
-    }
+    assert found["tensor"] == "loss" and found.keys() == {"message", "tensor"}
 
 
 def test_of_a_long_sequence_the_beginning_is_compared(monkeypatch):

@@ -7,7 +7,6 @@ dispatch mode.
 
 import json
 import weakref
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -149,9 +148,14 @@ def test_parameters(shape, vocab_size):
     assert parameter_count(config, vocab_size) == count_parameters(model)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("attention", ["sdpa", "tiled", "naive", "no_rescale"])
-@pytest.mark.parametrize("shape", ["gpt2", "modern"])
+@pytest.mark.parametrize(
+    ("shape", "attention", "dtype"),
+    diagonal(
+        ["gpt2", "modern"],
+        ["sdpa", "tiled", "naive", "no_rescale"],
+        {"bf16": BF16, "fp32": FP32},
+    ),
+)
 def test_saved_for_backward(shape, attention, dtype):
     step = Step(shape, attention, dtype)
     assert step.plan.saved == pytest.approx(step.saved_bytes(), rel=0.005)
@@ -166,8 +170,9 @@ def test_saved_for_backward_of_a_compiled_model(shape, attention):
 @pytest.mark.parametrize(
     ("shape", "attention"),
     [
-        pytest.param(*case, marks=() if case == ("gpt2", "sdpa") else pytest.mark.slow)
-        for case in product(SHAPES, ("sdpa", "tiled", "naive"))
+        ("gpt2", "sdpa"),
+        pytest.param("modern", "tiled", marks=pytest.mark.slow),
+        pytest.param("dropout", "naive", marks=pytest.mark.slow),
     ],
 )
 def test_attention_kept_by_a_compiled_model(shape, attention):
@@ -219,10 +224,7 @@ def test_peak(shape, attention, dtype):
     ("attention", "function"),
     [
         ("tiled", {"window": 64, "softcap": 5.0}),
-        ("naive", {"window": 64, "softcap": 5.0}),
         ("no_rescale", {"window": 64}),
-        ("no_rescale", {"softcap": 5.0}),
-        ("tiled", {"positions": "alibi"}),
         ("naive", {"positions": "alibi"}),
     ],
     ids=str,
@@ -249,23 +251,13 @@ RECOMPUTING = [
     # what is recomputed of naive and of the tile loop is fitted, not counted
     ("gpt2", "sdpa", BF16, "elementwise", None, 0.02),
     ("gpt2", "tiled", FP32, "elementwise", None, 0.02),
-    ("modern", "sdpa", BF16, "elementwise", None, 0.02),
     ("modern", "sdpa", FP32, "elementwise", None, 0.02),
-    ("dropout", "sdpa", BF16, "elementwise", None, 0.04),
-    ("gpt2", "sdpa", BF16, "attention", None, 0.02),
     ("gpt2", "sdpa", BF16, "attention", 32, 0.02),
-    ("gpt2", "sdpa", BF16, "block", None, 0.02),
-    ("gpt2", "sdpa", BF16, "block", 32, 0.02),
-    ("gpt2", "sdpa", BF16, "block", 1024, 0.02),  # longer than the sequence
     ("modern", "sdpa", FP32, "attention", None, 0.02),
-    ("modern", "sdpa", BF16, "attention", 32, 0.02),
-    ("modern", "sdpa", FP32, "block", None, 0.02),
-    ("modern", "sdpa", BF16, "block", 32, 0.02),
     ("dropout", "sdpa", FP32, "attention", None, 0.04),
-    ("dropout", "sdpa", BF16, "block", 32, 0.02),
-    ("modern", "tiled", BF16, "attention", 32, 0.05),
+    ("gpt2", "sdpa", BF16, "block", 1024, 0.02),  # longer than the sequence
+    ("modern", "sdpa", FP32, "block", None, 0.02),
     ("gpt2", "tiled", FP32, "block", 32, 0.08),
-    ("gpt2", "naive", BF16, "attention", None, 0.05),
     ("modern", "naive", FP32, "block", 32, 0.05),
 ]
 
@@ -384,6 +376,6 @@ def test_peak_of_one_attention_call_on_an_h200():
 
 def test_a_run_is_planned_as_its_step():
     config = RunConfig(model=ModelConfig(max_seq_len=256), seq_len=256, batch_size=4)
-    planned = predict_peak_bytes(config, 257, get_backend("tiled"), FP32, torch.device("cpu"))
     sizes = {"vocab_size": 257, "batch_size": 4, "seq_len": 256, "dtype": FP32, "device": "cpu"}
+    planned = predict_peak_bytes(config, 257, get_backend("tiled"), FP32, torch.device("cpu"))
     assert planned == predict_step(config.model, backend=get_backend("tiled"), **sizes)

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests import forked
 from tests.command import TINY
@@ -67,33 +66,30 @@ def test_a_call_can_resume(here):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "named"),
     [
-        (["stepz=4"], "there is no key 'stepz'; did you mean steps?"),
-        (["attention=naive", "attention.block_kv=8"], "attention.block_kv=8 has no effect"),
-        (["steps=0"], "steps=0 must be at least 1"),
-        (["device=cuda"], "PyTorch sees no GPU here"),
-        (["resume=nowhere"], "resume=nowhere is not a run directory"),
-        (["attention=tiled,naive"], "attention"),
-        (["hydra.run.dir=."], "which holds other files"),
-        (["-m"], "options and sweeps (-m) belong to python train.py"),
-        (["--help"], "run() takes settings"),
-        (["experiment=break_it"], "experiment=break_it is a sweep: run it by `python train.py "),
-        ([3], "run(3): write each setting as text, such as 'steps=50'"),
-        (["attention=tiled steps=3"], "Hydra cannot read 'attention=tiled steps=3'"),
+        (["stepz=4"], "stepz=4"),
+        (["steps=0"], "steps=0"),
+        (["attention=naive", "attention.block_kv=8"], "attention.block_kv=8"),
+        (["resume=nowhere"], "resume=nowhere"),
+        (["hydra.run.dir=."], "hydra.run.dir"),
+        # what only the command has, or only a call may get wrong
+        (["-m"], "-m"),
+        (["--help"], "run()"),
+        (["experiment=break_it"], "experiment=break_it"),
+        ([3], "run(3)"),
+        (["attention=tiled steps=3"], "'attention=tiled steps=3'"),
     ],
 )
-def test_what_train_refuses_is_a_value_error(here, overrides, words):
-    if "device=cuda" in overrides and torch.cuda.is_available():
-        pytest.skip("a GPU is here")
-    with pytest.raises(ValueError) as refusal:
+def test_what_train_refuses_is_a_value_error(here, overrides, named):
+    """More refusals stand in test_bad_input."""
+    with pytest.raises(ValueError, match=re.escape(named)):
         run(*TINY, "hydra.run.dir=one", *overrides)
-    assert words in str(refusal.value)
 
 
 def test_a_folder_in_use_is_refused(here):
     run(*TINY, "hydra.run.dir=one")
-    with pytest.raises(ValueError, match="one holds a run or sweep already"):
+    with pytest.raises(ValueError, match="one .*run"):
         run(*TINY, "hydra.run.dir=one")
 
 

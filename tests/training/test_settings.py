@@ -25,14 +25,9 @@ def test_a_setting_is_read_under_some_choices_alone():
         )
     )
     assert settings["data.path"] is None and list(unread(settings)) == ["attention.block_kv"]
-    assert (
-        settings["attention.block_kv"].why
-        == "attention=naive has no option block_kv (it has no options)"
-    )
-    assert (
-        "tiled" in settings["attention.block_kv"].instead
-        and "naive" not in settings["attention.block_kv"].instead
-    )
+    assert "attention=naive" in settings["attention.block_kv"].why
+    others = settings["attention.block_kv"].instead
+    assert "tiled" in others and "naive" not in others
     own = RunConfig(attention=AttentionConfig("tests.user_backends:RIGHT", block_kv=16))
     assert "options={'block_kv': D" in conditional_settings(own)["attention.block_kv"].instead
     assert conditional_settings(RunConfig()) == {}
@@ -44,18 +39,12 @@ def test_what_was_asked_for_is_refused_and_what_a_recipe_sets_is_left_out():
             attention=AttentionConfig("sdpa", block_kv=16), optim=OptimConfig(momentum=0.5)
         )
 
-    with pytest.raises(
-        ValueError,
-        match="attention.block_kv=16 has no effect: attention=sdpa has no option block_kv "
-        ".*; leave it out",
+    for asked, named in (
+        (["attention", "attention.block_kv"], "attention.block_kv=16 .*attention=sdpa"),
+        (["optim.momentum"], "optim.momentum=0.5 .*optim=muon"),
     ):
-        settle(config(), asked=["attention", "attention.block_kv"])
-    with pytest.raises(
-        ValueError,
-        match="optim.momentum=0.5 has no effect: optim=adamw does not read it; leave it out, or "
-        "add optim=muon",
-    ):
-        settle(config(), asked=["optim.momentum"])
+        with pytest.raises(ValueError, match=named):
+            settle(config(), asked=asked)
     settled = config()
     assert list(settle(settled, asked=["attention"])) == ["optim.momentum", "attention.block_kv"]
     assert settled.attention.block_kv is None and settled.optim.momentum == OptimConfig().momentum
@@ -83,28 +72,8 @@ def test_an_implementation_has_options_of_its_own():
 def test_a_tokenizer_is_asked_for_by_its_group():
     config = RunConfig(data=DataConfig("last_write"))
     config.tokenizer.name = "gpt2"
-    with pytest.raises(ValueError, match="tokenizer.name=gpt2 has no effect: data=last_write"):
+    with pytest.raises(ValueError, match="tokenizer.name=gpt2 .*data=last_write"):
         settle(config, asked=["tokenizer"])
-
-
-@pytest.mark.parametrize(
-    "without_it",
-    [
-        {"model": ModelConfig(qk_norm=True)},
-        {"attention": AttentionConfig(softcap=5.0)},
-        {"attention": AttentionConfig(score_mod="tests.user_attentions:MOD")},
-    ],
-    ids=["qk_norm", "softcap", "score_mod"],
-)
-def test_qk_clip_needs_scores_that_scale_with_q_and_k(without_it):
-    with pytest.raises(ValueError, match="optim.qk_clip=8.0 scales q and k.*leave one out"):
-        RunConfig(optim=OptimConfig(qk_clip=8.0), **without_it)
-
-
-@pytest.mark.parametrize("key", ["seed", "nope", "model.num_layers"])
-def test_what_every_run_reads_cannot_be_left_out(key):
-    with pytest.raises(ValueError, match=f"left_out=\\[{key}\\]"):
-        settle(RunConfig(left_out=[key]), asked=[])
 
 
 def test_the_tables_name_settings_that_exist():

@@ -96,20 +96,10 @@ def test_an_autocast_serves_every_pass_and_its_gradient_is_taken_outside():
             seen.append(torch.is_autocast_enabled("cpu"))
             return super().forward(x, y)
 
-    model = Asks()
-    one = torch.ones(1)
-    arguments = {
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.0),
-        "scaler": torch.amp.GradScaler("cpu", enabled=False),
-    }
-    passes = [Pass((one, one), 3)] * 3
-    compute_gradients(
-        model,
-        passes,
-        autocast=torch.autocast("cpu", dtype=torch.bfloat16),
-        grad_clip=0.0,
-        **arguments,
-    )
+    model, one = Asks(), torch.ones(1)
+    how = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.0), "scaler": UNSCALED}
+    how["autocast"] = torch.autocast("cpu", dtype=torch.bfloat16)
+    compute_gradients(model, [Pass((one, one), 3)] * 3, grad_clip=0.0, **how)
     assert seen == [True] * 3 and not torch.is_autocast_enabled("cpu")
 
 

@@ -92,8 +92,3 @@ def test_what_can_be_a_graph(backend, how, says):
     backend = get_backend(backend) if isinstance(backend, str) else backend
     why = reason_against(backend, CUDA, **{"compiled": True, "scaled": False} | how)
     assert why is None if says is None else says in why
-
-
-def test_a_cpu_has_no_graph():
-    with pytest.raises(ValueError, match="cuda_graph=true: it needs a GPU, and device=cpu"):
-        build_run(compose("device=cpu", *SMALL, "cuda_graph=true"))
