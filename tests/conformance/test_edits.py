@@ -107,6 +107,13 @@ def test_a_name_that_is_there_means_itself(tmp_path):
         package(tmp_path, means=MEANS).edited((edit,))
 
 
+def test_a_function_of_two_modules_needs_its_module(tmp_path):
+    twice = package(tmp_path, means=MEANS, others=WEIGHT)
+    with pytest.raises(EditError, match="weight is defined 2"):
+        twice.edited((swap("weight", "max(_x, ...)", "_x"),))
+    assert twice.edited((swap("others:weight", "max(_x, ...)", "_x"),)).keys() == {"others"}
+
+
 GALLERY = """
 # means
 quick no_weights [forward, no leak (outputs)]: All values count alike.
