@@ -109,7 +109,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "keeps", "dtype", "documents"), PAIRS)
+@pytest.mark.parametrize(("shape", "keeps", "dtype", "documents"), PAIRS, ids=str)
 def test_the_same_bits(build_block, shape, keeps, dtype, documents):
     block = build_block(**SHAPES[shape], **MODES[keeps])
     settings = {"dtype": dtype, "documents": documents}
@@ -127,6 +127,7 @@ def test_the_same_bits(build_block, shape, keeps, dtype, documents):
         ("modern", MODES["block"]),
         ("modern", CHUNKED_MODES["attention-chunks"]),
     ],
+    ids=str,
 )
 def test_the_kernel_differs_by_rounding_alone(
     build_block, assert_within_budget, kernel, shape, keeps

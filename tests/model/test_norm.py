@@ -224,6 +224,7 @@ MODES = {
 @pytest.mark.parametrize(
     ("dtype", "variant", "keeps"),
     [(FP16, "gpt2", MODES["none"]), (FP32, "modern", MODES["attention-chunks"])],
+    ids=str,
 )
 def test_the_whole_model_with_the_kernel_and_without(
     build_gpt, modern, random_tokens, monkeypatch, variant, dtype, keeps
