@@ -23,34 +23,33 @@ def raised_from(error: Exception, cause: Exception) -> Exception:
     return error
 
 
-@pytest.mark.parametrize(
-    "error, expected",
-    [
-        (ValueError("head_dim=7"), "ValueError: head_dim=7"),
-        (ValueError(), "ValueError: "),
-        (KeyError("table"), "KeyError: 'table'"),
-        (RuntimeError(CUDA), "RuntimeError: CUDA error: misaligned address"),
-        (
-            RuntimeError(TRITON),
-            "RuntimeError: at 4:20: (incompatible dimensions at index 0: 16 and 32)",
-        ),
-        (
-            RuntimeError(INDUCTOR),
-            "RuntimeError: backend='inductor' raised: (RuntimeError: no compiler)",
-        ),
-        (
-            raised_from(RuntimeError("the launch failed"), KeyError("table")),
-            "RuntimeError: the launch failed (KeyError: 'table')",
-        ),
-        (
-            raised_from(RuntimeError("the launch failed: no table"), ValueError("no table")),
-            "RuntimeError: the launch failed: no table",
-        ),
-    ],
-    ids=["plain", "empty", "key", "cuda", "triton", "inductor", "from", "repeated"],
-)
-def test_the_line_tells_the_cause(error, expected):
-    assert in_one_line(error) == expected
+ERRORS = {
+    "plain": (ValueError("head_dim=7"), "ValueError: head_dim=7"),
+    "empty": (ValueError(), "ValueError: "),
+    "key": (KeyError("table"), "KeyError: 'table'"),
+    "cuda": (RuntimeError(CUDA), "RuntimeError: CUDA error: misaligned address"),
+    "triton": (
+        RuntimeError(TRITON),
+        "RuntimeError: at 4:20: (incompatible dimensions at index 0: 16 and 32)",
+    ),
+    "inductor": (
+        RuntimeError(INDUCTOR),
+        "RuntimeError: backend='inductor' raised: (RuntimeError: no compiler)",
+    ),
+    "from": (
+        raised_from(RuntimeError("no launch"), KeyError("table")),
+        "RuntimeError: no launch (KeyError: 'table')",
+    ),
+    "repeated": (
+        raised_from(RuntimeError("no launch: no table"), ValueError("no table")),
+        "RuntimeError: no launch: no table",
+    ),
+}
+
+
+@pytest.mark.parametrize(("error", "line"), ERRORS.values(), ids=ERRORS)
+def test_the_line_tells_the_cause(error, line):
+    assert in_one_line(error) == line
 
 
 def test_a_long_message_is_cut():
@@ -67,13 +66,12 @@ def test_a_note_quotes_the_exception_that_the_compiler_met(caplog):
     caplog.set_level(logging.CRITICAL)  # PyTorch logs a traceback for each
     (cell,) = verify_backend(Backend("compiled", compiled), properties=["forward"])
     torch.compiler.reset()
-    assert cell.status == "red" and "when making fake tensor call" in cell.note
-    assert "(RuntimeError(" in cell.note and "16" in cell.note and "\n" not in cell.note
+    assert cell.status == "red" and "\n" not in cell.note
+    assert "(RuntimeError(" in cell.note and "16" in cell.note
     assert len(cell.note) < 2 * LONGEST + 50
 
 
 def test_triton_without_a_gpu_has_a_way_out(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    error = RuntimeError("0 active drivers ([]). There should only be one.")
-    said = "RuntimeError: 0 active drivers ([]). There should only be one; Triton needs a GPU, or "
-    assert in_one_line(error) == said + "TRITON_INTERPRET=1 set before the start"
+    line = in_one_line(RuntimeError("0 active drivers ([]). There should only be one."))
+    assert line.startswith("RuntimeError: 0 active drivers") and "TRITON_INTERPRET=1" in line

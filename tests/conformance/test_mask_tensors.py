@@ -47,10 +47,7 @@ def subject_of(name: str, dtype: torch.dtype = torch.bfloat16) -> Subject:
     return Subject(target(FUNCTIONS + name, "sdpa", changes).backend, "cpu", dtype, 1, 0)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["right", "float32_mask_misread", "mask_contiguous_assumed"],
-)
+@pytest.mark.parametrize("name", ["right", "float32_mask_misread", "mask_contiguous_assumed"])
 def test_mask_positions_alone_is_red(name):
     cells = list(cells_of(subject_of(name), quick=True))
     red = [(cell.property, cell.note) for cell in cells if cell.status == "red"]
@@ -65,9 +62,9 @@ def test_the_note_names_the_mask():
 def test_a_refusal_of_a_further_form_is_no_mistake():
     subject = subject_of("float32_mask_refused")
     assert examine(subject, "mask positions").status == "green"
-    assert "float32 masks: RuntimeError: a mask must have the dtype of q" in subject.refusals
+    assert any("float32" in refusal and "RuntimeError" in refusal for refusal in subject.refusals)
 
 
 def test_a_form_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match="more_mask_forms=additive,half: half is not one of: bool"):
+    with pytest.raises(ValueError, match="more_mask_forms=additive,half.*bool"):
         Dialect(more_mask_forms="additive,half")

@@ -24,18 +24,18 @@ def test_help_shows_a_line_to_type(name, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "argument", "said"),
+    ("name", "argument", "named"),
     [
-        ("crash_test", "kills=-1", "kills=-1 must be at least 0"),
-        ("nanogpt_wall", "folder=nowhere", "has no train.py, model.py, configurator.py"),
-        ("peers", "shapes=1k", "shapes=1k is not one of"),
-        ("steps_on_ranks", "who=ddp", "who=ddp is not one of"),
+        ("crash_test", "kills=-1", "kills=-1"),
+        ("nanogpt_wall", "folder=nowhere", "train.py, model.py, configurator.py"),
+        ("peers", "shapes=1k", "shapes=1k"),
+        ("steps_on_ranks", "who=ddp", "who=ddp"),
     ],
 )
-def test_a_wrong_argument_is_refused_in_one_line(name, argument, said):
+def test_a_wrong_argument_is_refused_in_one_line(name, argument, named):
     with pytest.raises(SystemExit) as end:
         importlib.import_module(f"lab.{name}").main([argument])
-    assert said in end.value.code and "\n" not in end.value.code
+    assert named in end.value.code and "\n" not in end.value.code
 
 
 def test_runs_are_condensed_to_their_curves(tmp_path):

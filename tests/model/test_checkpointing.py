@@ -14,7 +14,6 @@ from config import ModelConfig
 from conformance.memory_growth import LiveTensors
 from model import GPT, KVCache
 from model.checkpointing import PRODUCTS, in_chunks
-from tests.selection import diagonal
 from training.schedule import prepare_model, will_compile
 
 BLOCK, ATTENTION, ELEMENTWISE = (
@@ -37,49 +36,51 @@ def train_step(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss and every gradient."""
     device = inputs[0].device.type
-    torch.manual_seed(1)
+    torch.manual_seed(1)  # of dropout
     with torch.autocast(device, dtype=dtype, enabled=dtype != torch.float32):
         loss = (model if run is None else run)(*inputs).loss
     loss.backward()
     return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@every_mode
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("attention", ["naive", "sdpa", "tiled", "no_rescale"])
-@pytest.mark.parametrize("variant", ["gpt2", "modern"])
+# with an attention of each kind, in both dtypes and in both models
+PAIRS = [
+    ("elementwise", "gpt2", "tiled", torch.bfloat16),
+    ("block", "modern", "sdpa", torch.float32),
+    ("attention", "gpt2", "naive", torch.float32),
+    ("block-chunks", "gpt2", "no_rescale", torch.bfloat16),
+    ("attention-chunks", "modern", "tiled", torch.float32),
+    ("attention-chunks-offload", "modern", "naive", torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("mode", "variant", "attention", "dtype"), PAIRS, ids=str)
 def test_the_same_loss_and_gradients(
-    build_gpt, modern, random_tokens, variant, attention, dtype, keeps
+    build_gpt, modern, random_tokens, mode, variant, attention, dtype
 ):
+    keeps = MODES[mode]
     shape = {"max_seq_len": 48} | (modern if variant == "modern" else {})
-    tokens = random_tokens(2, 48)
-    document_ids = (
-        (torch.arange(48) // 17).expand(2, -1)
-        if "document_ids" in get_backend(attention).features
-        else None
-    )
-
-    def training(**keeps) -> GPT:
-        return build_gpt(attention, **shape, **keeps)
-
-    expected, found = (
-        train_step(training(**each), tokens, tokens, document_ids, dtype=dtype)
-        for each in ({}, keeps)
-    )
-    assert torch.equal(found[0], expected[0])
+    tokens, document_ids = random_tokens(2, 48), None
+    if "document_ids" in get_backend(attention).features:
+        document_ids = (torch.arange(48) // 17).expand(2, -1)
+    batch = tokens, tokens, document_ids
+    loss, gradients = train_step(build_gpt(attention, **shape), *batch, dtype=dtype)
+    found = train_step(build_gpt(attention, **shape, **keeps), *batch, dtype=dtype)
+    assert torch.equal(found[0], loss)
     if "chunk_tokens" not in keeps:
-        assert all(torch.equal(found[1][name], gradient) for name, gradient in expected[1].items())
+        assert all(torch.equal(found[1][name], each) for name, each in gradients.items())
         return
     # the sum over tokens of a weight's gradient is made in parts
-    _, exact = train_step(training().double(), tokens, tokens, document_ids)
-    for name, gradient in expected[1].items():
+    _, exact = train_step(build_gpt(attention, **shape).double(), *batch)
+    for name, gradient in gradients.items():
         own, error = ((x - exact[name]).norm() for x in (gradient, found[1][name]))
         assert error <= 1.5 * own + torch.finfo(torch.float32).eps * exact[name].norm(), name
 
 
-@every_mode
-def test_dropout_draws_the_same_again(build_gpt, random_tokens, keeps):
+@pytest.mark.parametrize("mode", ["elementwise", "block", "attention-chunks"])
+def test_dropout_draws_the_same_again(build_gpt, random_tokens, mode):
     """With other dropout masks than the loss had, a gradient would not be its derivative."""
+    keeps = MODES[mode]
     model, tokens = build_gpt("sdpa", dropout=0.3, max_seq_len=48, **keeps), random_tokens(2, 48)
     _, gradients = train_step(model, tokens, tokens)
     if "chunk_tokens" not in keeps:
@@ -101,39 +102,34 @@ def test_dropout_draws_the_same_again(build_gpt, random_tokens, keeps):
 
 
 @pytest.mark.parametrize(
-    ("variant", "keeps"),
-    diagonal(
-        ["gpt2", "modern"], {name: mode for name, mode in MODES.items() if "offload" not in name}
-    ),
+    ("variant", "mode"),
+    [("gpt2", "elementwise"), ("modern", "block"), ("gpt2", "attention-chunks")],
 )
-def test_compiles_in_one_graph(build_gpt, modern, random_tokens, variant, keeps):
-    shape = {"max_seq_len": 48, "num_layers": 1} | (
-        modern | {"num_layers": 1} if variant == "modern" else {}
-    )
+def test_compiles_in_one_graph(build_gpt, modern, random_tokens, variant, mode):
+    shape = (modern if variant == "modern" else {}) | {"max_seq_len": 48, "num_layers": 1}
     tokens = random_tokens(2, 48)
-    model = build_gpt("sdpa", **shape, **keeps)
+    model = build_gpt("sdpa", **shape, **MODES[mode])
     torch._dynamo.reset()
-    found = train_step(
-        model, tokens, tokens, run=model.compiled(backend="aot_eager", fullgraph=True)
-    )
-    expected = train_step(build_gpt("sdpa", **shape), tokens, tokens)
-    torch.testing.assert_close(found, expected)
+    compiled = model.compiled(backend="aot_eager", fullgraph=True)
+    found = train_step(model, tokens, tokens, run=compiled)
+    torch.testing.assert_close(found, train_step(build_gpt("sdpa", **shape), tokens, tokens))
 
 
 @pytest.mark.parametrize(
-    ("keeps", "calls"),
+    ("mode", "calls"),
     [
-        ({}, 1),
-        (ELEMENTWISE, 1),
-        (ATTENTION, 1),
-        (BLOCK, 2),
-        (ATTENTION | CHUNKED, 1),
-        (BLOCK | CHUNKED, 2),
+        ("none", 1),
+        ("elementwise", 1),
+        ("attention", 1),
+        ("block", 2),
+        ("attention-chunks", 1),
+        ("block-chunks", 2),
     ],
 )
-def test_how_often_attention_runs(build_gpt, random_tokens, keeps, calls):
+def test_how_often_attention_runs(build_gpt, random_tokens, mode, calls):
     """Attention is quadratic in length, so checkpoint=attention computes it only once."""
-    model, exact, count = build_gpt(max_seq_len=48, **keeps), get_backend("naive"), []
+    model, count = build_gpt(max_seq_len=48, **MODES.get(mode, {})), []
+    exact = get_backend("naive")
 
     def counted(*arguments, **settings):
         count.append(1)
@@ -147,18 +143,10 @@ def test_how_often_attention_runs(build_gpt, random_tokens, keeps, calls):
 def peak(num_layers: int, keeps: dict, *, seq_len: int = 1024) -> int:
     """Bytes alive at the worst moment of a forward and backward pass."""
     torch.manual_seed(0)
-    config = ModelConfig(
-        num_layers=num_layers,
-        num_heads=2,
-        hidden_size=32,
-        max_seq_len=seq_len,
-        positions="rope",
-        **keeps,
-    )
-    model, tokens = (
-        GPT(config, vocab_size=61, backend=get_backend("sdpa")),
-        torch.randint(61, (1, seq_len)),
-    )
+    shape = {"num_heads": 2, "hidden_size": 32, "max_seq_len": seq_len, "positions": "rope"}
+    config = ModelConfig(num_layers=num_layers, **shape, **keeps)
+    model = GPT(config, vocab_size=61, backend=get_backend("sdpa"))
+    tokens = torch.randint(61, (1, seq_len))
     with LiveTensors() as live:
         model(tokens, tokens).loss.backward()
     return live.peak
@@ -230,19 +218,15 @@ def test_chunks_bound_what_is_worked_with():
     assert chunked < 0.7 * whole
 
 
-def test_no_gradients_nothing_recomputed_but_chunks(build_gpt, random_tokens):
-    plain, sparing, tokens = (
-        build_gpt(),
-        build_gpt(**BLOCK | {"chunk_tokens": 7}),
-        random_tokens(2, 32),
-    )
+def test_chunks_without_gradients(build_gpt, random_tokens):
+    plain, tokens = build_gpt(), random_tokens(2, 32)
+    sparing = build_gpt(checkpoint="block", chunk_tokens=7)
     with torch.no_grad():
-        torch.testing.assert_close(sparing(tokens).logits, plain(tokens).logits)
+        expected = plain(tokens).logits
+        torch.testing.assert_close(sparing(tokens).logits, expected)
         cache = KVCache(2, max_len=32)
-        logits = torch.cat(
-            [sparing(piece, cache=cache).logits for piece in tokens.split([20, 1, 11], 1)], 1
-        )
-    torch.testing.assert_close(logits, plain(tokens).logits)
+        parts = [sparing(piece, cache=cache).logits for piece in tokens.split([20, 1, 11], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), expected)
 
 
 def test_in_chunks_takes_tokens_of_every_tensor():
@@ -253,25 +237,22 @@ def test_in_chunks_takes_tokens_of_every_tensor():
         sizes.append(y.shape[1])
         return x + y, x * y
 
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(in_chunks(function, x, y, size=4), (x + y, x * y), strict=True)
-    )
-    assert sizes == [4, 4, 2]
-    for size in (None, 10):
-        in_chunks(function, x, y, size=size)
-    assert sizes == [4, 4, 2, 10, 10]
+    for size, expected in ((4, [4, 4, 2]), (None, [10]), (10, [10])):
+        sizes.clear()
+        added, multiplied = in_chunks(function, x, y, size=size)
+        assert torch.equal(added, x + y) and torch.equal(multiplied, x * y)
+        assert sizes == expected
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"chunk_tokens": 128},
-        {"offload": True},
-        {"chunk_tokens": 0, "checkpoint": "block"},
-        {"checkpoint": "mlp"},
-    ],
-)
+REFUSED = [
+    {"chunk_tokens": 128},
+    {"offload": True},
+    {"chunk_tokens": 0, "checkpoint": "block"},
+    {"checkpoint": "mlp"},
+]
+
+
+@pytest.mark.parametrize("settings", REFUSED, ids=str)
 def test_settings_that_do_nothing_or_do_not_exist_are_refused(settings):
     with pytest.raises(ValueError, match=f"model.{next(iter(settings))}="):
         ModelConfig(**settings)
@@ -284,7 +265,7 @@ def test_settings_that_do_nothing_or_do_not_exist_are_refused(settings):
 )
 def test_what_a_compiled_graph_would_not_spare_is_not_compiled(build_gpt, keeps):
     model, backend = build_gpt(**keeps), get_backend("sdpa")
-    with pytest.raises(ValueError, match=f"model.{list(keeps)[1]}=.*add compile=false"):
+    with pytest.raises(ValueError, match=f"model.{list(keeps)[1]}=.*compile=false"):
         prepare_model(model, backend, compile_mode="true")
     assert prepare_model(model, backend, compile_mode="auto") is model
     settings = {"backend": backend, "device": "cuda", "compile_mode": "auto"}

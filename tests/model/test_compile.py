@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from attention import BACKENDS, Backend, Recorder, get_backend, is_operator
 from config import AttentionConfig, ModelConfig
 from model import GPT
-from tests.selection import diagonal
 from training.schedule import prepare_model, will_compile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -101,33 +100,7 @@ def test_in_two_graphs(name):
         check_graphs(build(backend), documents="document_ids" in backend.features)
 
 
-@pytest.mark.slow
-def test_generated_code_around_a_tile_loop():
-    """Inductor, on the part of the model that calls the loop.
-
-    The rest would cost the C++ compiler half a minute.
-    """
-    part = build(get_backend("tiled")).blocks[0].attention
-    x = torch.randn(2, LENGTH, SHAPE["hidden_size"], device=DEVICE)
-
-    def heads(x: Tensor) -> Tensor:
-        return part.attend(*part.heads(part.qkv(x), None), document_ids=None, cache=None)[0]
-
-    results = []
-    with torch._inductor.config.patch(
-        force_disable_caches=True
-    ):  # a graph from the cache is not lowered again
-        for run in (torch.compile(heads, fullgraph=True), heads):
-            out = run(x)
-            results.append(
-                [out.detach(), *torch.autograd.grad((out * out).sum(), list(part.qkv.parameters()))]
-            )
-    torch.testing.assert_close(*results)
-
-
-@pytest.mark.parametrize(
-    ("name", "checkpoint"), diagonal(["tiled", "no_rescale"], ["none", "block"])
-)
+@pytest.mark.parametrize(("name", "checkpoint"), [("tiled", "block"), ("no_rescale", "none")])
 def test_under_autocast_and_with_less_kept(name, checkpoint):
     check_graphs(build(get_backend(name), checkpoint=checkpoint), dtype=torch.bfloat16)
 
@@ -163,9 +136,8 @@ def test_what_auto_compiles():
     def auto(backend: Backend, device: str = "cuda") -> bool:
         return will_compile(ModelConfig(), backend, device, compile_mode="auto")
 
-    assert all(auto(backend) for backend in BACKENDS.values()) and not auto(
-        get_backend("tiled"), "cpu"
-    )
+    assert all(auto(backend) for backend in BACKENDS.values())
+    assert not auto(get_backend("tiled"), "cpu")
     assert not auto(Backend("own", get_backend("naive").fn, traceable=False))
 
 

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
-import attention.diagnose
 from attention import BACKENDS, Recorder, get_backend
 from config import AttentionConfig, DataConfig, ModelConfig, RunConfig
 from data import PackedBatch
@@ -30,14 +29,8 @@ KEEP_APART = {
     for name, backend in BACKENDS.items()
     if backend.exact and "document_ids" in backend.features
 }
-LENGTHS = (
-    9,
-    1,
-    22,
-    16,
-    30,
-    2,
-)  # of the documents of the first row, ends included; the second row has them the other way round
+# of the documents of the first row, ends included; the second row has them the other way round
+LENGTHS = (9, 1, 22, 16, 30, 2)
 
 
 @pytest.fixture
@@ -92,8 +85,17 @@ def logits_of(model: GPT, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return model(batch[0], None, *batch[2:]).logits
 
 
-@pytest.mark.parametrize("positions", ["learned", "rope"])
-@pytest.mark.parametrize("name", [INTERPRETED if name == "triton" else name for name in KEEP_APART])
+@pytest.mark.parametrize(
+    ("name", "positions"),
+    [
+        pytest.param(
+            name,
+            ("learned", "rope")[i % 2],
+            marks=INTERPRETED.marks if name == "triton" else (),
+        )
+        for i, name in enumerate(KEEP_APART)
+    ],
+)
 def test_no_document_reaches_another(build, name, positions):
     """To the last bit, through the whole model.
 
@@ -108,9 +110,8 @@ def test_no_document_reaches_another(build, name, positions):
         assert (logits[inside] != other[inside]).any()
 
     after = changed.document_ids > document
-    assert (
-        (logits_of(model, batch[:2])[after] != logits_of(model, changed[:2])[after]).any(-1).all()
-    )
+    together, moved = (logits_of(model, each[:2])[after] for each in (batch, changed))
+    assert (together != moved).any(-1).all()
 
 
 def test_the_loss_of_a_document_has_no_gradient_in_another(build):
@@ -192,13 +193,11 @@ def test_the_evaluation_keeps_documents_apart(build):
 def test_held_out_data_without_a_target_that_counts(build):
     model, (inputs, targets, _) = build("tiled", positions="rope"), packed()
     how = {"batch_size": 2, "autocast": torch.autocast("cpu", enabled=False), "accuracy": False}
-    with pytest.raises(ValueError, match="none of the .* held-out targets counts"):
+    with pytest.raises(ValueError, match="held-out targets"):
         evaluate_under(model, model.backend, inputs, torch.full_like(targets, -100), **how)
 
 
-@pytest.mark.parametrize("rows", [80, 30], ids=["all-queries", "the-last-queries"])
-def test_layers_are_compared_inside_documents(build, monkeypatch, rows):
-    monkeypatch.setattr(attention.diagnose, "REFERENCE_SCORES", 2 * 2 * 80 * rows)
+def test_layers_are_compared_inside_documents(build):
     model, batch = build("tiled", positions="rope"), packed()
     row = compare_layers(model, *batch)
     assert max(row[f"attention/{name}_error"] for name in ("out", "dq", "dk", "dv")) < 1e-5
@@ -244,13 +243,10 @@ def config(name: str, **settings) -> RunConfig:
 
 def test_an_attention_without_document_masks_is_refused_at_the_start():
     where = {"dtype": torch.float32, "device": torch.device("cpu")}
-    said = (
-        "data.documents=true needs document masks, which attention=sdpa does not have; these do: "
-        "naive, tiled, triton, flex"
-    )
-    with pytest.raises(ValueError, match=said):
+    named = "data.documents=true.*attention=sdpa.*naive, tiled"
+    with pytest.raises(ValueError, match=named):
         attention_schedule(config("sdpa"), **where)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=named):
         attention_schedule(config("tiled", switch_at=5, switch_to="sdpa"), **where)
     assert attention_schedule(config("tiled"), **where)[0].name == "tiled"
 

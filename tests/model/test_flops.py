@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from attention import AttentionOutput, Backend, get_backend
+from attention import AttentionOutput, Backend
 
 
 def prefixes(q, k, v, *, causal, scale):
@@ -23,26 +23,26 @@ def prefixes(q, k, v, *, causal, scale):
 PREFIXES = Backend("prefixes", prefixes, features=frozenset({"gqa"}))
 
 
+VARIANTS = {"gpt2": {}, "untied": {"tie_embeddings": False}}
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["palm", "causal"])
 @pytest.mark.parametrize("variant", ["gpt2", "untied", "modern"])
 def test_flops_are_those_of_the_matrix_products(build_gpt, modern, random_tokens, variant, causal):
-    fields = {"gpt2": {}, "untied": {"tie_embeddings": False}, "modern": modern}[variant]
-    model = build_gpt("naive", **fields)
+    model = build_gpt("naive", **VARIANTS.get(variant, modern))
+    tokens = random_tokens(3, 20)
+    expected = model(tokens, tokens).loss
     # a step in which attention changes hands costs the same: FLOPs are the model's, not the
     # kernel's
     model.backend = PREFIXES if causal else model.backend
-    tokens = random_tokens(3, 20)
-    expected = model(tokens, tokens).loss.item()
     with FlopCounterMode(display=False) as counter:
         loss = model(tokens, tokens).loss
         loss.backward()
+    torch.testing.assert_close(loss, expected)
     # PaLM's N has biases and gains too, which no matrix product touches
     vectors = sum(p.numel() for p in model.parameters() if p.dim() < 2)
-    assert counter.get_total_flops() == 60 * (
-        model.flops_per_token(20, causal=causal) - 6 * vectors
-    )
-    with model.use_backend(get_backend("naive")):
-        torch.testing.assert_close(model(tokens, tokens).loss.item(), expected)
+    per_token = model.flops_per_token(20, causal=causal) - 6 * vectors
+    assert counter.get_total_flops() == 60 * per_token
 
 
 def test_half_of_the_scores_and_the_diagonal_are_causal(build_gpt):

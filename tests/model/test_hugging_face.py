@@ -34,7 +34,7 @@ def hugging_face_gpt2():
     return model
 
 
-@pytest.mark.parametrize("backend", ["naive", "tiled", "sdpa"])
+@pytest.mark.parametrize("backend", ["tiled", "sdpa"])
 def test_gives_the_same_logits(
     hugging_face_gpt2, build_gpt, random_tokens, assert_within_budget, backend
 ):
@@ -62,34 +62,35 @@ def test_takes_names_without_prefix_and_ignores_stored_masks(
 
 
 def test_names_every_tensor_that_does_not_fit(hugging_face_gpt2, build_gpt):
-    state_dict = dict(hugging_face_gpt2.state_dict())
-    del state_dict["transformer.h.1.ln_2.bias"]
-    state_dict["transformer.h.2.ln_1.bias"] = torch.zeros(32)
+    state_dict = {
+        name.removeprefix("transformer."): tensor
+        for name, tensor in hugging_face_gpt2.state_dict().items()
+    }
+    del state_dict["h.1.ln_2.bias"]
+    state_dict["h.2.ln_1.bias"] = torch.zeros(32)
     # as nn.Linear would have it
-    state_dict["transformer.h.0.attn.c_attn.weight"] = state_dict[
-        "transformer.h.0.attn.c_attn.weight"
-    ].T
-    state_dict["transformer.h.0.ln_1.weight"] = torch.ones(32, dtype=torch.int32)
-    state_dict["transformer.h.0.ln_2.weight"] = torch.full((32,), torch.nan)
+    state_dict["h.0.attn.c_attn.weight"] = state_dict["h.0.attn.c_attn.weight"].T
+    state_dict["h.0.ln_1.weight"] = torch.ones(32, dtype=torch.int32)
+    state_dict["h.0.ln_2.weight"] = torch.full((32,), torch.nan)
     model = build_gpt()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(ValueError) as error:
         load_hugging_face(model, state_dict)
-    for problem in (
-        "h.0.ln_1.weight is int32",
-        "h.0.ln_2.weight has NaN or inf",
-        "missing h.1.ln_2.bias",
-        "unexpected h.2.ln_1.bias",
-        "h.0.attn.c_attn.weight has shape (96, 32) instead of (32, 96)",
-    ):
-        assert problem in str(error.value)
+    for tensor, problem in {
+        "h.0.ln_1.weight": "int32",
+        "h.0.ln_2.weight": "NaN",
+        "h.1.ln_2.bias": "",
+        "h.2.ln_1.bias": "",
+        "h.0.attn.c_attn.weight": r"\(96, 32\) .*\(32, 96\)",
+    }.items():
+        assert re.search(f"{tensor}.*{problem}", str(error.value))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 def test_refuses_an_output_layer_of_its_own(hugging_face_gpt2, build_gpt):
     state_dict = dict(hugging_face_gpt2.state_dict())
     state_dict["lm_head.weight"] = state_dict["lm_head.weight"] + 1
-    with pytest.raises(ValueError, match=r"lm_head\.weight differs from wte\.weight"):
+    with pytest.raises(ValueError, match=r"lm_head\.weight .*wte\.weight"):
         load_hugging_face(build_gpt(), state_dict)
 
 
@@ -164,48 +165,39 @@ def test_loads_what_transformers_saves(exported):
 
 
 @pytest.mark.parametrize(
-    "changes, complaint",
+    ("changes", "named"),
     [
-        (
-            {"n_head": 8},
-            "do not fit this model, which has num_heads=4; add model.num_heads=8",
-        ),
-        ({"n_layer": 3}, r"which has num_layers=2; add model.num_layers=3"),
-        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06, and here it is 1e-05"),
-        ({"activation_function": "relu"}, "activation_function=relu, and here it is gelu_new"),
-        (
-            {"model_type": "bert"},
-            "of model type bert cannot be loaded; those of gpt2, llama, qwen3",
-        ),
+        ({"n_head": 8}, "model.num_heads=8"),
+        ({"n_layer": 3}, "model.num_layers=3"),
+        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06.* 1e-05"),
+        ({"activation_function": "relu"}, "activation_function=relu.*gelu_new"),
+        ({"model_type": "bert"}, "bert.*gpt2, llama, qwen3"),
     ],
 )
-def test_refuses_settings_of_another_gpt2(hugging_face_gpt2, build_gpt, changes, complaint):
+def test_refuses_settings_of_another_gpt2(hugging_face_gpt2, build_gpt, changes, named):
     settings = hugging_face_gpt2.config.to_dict() | changes
-    with pytest.raises(ValueError, match=complaint):
+    with pytest.raises(ValueError, match=named):
         load_hugging_face(build_gpt(), hugging_face_gpt2.state_dict(), settings)
 
 
 @pytest.mark.parametrize(
-    "changes, complaint",
+    ("changes", "named"),
     [
-        ({"rope_theta": 5e5}, r"has rope_theta=10000.0; add model.rope_theta=500000.0"),
-        ({"rope_parameters": {"rope_theta": 7.0}}, "add model.rope_theta=7.0"),
-        (
-            {"rope_scaling": {"type": "linear", "factor": 2.0}},
-            "rope_type=linear, and here it is def",
-        ),
-        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_type=llama3, and here it is default"),
-        ({"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06, and here it is 1e-05"),
-        ({"tie_word_embeddings": True}, "add model.tie_embeddings=true"),
-        ({"num_key_value_heads": None}, "has num_kv_heads=2; add model.num_kv_heads=4"),
-        ({"model_type": "qwen3"}, "has qk_norm=False; add model.qk_norm=true"),
+        ({"rope_theta": 5e5}, "model.rope_theta=500000.0"),
+        ({"rope_parameters": {"rope_theta": 7.0}}, "model.rope_theta=7.0"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type=linear"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_type=llama3"),
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06.* 1e-05"),
+        ({"tie_word_embeddings": True}, "model.tie_embeddings=true"),
+        ({"num_key_value_heads": None}, "model.num_kv_heads=4"),
+        ({"model_type": "qwen3"}, "model.qk_norm=true"),
     ],
 )
-def test_refuses_settings_of_another_llama(build_gpt, modern, changes, complaint):
+def test_refuses_settings_of_another_llama(build_gpt, modern, changes, named):
     model = build_gpt(**modern | LLAMA)
     settings, weights = to_hugging_face(model)
     load_hugging_face(model, weights, settings)
-    with pytest.raises(ValueError, match=complaint):
+    with pytest.raises(ValueError, match=named):
         load_hugging_face(model, weights, settings | changes)
 
 
@@ -213,7 +205,7 @@ def test_refuses_gains_of_qk_norm(build_gpt, modern):
     model = build_gpt(**modern)
     settings, weights = to_hugging_face(model)
     weights["model.layers.1.self_attn.k_norm.weight"] = torch.full((8,), 0.5)
-    with pytest.raises(ValueError, match=r"layers.1.self_attn.k_norm.weight is not 1"):
+    with pytest.raises(ValueError, match="layers.1.self_attn.k_norm.weight"):
         load_hugging_face(model, weights, settings)
 
 
@@ -222,7 +214,7 @@ def test_takes_the_first_of_more_positions(hugging_face_gpt2, build_gpt, random_
     for model in (short, whole):
         load_hugging_face(model, hugging_face_gpt2.state_dict())
     assert torch.equal(short(tokens).logits, whole(tokens).logits)
-    with pytest.raises(ValueError, match=r"wpe.weight has shape \(32, 32\) instead of \(64, 32\)"):
+    with pytest.raises(ValueError, match=r"wpe.weight .*\(32, 32\).*\(64, 32\)"):
         load_hugging_face(build_gpt(max_seq_len=64), hugging_face_gpt2.state_dict())
 
 
@@ -230,20 +222,20 @@ def test_says_why_transformers_has_no_such_model(build_gpt, modern):
     with pytest.raises(ValueError) as error:
         to_hugging_face(build_gpt(**modern | {"norm": "layernorm"}))
     for reason in (
-        "gpt2 would need model.positions=learned model.qk_norm=false",
-        "llama would need model.norm=rmsnorm model.qk_norm=false",
-        "qwen3 would need model.norm=rmsnorm",
+        "gpt2 .*model.positions=learned model.qk_norm=false",
+        "llama .*model.norm=rmsnorm model.qk_norm=false",
+        "qwen3 .*model.norm=rmsnorm",
     ):
-        assert reason in str(error.value)
+        assert re.search(reason, str(error.value))
 
 
 @pytest.mark.parametrize(
     ("is_modern", "function", "why"),
     [
-        (False, {"window": 8}, "has no windows in a model .*mistral would need model.positions=r"),
-        (False, {"sinks": True}, "the layers of this one have sinks"),
-        (True, {"window": 8, "softcap": 50.0}, "the layers of this one have softcap"),
-        (True, {"windows": [4, 8]}, "one width for all their windows, and this one has 4, 8"),
+        (False, {"window": 8}, "windows.*mistral .*model.positions=rope"),
+        (False, {"sinks": True}, "sinks"),
+        (True, {"window": 8, "softcap": 50.0}, "softcap"),
+        (True, {"windows": [4, 8]}, "4, 8"),
     ],
 )
 def test_layers_that_transformers_would_compute_otherwise_are_refused(
@@ -268,7 +260,7 @@ def test_only_a_module_with_tensors_keeps_a_model_from_transformers(build_gpt):
     )
     load_hugging_face(plain, to_hugging_face(sigmoid)[1])
     assert torch.equal(plain.token_embedding.weight, sigmoid.token_embedding.weight)
-    with pytest.raises(ValueError, match="layers of this one have parameters of their own"):
+    with pytest.raises(ValueError, match="parameters of their own"):
         to_hugging_face(differential)
 
 
@@ -278,13 +270,9 @@ def test_sinks_are_added_to_weights_without_them(build_gpt):
     """
     plain = build_gpt()
     settings, weights = to_hugging_face(plain)
-    model = GPT(
-        plain.config,
-        vocab_size=plain.vocab_size,
-        backend=get_backend("tiled"),
-        attention=AttentionConfig(sinks=True),
-    )
+    model = build_gpt("tiled", attention=AttentionConfig(sinks=True))
     torch.nn.init.constant_(model.blocks[0].attention.sinks, 0.5)
+    torch.nn.init.zeros_(model.token_embedding.weight)
     load_hugging_face(model, weights, settings)
     assert torch.equal(model.token_embedding.weight, plain.token_embedding.weight)
     assert (model.blocks[0].attention.sinks == 0.5).all()
@@ -295,9 +283,9 @@ def test_windows_of_weights_are_asked_for(build_gpt, modern):
     model = build_gpt(**modern)
     settings, weights = to_hugging_face(model)
     sliding = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
-    with pytest.raises(ValueError, match=r"with windows; add attention.windows=\[null,8\]"):
+    with pytest.raises(ValueError, match=r"attention.windows=\[null,8\]"):
         load_hugging_face(model, weights, settings | sliding)
-    with pytest.raises(ValueError, match="with windows; add attention.window=8$"):
+    with pytest.raises(ValueError, match="attention.window=8$"):
         load_hugging_face(model, weights, settings | sliding | {"max_window_layers": 0})
     longest = model.config.max_seq_len
     load_hugging_face(model, weights, settings | sliding | {"sliding_window": longest})

@@ -7,42 +7,39 @@ from model import KVCache
 
 
 @pytest.mark.parametrize(
-    "chunks", [(20,), (1,) * 20, (7, 1, 1, 5, 6)], ids=["at-once", "one-by-one", "ragged"]
+    ("variant", "backend", "chunks"),
+    [
+        ("gpt2", "naive", (20,)),
+        ("modern", "sdpa", (1,) * 20),
+        ("modern", "tiled", (7, 1, 1, 5, 6)),
+        ("gpt2", "tiled", (7, 1, 1, 5, 6)),
+    ],
+    ids=["at-once", "one-by-one", "ragged", "ragged-gpt2"],
 )
-@pytest.mark.parametrize("backend", ["naive", "tiled", "sdpa"])
-@pytest.mark.parametrize("variant", ["gpt2", "modern"])
 def test_chunks_through_a_cache_equal_one_pass(
     build_gpt, modern, random_tokens, variant, backend, chunks
 ):
     # float64, so that only a mistake can make a difference
-    model, tokens = (
-        build_gpt(backend, **modern if variant == "modern" else {}).double(),
-        random_tokens(2, 20),
-    )
-    cache = KVCache(model.config.num_layers, max_len=24)
+    model = build_gpt(backend, **modern if variant == "modern" else {}).double()
+    tokens, cache = random_tokens(2, 20), KVCache(model.config.num_layers, max_len=24)
     with torch.no_grad():
-        logits = torch.cat(
-            [model(chunk, cache=cache).logits for chunk in tokens.split(chunks, dim=1)], dim=1
-        )
-        torch.testing.assert_close(logits, model(tokens).logits)
+        parts = [model(chunk, cache=cache).logits for chunk in tokens.split(chunks, dim=1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens).logits)
     assert cache.length == 20
 
 
-def test_room_is_taken_once_and_what_was_not_written_is_never_read(
-    build_gpt, modern, random_tokens
-):
+def test_room_is_taken_once_and_unwritten_room_is_never_read(build_gpt, modern, random_tokens):
     model, tokens = build_gpt(**modern), random_tokens(2, 12)
     cache = KVCache(model.config.num_layers, max_len=16)
     with torch.no_grad():
         model(tokens[:, :8], cache=cache)
-        rooms = [(layer.k, layer.v) for layer in cache.layers]
-        for room in (room for pair in rooms for room in pair):
+        rooms = [room for layer in cache.layers for room in (layer.k, layer.v)]
+        for room in rooms:
             assert room.shape == (2, 2, 16, 8)
             room[:, :, 8:] = torch.nan
         assert model(tokens[:, 8:], cache=cache).logits.isfinite().all()
-    assert all(
-        layer.k is k and layer.v is v for layer, (k, v) in zip(cache.layers, rooms, strict=True)
-    )
+    again = [room for layer in cache.layers for room in (layer.k, layer.v)]
+    assert all(a is b for a, b in zip(again, rooms, strict=True))
 
 
 def test_takes_the_dtype_that_autocast_gives(build_gpt, modern, random_tokens):
@@ -70,9 +67,7 @@ def test_refuses_more_than_it_holds(build_gpt, modern, random_tokens):
     model, cache = build_gpt(**modern), KVCache(2, max_len=8)
     with torch.no_grad():
         model(random_tokens(1, 6), cache=cache)
-        with pytest.raises(
-            ValueError, match=r"6 cached and 3 new tokens are more than the KVCache's max_len=8"
-        ):
+        with pytest.raises(ValueError, match="6.* 3 .*max_len=8"):
             model(random_tokens(1, 3), cache=cache)
     assert cache.length == 6
 
@@ -81,5 +76,5 @@ def test_learned_positions_count_what_is_cached(build_gpt, random_tokens):
     model, cache = build_gpt(), KVCache(2, max_len=64)
     with torch.no_grad():
         model(random_tokens(1, 30), cache=cache)
-        with pytest.raises(ValueError, match=r"33 tokens are more than the 32 learned positions"):
+        with pytest.raises(ValueError, match="33 .* 32 "):
             model(random_tokens(1, 3), cache=cache)

@@ -69,50 +69,57 @@ def gradients(model: GPT, batch) -> list[torch.Tensor]:
     return [parameter.grad for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
-@pytest.mark.parametrize("name", ["tiled", "kv_outer", "flex", INTERPRETED])
-def test_every_backend_computes_the_function_of_the_layers(name, function, batch):
-    if name == "triton" and "score_mod" in function:
-        pytest.skip("has its kernels in tests/attention/test_score_mod.py")
+every_function = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("tiled", key) for key in FUNCTIONS]
+    + [("kv_outer", "all"), ("kv_outer", "score_mod"), ("flex", "all"), ("flex", "zero sinks")]
+    + [(INTERPRETED.values[0], "all"), (INTERPRETED.values[0], "sinks")],
+)
+def test_every_backend_computes_the_function_of_the_layers(name, key, batch):
+    if name == "triton" and torch.cuda.is_available():
+        pytest.skip("needs Triton's interpreter")
+    function = FUNCTIONS[key]
     found, expected = (logits(build(each, **function), batch[0]) for each in (name, "naive"))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(expected, logits(build(), batch[0]), atol=1e-2)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
-@pytest.mark.parametrize("checkpoint", ["none", "elementwise", "attention", "block"])
-def test_gradients(checkpoint, function, batch):
+@pytest.mark.parametrize(
+    ("key", "checkpoint"),
+    [(key, ("none", "elementwise", "attention", "block")[i % 4]) for i, key in enumerate(FUNCTIONS)]
+    + [("all", "block"), ("all", "elementwise")],
+)
+def test_gradients(key, checkpoint, batch):
     """The fused block of model.checkpoint computes it too, and its recomputation."""
+    function = FUNCTIONS[key]
     model = build("tiled", **function)
     model.config.checkpoint = checkpoint
-    for found, expected in zip(
-        gradients(model, batch), gradients(build(**function), batch), strict=True
-    ):
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
+    expected = gradients(build(**function), batch)
+    torch.testing.assert_close(gradients(model, batch), expected, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["naive", "tiled"])
-@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
-def test_generation_with_a_cache_is_that_without(name, function, batch):
-    model = build(name, **function)
+@every_function
+def test_generation_with_a_cache_is_that_without(function, batch):
+    model = build("tiled", **function)
     write = partial(generate, model, batch[0][:, :5], max_new_tokens=LENGTH, temperature=0)
     assert torch.equal(write(), write(use_cache=False))
 
 
-@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+@every_function
 def test_exact_attention_is_exact_for_the_function(function, batch):
     model = build("tiled", **function)
     row = evaluate(model, *batch, batch_size=2, autocast=torch.no_grad(), accuracy=False)
     assert row["val/loss"] == pytest.approx(row["val/loss_exact"], abs=1e-5)
-    errors = compare_layers(model, *batch)
-    assert all(errors[f"attention/{x}_error"] < 1e-4 for x in ("out", "dq", "dk", "dv"))
     broken = build("no_rescale", **function)
     row = evaluate(broken, *batch, batch_size=2, autocast=torch.no_grad(), accuracy=False)
     assert abs(row["val/loss"] - row["val/loss_exact"]) > 1e-4
     assert compare_layers(broken, *batch)["attention/out_error"] > 1e-3
 
 
-@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+@every_function
 def test_the_comparison_with_float64_knows_documents_too(function, batch):
     document_ids = (torch.arange(LENGTH) // 9).expand(2, -1)
     row = compare_layers(build("tiled", **function), *batch, document_ids)
@@ -133,7 +140,7 @@ def test_zero_sinks_are_softmax_plus_one(batch):
 
 
 def test_other_sinks_are_refused():
-    with pytest.raises(ValueError, match="attention.sinks=one is not one of: true, zero, false"):
+    with pytest.raises(ValueError, match="attention.sinks=one .*true, zero, false"):
         AttentionConfig(sinks="one")
 
 
@@ -146,7 +153,7 @@ def test_a_backend_that_ignores_the_window_is_seen(batch):
     assert compare_layers(model, *batch)["attention/out_error"] > 0.1
 
 
-@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+@every_function
 def test_the_largest_score_is_that_of_the_function(function, batch):
     """From the call itself, and beside a backend that does not return it."""
 
@@ -160,7 +167,7 @@ def test_the_largest_score_is_that_of_the_function(function, batch):
     torch.testing.assert_close(largest("flex"), largest("naive"))
 
 
-@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+@every_function
 def test_a_divergence_is_found_under_the_function(function, batch):
     model = build("no_max", **function | {"softcap": None})
     with torch.no_grad():

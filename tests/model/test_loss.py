@@ -47,16 +47,15 @@ def test_is_float32_for_narrow_logits():
     targets = torch.arange(64)[None]
     loss = cross_entropy(logits, targets)
     assert loss.dtype == torch.float32
-    # to the last digits what float64 makes of the same bfloat16 logits: nothing was rounded to
-    # bfloat16 on the way
-    expected = torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), targets.flatten())
+    # nothing was rounded to bfloat16 on the way
+    expected = F.cross_entropy(logits.double().flatten(0, 1), targets.flatten())
     assert math.isclose(loss.item(), expected.item(), rel_tol=1e-6)
 
 
 def test_a_target_that_is_no_token_is_refused():
     x, weight = torch.randn(1, 3, 8), torch.randn(5, 8)
     for target in (-5, 5):
-        with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        with pytest.raises((IndexError, RuntimeError), match="bounds"):
             linear_cross_entropy(x, weight, torch.tensor([[1, target, 2]]))
 
 
@@ -154,17 +153,15 @@ def test_z_loss_and_its_gradients_in_float64(settings, request):
     x, weight, targets = example(tokens=99)
     # 128 targets count: the mean is a float32, which holds 1/128 exactly
     x, weight = (t.detach().double().requires_grad_() for t in (x, weight))
-    found = step(partial(linear_cross_entropy, z_loss=0.1), x, weight, targets)
-    expected = step(plain_z_loss, x, weight, targets)
-    torch.testing.assert_close(found[0].double(), expected[0].double(), rtol=1e-6, atol=0)
-    for ours, autograd in zip(found[1:], expected[1:], strict=True):
-        torch.testing.assert_close(ours, autograd, rtol=1e-10, atol=1e-12)
-    for ours, without in zip(
-        step(partial(linear_cross_entropy, z_loss=0.0), x, weight, targets),
-        step(linear_cross_entropy, x, weight, targets),
-        strict=True,
+    loss, *gradients = step(partial(linear_cross_entropy, z_loss=0.1), x, weight, targets)
+    exact, *expected = step(plain_z_loss, x, weight, targets)
+    torch.testing.assert_close(loss.double(), exact.double(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-12)
+    without = step(partial(linear_cross_entropy, z_loss=0.0), x, weight, targets)
+    for ours, plain_loss in zip(
+        without, step(linear_cross_entropy, x, weight, targets), strict=True
     ):
-        assert torch.equal(ours, without)
+        assert torch.equal(ours, plain_loss)
 
 
 def plain_z_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -183,32 +180,12 @@ def test_z_loss_of_the_kernel(kernel, several_chunks, padded):
     assert_near(found, baseline, step(plain_z_loss, *wide, targets), torch.float32)
 
 
-@pytest.mark.parametrize(
-    "dtype, settings",
-    [
-        pytest.param(None, (), marks=pytest.mark.slow),
-        pytest.param(torch.bfloat16, (), marks=pytest.mark.slow),
-        (torch.bfloat16, ("kernel",)),
-    ],
-)
-def test_chunked_loss_compiles_in_one_graph(
-    dtype, settings, several_chunks, padded, request, monkeypatch
-):
-    for setting in settings:
-        request.getfixturevalue(setting)
-        # one block a row: the interpreter takes its time, and the graph is the same
-        monkeypatch.setattr(importlib.import_module("model.loss_kernel"), "BLOCK", 128)
+def test_chunked_loss_compiles_in_one_graph(kernel, several_chunks, padded):
     torch._dynamo.reset()
-    compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
-    eager = linear_cross_entropy
-    if settings:
-        compiled, eager = (partial(function, z_loss=0.1) for function in (compiled, eager))
-    for found, expected in zip(
-        step(compiled, *example(), autocast=dtype),
-        step(eager, *example(), autocast=dtype),
-        strict=True,
-    ):
-        torch.testing.assert_close(found, expected)
+    eager = partial(linear_cross_entropy, z_loss=0.1)
+    compiled = torch.compile(eager, backend="aot_eager", fullgraph=True)
+    found, expected = (step(run, *example(), autocast=torch.bfloat16) for run in (compiled, eager))
+    torch.testing.assert_close(found, expected)
     with torch.no_grad():
         torch.testing.assert_close(compiled(*example()), eager(*example()))
 
@@ -230,14 +207,8 @@ def test_the_kernel_where_a_row_is_sure_of_its_target_or_hopeless(kernel):
     # float32 has steps of 1.2e-7 above 1, where the sum of a sure row lies
     torch.testing.assert_close(found[:, :251].double(), gradient, rtol=1e-5, atol=2e-7)
     assert found[:, 251:].eq(0).all() and found[2].eq(0).all() and loss[2] == 0
-    assert model.loss.cross_entropy_in_place(logits, targets + 10, 251, False).isnan().tolist() == [
-        False,
-        True,
-        True,
-        False,
-        False,
-        False,
-    ]
+    beyond = model.loss.cross_entropy_in_place(logits, targets + 10, 251, False)
+    assert beyond.isnan().nonzero().flatten().tolist() == [1, 2]
 
 
 def test_the_kernel_is_a_lawful_operator(kernel):
@@ -247,13 +218,11 @@ def test_the_kernel_is_a_lawful_operator(kernel):
 
 def test_gradients_of_one_alone(several_chunks):
     x, weight, targets = example()
-    _, d_x, d_weight = step(linear_cross_entropy, x, weight, targets)
-    assert torch.equal(
-        torch.autograd.grad(linear_cross_entropy(x, weight.detach(), targets), x)[0], d_x
-    )
-    assert torch.equal(
-        torch.autograd.grad(linear_cross_entropy(x.detach(), weight, targets), weight)[0], d_weight
-    )
+    _, *expected = step(linear_cross_entropy, x, weight, targets)
+    of_x = torch.autograd.grad(linear_cross_entropy(x, weight.detach(), targets), x)
+    of_weight = torch.autograd.grad(linear_cross_entropy(x.detach(), weight, targets), weight)
+    for found, gradient in zip((*of_x, *of_weight), expected, strict=True):
+        assert torch.equal(found, gradient)
 
 
 def test_every_target_ignored_chunked(several_chunks):
@@ -279,7 +248,7 @@ def test_backward_twice_over_the_same_graph_but_not_through_itself(several_chunk
     first = torch.autograd.grad(loss, (x, weight), retain_graph=True)
     second = torch.autograd.grad(3 * loss, (x, weight), retain_graph=True)
     assert all(torch.allclose(b, 3 * a) for a, b in zip(first, second, strict=True))
-    with pytest.raises(RuntimeError, match="only once differentiable"):
+    with pytest.raises(RuntimeError, match="once differentiable"):
         torch.autograd.grad(loss, x, create_graph=True)
 
 
@@ -305,9 +274,8 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        self.elements = max(
-            self.elements, *(x.numel() for x in tree_leaves(result) if isinstance(x, Tensor)), 0
-        )
+        made = [x.numel() for x in tree_leaves(result) if isinstance(x, Tensor)]
+        self.elements = max(self.elements, *made, 0)
         return result
 
 

@@ -4,7 +4,6 @@ The GPU's kernel runs here in Triton's interpreter.
 """
 
 import copy
-import itertools
 from collections.abc import Callable
 
 import pytest
@@ -16,7 +15,6 @@ from attention import get_backend
 from config import ModelConfig
 from model import GPT, norm_kernel
 from model.norm import add_norm, add_norm_backward, add_norm_operator, build_norm
-from tests.selection import diagonal
 
 NORMS = {"layernorm": {}, "layernorm-nobias": {"bias": False}, "rmsnorm": {"norm": "rmsnorm"}}
 every_norm = pytest.mark.parametrize("fields", NORMS.values(), ids=NORMS)
@@ -76,11 +74,8 @@ def example(
     generator = torch.Generator().manual_seed(0)
     x, branch = (torch.randn(2, tokens, width, generator=generator) for _ in range(2))
     norm = perturb(build_norm(ModelConfig(hidden_size=width, num_heads=1, **fields)))
-    return (
-        (2 + 2 * x).to(device, dtypes[0]),
-        branch.to(device, dtypes[1]),
-        norm.to(device, dtypes[0]),
-    )
+    stream, narrow = dtypes
+    return (2 + 2 * x).to(device, stream), branch.to(device, narrow), norm.to(device, stream)
 
 
 def results(
@@ -126,12 +121,20 @@ def check(function: Callable, x: Tensor, branch: Tensor, norm: nn.Module, **sett
     assert_near(found, baseline, results(plain, *wide, narrow=torch.float64, **settings))
 
 
-@pytest.mark.parametrize(
-    ("size", "dtypes", "fields"), diagonal([(64, 37), (96, 5), (768, 9)], DTYPES, NORMS)
-)
-def test_kernel_gives_sum_norm_and_gradients(kernel, size, dtypes, fields):
+# the paths of a program (several rows, a short last program, a wide row), each dtype, each norm
+PAIRS = [
+    (64, 37, "fp32", "layernorm"),
+    (96, 5, "fp32-bf16", "rmsnorm"),
+    (96, 5, "fp32-fp16", "layernorm-nobias"),
+    (768, 9, "bf16", "layernorm"),
+    (768, 9, "fp32", "rmsnorm"),
+]
+
+
+@pytest.mark.parametrize(("width", "tokens", "dtypes", "fields"), PAIRS)
+def test_kernel_gives_sum_norm_and_gradients(kernel, width, tokens, dtypes, fields):
     """One row per program and several; widths that are not powers of two; a short last program."""
-    check(add_norm, *example(*size, fields, dtypes))
+    check(add_norm, *example(width, tokens, NORMS[fields], DTYPES[dtypes]))
 
 
 @every_norm
@@ -139,10 +142,12 @@ def test_behind_the_last_norm_nobody_uses_the_sum(kernel, fields):
     check(add_norm, *example(96, 40, fields, DTYPES["fp32-bf16"]), sum_used=False)
 
 
-@pytest.mark.parametrize(("dtypes", "fields"), diagonal(DTYPES, NORMS))
+@pytest.mark.parametrize(
+    ("dtypes", "fields"), [("fp32", "rmsnorm"), ("fp32-bf16", "layernorm"), ("bf16", "layernorm")]
+)
 def test_gradient_of_a_bias_in_the_branch(kernel, dtypes, fields):
     """Of fewer rows than the sum of the programs' shares takes at once, and of more columns."""
-    check(add_norm, *example(96, 40, fields, dtypes), with_bias=True)
+    check(add_norm, *example(96, 40, NORMS[fields], DTYPES[dtypes]), with_bias=True)
 
 
 @pytest.mark.parametrize("width", [64, 96])
@@ -163,11 +168,9 @@ def test_ones_after_the_norm(width):
 
 def test_nor_anybody_the_norm(kernel):
     x, branch, norm = example(64, 3, {}, DTYPES["fp32"])
-    gradients = torch.autograd.grad(
-        add_norm(x.requires_grad_(), branch.requires_grad_(), norm)[0].sum(),
-        (x, branch, norm.weight),
-    )
-    assert gradients[0].eq(1).all() and gradients[1].eq(1).all() and gradients[2].eq(0).all()
+    leaves = [x.requires_grad_(), branch.requires_grad_(), norm.weight]
+    of_x, of_branch, of_weight = torch.autograd.grad(add_norm(x, branch, norm)[0].sum(), leaves)
+    assert of_x.eq(1).all() and of_branch.eq(1).all() and of_weight.eq(0).all()
 
 
 def test_without_a_branch_and_in_float64_it_is_pytorchs(kernel):
@@ -183,27 +186,19 @@ def test_rows_that_lie_apart_in_memory(kernel):
     check(add_norm, x.mT.contiguous().mT, branch.transpose(0, 1).contiguous().transpose(0, 1), norm)
 
 
-@pytest.mark.parametrize(("fields", "dtypes"), diagonal(NORMS, DTYPES))
+@pytest.mark.parametrize(("fields", "dtypes"), [("layernorm", "fp32-bf16"), ("rmsnorm", "fp32")])
 def test_lawful_operators(fields, dtypes):
-    x, branch, norm = example(64, 3, fields, dtypes)
-    inputs = [
-        x.requires_grad_(),
-        branch.requires_grad_(),
-        norm.weight,
-        getattr(norm, "bias", None),
-        1e-5,
-        "norm" not in fields,
-        dtypes[1],
-        torch.ones(64, requires_grad=True),
-        0,
-    ]
-    torch.library.opcheck(add_norm_operator, inputs)
-    total, y, statistics = (each.detach() for each in add_norm_operator(*inputs))
-    for d_total in (torch.randn_like(total), None):
-        weight, bias = (None if each is None else each.detach() for each in inputs[2:4])
-        given = d_total, torch.randn_like(y), total, weight, bias, statistics, dtypes[1]
-        for more in itertools.product((False, True), (False, True), (0, 16)):
-            torch.library.opcheck(add_norm_backward, (*given, *more))
+    x, branch, norm = example(64, 3, NORMS[fields], DTYPES[dtypes])
+    stream, narrow = DTYPES[dtypes]
+    weight, bias, centred = norm.weight, getattr(norm, "bias", None), fields == "layernorm"
+    branch_bias = torch.ones(64, requires_grad=True)
+    inputs = [x.requires_grad_(), branch.requires_grad_(), weight, bias, 1e-5, centred, narrow]
+    torch.library.opcheck(add_norm_operator, [*inputs, branch_bias, 0])
+    total, y, statistics = (x.detach() for x in add_norm_operator(*inputs, branch_bias, 0))
+    weight, bias = (None if each is None else each.detach() for each in (weight, bias))
+    given = torch.randn_like(y), total, weight, bias, statistics, narrow
+    torch.library.opcheck(add_norm_backward, (torch.randn_like(total), *given, True, False, 0))
+    torch.library.opcheck(add_norm_backward, (None, *given, False, True, 16))
 
 
 def loss_and_gradients(
@@ -219,72 +214,48 @@ MODES = {
     "none": {},
     "block": {"checkpoint": "block"},
     "attention-chunks": {"checkpoint": "attention", "chunk_tokens": 20},
-}
-MODES |= {name: {"checkpoint": name} for name in ("elementwise", "attention")} | {
-    "dropout": {"dropout": 0.2}
+    "elementwise": {"checkpoint": "elementwise"},
+    "attention": {"checkpoint": "attention"},
+    "dropout": {"dropout": 0.2},
 }
 
 
 # Triton's interpreter cuts the digits of bfloat16 off, and rounds float16 as a GPU does
 @pytest.mark.parametrize(
     ("dtype", "variant", "keeps"),
-    diagonal({"fp32": FP32, "fp16": FP16}, ["gpt2", "modern"], MODES),
+    [(FP16, "gpt2", MODES["none"]), (FP32, "modern", MODES["attention-chunks"])],
+    ids=str,
 )
 def test_the_whole_model_with_the_kernel_and_without(
     build_gpt, modern, random_tokens, monkeypatch, variant, dtype, keeps
 ):
+    """That a block has the same results is tested in test_fused_block.py."""
     shape = {"max_seq_len": 32} | (modern if variant == "modern" else {}) | keeps
-    network, tokens, calls = perturb(build_gpt("sdpa", **shape)), random_tokens(2, 32), []
+    network, tokens = perturb(build_gpt("sdpa", **shape)), random_tokens(2, 32)
+    exact = loss_and_gradients(copy.deepcopy(network).double(), tokens)
     baseline = loss_and_gradients(network, tokens, dtype=dtype)
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            model.norm, "has_kernel", lambda x, branch: calls.append(x.dtype) or fits(x, branch)
-        )
-        found = loss_and_gradients(network, tokens, dtype=dtype)
-    assert set(calls) == {FP32}
-    if "dropout" in keeps:  # float64 would draw other masks
-        torch.testing.assert_close(
-            found,
-            baseline,
-            rtol=0.05 if dtype == FP16 else 1e-4,
-            atol=1e-3 if dtype == FP16 else 1e-6,
-        )
-    else:
-        assert_near(found, baseline, loss_and_gradients(copy.deepcopy(network).double(), tokens))
-
-
-# the paths of add_norm_linear() and of recomputed halves, and what comes between
-QUICK = ("elementwise", "block", "dropout")
-
-
-@pytest.mark.parametrize(
-    "keeps",
-    [
-        pytest.param(keeps, id=name, marks=() if name in QUICK else pytest.mark.slow)
-        for name, keeps in MODES.items()
-    ],
-)
-def test_in_one_graph_with_the_kernel(build_gpt, random_tokens, kernel, keeps):
-    network, tokens = build_gpt("sdpa", max_seq_len=32, **keeps), random_tokens(2, 32)
-    torch._dynamo.reset()
-    found = loss_and_gradients(
-        network, tokens, run=network.compiled(backend="aot_eager", fullgraph=True)
-    )
-    torch.testing.assert_close(found, loss_and_gradients(network, tokens))
-
-
-def test_how_many_sums_wait_for_a_norm(build_gpt, random_tokens, monkeypatch):
-    """All of them: two a block, the last one before the final norm."""
     sums = []
 
     def counted(x: Tensor, branch: Tensor) -> bool:
         if branch is not x:  # else the model asks whether it has the kernel at all
-            sums.append(branch)
+            sums.append(x.dtype)
         return fits(x, branch)
 
     monkeypatch.setattr(model.norm, "has_kernel", counted)
-    build_gpt("sdpa", num_layers=3)(random_tokens(1, 8))
-    assert len(sums) == 6
+    assert_near(loss_and_gradients(network, tokens, dtype=dtype), baseline, exact)
+    if not keeps:
+        # all sums wait for a norm: two a block, the last one before the final norm
+        assert sums == [FP32] * 4
+
+
+# the paths of add_norm_linear() and of recomputed halves, and what comes between
+@pytest.mark.parametrize("keeps", ["elementwise", "block", "dropout"])
+def test_in_one_graph_with_the_kernel(build_gpt, random_tokens, kernel, keeps):
+    network, tokens = build_gpt("sdpa", max_seq_len=32, **MODES[keeps]), random_tokens(2, 32)
+    torch._dynamo.reset()
+    compiled = network.compiled(backend="aot_eager", fullgraph=True)
+    found = loss_and_gradients(network, tokens, run=compiled)
+    torch.testing.assert_close(found, loss_and_gradients(network, tokens))
 
 
 @pytest.mark.gpu
@@ -310,23 +281,16 @@ def test_gradients_are_the_same_bits_every_time():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "keeps",
-    [mode for name, mode in MODES.items() if name != "dropout"],
-    ids=[name for name in MODES if name != "dropout"],
-)
+@pytest.mark.parametrize("keeps", [name for name in MODES if name != "dropout"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_the_whole_model_on_a_gpu(compiled, keeps, monkeypatch):
-    config = ModelConfig(num_layers=2, num_heads=4, hidden_size=256, max_seq_len=64, **keeps)
+    shape = {"num_layers": 2, "num_heads": 4, "hidden_size": 256, "max_seq_len": 64}
+    config = ModelConfig(**shape, **MODES[keeps])
     network = perturb(GPT(config, vocab_size=61, backend=get_backend("sdpa"))).cuda()
     tokens = torch.randint(61, (4, 64), device="cuda")
     torch._dynamo.reset()
-    found = loss_and_gradients(
-        network,
-        tokens,
-        dtype=BF16,
-        run=network.compiled() if compiled else None,
-    )
+    run = network.compiled() if compiled else None
+    found = loss_and_gradients(network, tokens, dtype=BF16, run=run)
     monkeypatch.setattr(model.norm, "has_kernel", lambda x, branch: False)
     baseline = loss_and_gradients(network, tokens, dtype=BF16)
     assert_near(found, baseline, loss_and_gradients(copy.deepcopy(network).double(), tokens))

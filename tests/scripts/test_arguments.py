@@ -40,31 +40,32 @@ def test_every_kind_of_value():
     )
 
 
-@pytest.mark.parametrize(
-    ("argument", "said"),
-    [
-        ("sequ_len=8", "sequ_len=8: there is no key 'sequ_len'; did you mean seq_len?"),
-        ("colour=red", "colour=red: there is no key 'colour'; the keys are: run, attention, "),
-        ("--seq-len=8", "--seq-len=8: write seq_len=8, without dashes"),
-        ("--out", "--out: write out=VALUE, without dashes"),
-        ("naive", "'naive' is not key=value; the keys are: run, attention, "),
-        ("seq_len=8,x", "seq_len=x must be a whole number"),
-        ("seq_len=0", "seq_len=0 must be at least 1"),
-        ("dtype=fp64", "dtype=fp64 is not one of: fp32, bf16"),
-        ("causal=perhaps", "causal=perhaps must be true or false"),
-        ("out=", "out= has no value"),
-    ],
-)
-def test_what_is_wrong_is_said_with_the_way_out(argument, said):
+# the argument, and what its refusal names: the key or value, and the way out
+REFUSED = {
+    "sequ_len=8": ("sequ_len", "seq_len?"),
+    "colour=red": ("colour", "run, attention, "),
+    "--seq-len=8": ("seq_len=8",),
+    "--out": ("out=VALUE",),
+    "naive": ("'naive'", "run, attention, "),
+    "seq_len=8,x": ("seq_len=x",),
+    "seq_len=0": ("seq_len=0", "1"),
+    "dtype=fp64": ("dtype=fp64", "fp32, bf16"),
+    "causal=perhaps": ("causal=perhaps", "true", "false"),
+    "out=": ("out=",),
+}
+
+
+@pytest.mark.parametrize(("argument", "names"), REFUSED.items(), ids=REFUSED)
+def test_a_wrong_argument_is_refused_with_the_way_out(argument, names):
     with pytest.raises(ValueError) as error:
         read_settings(Options, ["run=x", argument])
-    assert str(error.value).startswith(said)
+    assert all(name in str(error.value) for name in names), error.value
 
 
 def test_a_key_without_a_default_must_be_given():
-    with pytest.raises(ValueError, match="run= is missing; --help says what it is for"):
+    with pytest.raises(ValueError, match="run="):
         read_settings(Options, [])
-    with pytest.raises(ValueError, match="name a file or a folder"):
+    with pytest.raises(ValueError, match="a file or a folder"):
         read_settings(Files, ["out=x"])
 
 

@@ -2,7 +2,6 @@
 
 import json
 import resource
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,12 +39,11 @@ RUNS = {
 
 
 @pytest.fixture
-def export_run(monkeypatch, capsys):
+def export_run(capsys):
     """export_run(RUN, OUT): what it printed; SystemExit carries its complaint."""
 
     def run_export(run_dir: Path, out: Path) -> tuple[str, str]:
-        monkeypatch.setattr(sys, "argv", ["export", f"run={run_dir}", f"out={out}"])
-        export.main()
+        export.main([f"run={run_dir}", f"out={out}"])
         return tuple(capsys.readouterr())
 
     return run_export
@@ -57,7 +55,7 @@ def test_transformers_loads_a_run(name, export_run, tmp_path):
     assert run(*tiny(run_dir, *RUNS[name], "steps=2", "device=cpu")).code == 0
     printed, warned = export_run(run_dir, out)
     assert str(out / "model.safetensors") in printed
-    assert ("transformers computes exact attention" in warned) == ("no_rescale" in str(RUNS[name]))
+    assert ("exact attention" in warned) == ("no_rescale" in str(RUNS[name]))
 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert type(theirs).__name__ == name.split()[0]
@@ -75,7 +73,7 @@ def test_transformers_loads_a_run(name, export_run, tmp_path):
     if "window" in str(RUNS[name]):
         without = replace(config, attention=AttentionConfig())
         plain = load_trained(run_dir, without, theirs.config.vocab_size).model
-        with pytest.raises(ValueError, match=r"trained with windows; add attention\.window"):
+        with pytest.raises(ValueError, match=r"attention\.window"):
             find_pretrained(str(out)).load_into(plain)
         assert (theirs(tokens).logits - plain(tokens).logits).abs().max() > 1e-4
     find_pretrained(str(out)).load_into(ours)
@@ -99,7 +97,7 @@ def test_a_full_disk_leaves_no_file(kilobytes, export_run, tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (kilobytes * 1024, limits[1]))
     try:
-        with pytest.raises(SystemExit, match=r"export: out=.* cannot be written: .*File too large"):
+        with pytest.raises(SystemExit, match="^export: out=.*File too large"):
             export_run(run_dir, out)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -110,8 +108,8 @@ def test_a_full_disk_leaves_no_file(kilobytes, export_run, tmp_path):
 def test_refuses_a_folder_with_files_and_a_model_that_nobody_has(export_run, tmp_path):
     run_dir = tmp_path / "run"
     assert run(*tiny(run_dir, "steps=2", "model.bias=false")).code == 0
-    with pytest.raises(SystemExit, match=r"export: out=.*run is there already; name another"):
+    with pytest.raises(SystemExit, match=r"^export: out=.*run "):
         export_run(run_dir, run_dir)
-    with pytest.raises(SystemExit, match=r"no model like this one: gpt2 would need model\.bias=tr"):
+    with pytest.raises(SystemExit, match=r"gpt2 .*model\.bias=true"):
         export_run(run_dir, tmp_path / "out")
     assert not (tmp_path / "out").exists()

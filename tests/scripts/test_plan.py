@@ -4,15 +4,12 @@ wrong.
 
 import json
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from config import ModelConfig, RunConfig
 from scripts import plan
-from tests import forked
 from training.command_line import compose
 from training.traffic import (
     Call,
@@ -24,8 +21,6 @@ from training.traffic import (
     visited_keys,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture
 def run_plan(monkeypatch, capsys):
@@ -33,8 +28,7 @@ def run_plan(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     def run(*arguments: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["plan", *arguments])
-        plan.main()
+        plan.main(arguments)
         return capsys.readouterr().out
 
     return run
@@ -45,58 +39,34 @@ def cells(output: str, words: str) -> list[float]:
     return [float(number) for number in line.removeprefix(words).replace(",", "").split()]
 
 
-@pytest.mark.slow
-def test_the_line_of_the_help_runs_as_typed(run_plan):
-    line = re.search(r"python -m (scripts\.plan .*)", run_plan("--help"))[1]
-    done = forked.run("-m", *line.split())
-    assert done.returncode == 0, done.stderr
-    assert "model=gpt2: 129,944,832 parameters, vocabulary 50,257" in done.stdout
-    assert "a100-40's data sheet: from 201 FLOP/byte" in done.stdout
-
-
-def test_what_is_taken_for_granted_comes_first(run_plan):
+def test_an_assumption_comes_first(run_plan):
     model = ("seq_len=64", "attention=naive")
-    assert run_plan(*model).startswith(
-        "planned for gpu=h200, an assumption: no GPU is known here; gpu=NAME plans for another"
-    )
-    assert run_plan(*model, "gpu=l4").startswith("model=") and run_plan(
-        *model, "device=cpu"
-    ).startswith("model=")
+    assert "gpu=h200" in run_plan(*model).splitlines()[0]
+    for given in ("gpu=l4", "device=cpu"):
+        assert run_plan(*model, given).startswith("model=")
 
 
-def test_what_is_on_the_host_is_shown_and_is_no_part_of_the_peak(run_plan):
-    settings = (
-        "model=gpt2",
-        "seq_len=8192",
-        "batch_size=2",
-        "attention=triton",
-        "model.checkpoint=block",
-    )
-    here, there = (
-        run_plan(*settings, "compile=false"),
-        run_plan(*settings, "compile=false", "model.offload=true"),
-    )
+def test_bytes_on_the_host_are_shown_and_are_no_part_of_the_peak(run_plan):
+    shape = ("model=gpt2", "seq_len=8192", "batch_size=2", "attention=triton")
+    spared = ("model.checkpoint=block", "compile=false")
+    here, there = run_plan(*shape, *spared), run_plan(*shape, *spared, "model.offload=true")
     inputs = 12 * 2 * 8192 * 768 * 4 / 2**30
-    assert "in the host's memory" not in here and cells(
-        there, "block inputs, in the host's memory"
-    ) == [pytest.approx(inputs, abs=0.01)]
+    on_host, in_all = plan.PARTS["host"], plan.PARTS["peak"]
+    assert on_host not in here
+    assert cells(there, on_host) == [pytest.approx(inputs, abs=0.01)]
     # one block's input comes back for its backward pass
-    assert cells(here, "peak of a step")[0] - cells(there, "peak of a step")[0] == pytest.approx(
-        inputs * 11 / 12, abs=0.02
-    )
+    saved = cells(here, in_all)[0] - cells(there, in_all)[0]
+    assert saved == pytest.approx(inputs * 11 / 12, abs=0.02)
 
 
 def test_parts_add_up_and_naive_has_the_matrix(run_plan):
     output = run_plan("model=gpt2", "seq_len=8192", "batch_size=4", "attention=naive,triton")
-    parts = [
-        cells(output, words) for part, words in plan.PARTS.items() if part not in ("peak", "host")
-    ]
-    for total, column in zip(
-        cells(output, "peak of a step"), zip(*parts, strict=True), strict=True
-    ):
+    parts = {part: cells(output, words) for part, words in plan.PARTS.items() if part != "host"}
+    totals = parts.pop("peak")
+    for total, column in zip(totals, zip(*parts.values(), strict=True), strict=True):
         assert sum(column) == pytest.approx(total, abs=0.05)
     # 12 layers, 4 sequences, 12 heads, 8192 x 8192, in float32 and again in bfloat16
-    assert cells(output, "attention: N x N probabilities") == [12 * 4 * 12 * 8192**2 * 6 / 2**30, 0]
+    assert [12 * 4 * 12 * 8192**2 * 6 / 2**30, 0] in parts.values()
     fits = dict(re.findall(r"^(\d+) GB +.*?(yes|no) \(batch_size \d+\)$", output, re.MULTILINE))
     assert fits["8"] == "no" and fits["24"] == "yes"
 
@@ -104,23 +74,14 @@ def test_parts_add_up_and_naive_has_the_matrix(run_plan):
 def test_larger_cards_take_no_smaller_batches(run_plan):
     output = run_plan("model=gpt2", "seq_len=1024", "attention=triton")
     batches = [int(n) for n in re.findall(r"GB +(?:yes|no) \(batch_size (\d+)\)", output)]
-    assert (
-        len(batches) == len(plan.CARD_SIZES)
-        and batches == sorted(batches)
-        and batches[-1] > batches[0] > 0
-    )
+    assert len(batches) == len(plan.CARD_SIZES)
+    assert batches == sorted(batches) and batches[-1] > batches[0] > 0
 
 
 def test_measured_on_this_machine(run_plan):
-    output = run_plan(
-        "attention=tiled,naive",
-        "model.num_layers=1",
-        "seq_len=128",
-        "batch_size=2",
-        "device=cpu",
-        "measure=true",
-    )
-    errors = [abs(float(x)) for x in re.findall(r"the prediction is ([+-][\d.]+)% off", output)]
+    shape = ("model.num_layers=1", "seq_len=128", "batch_size=2", "device=cpu")
+    output = run_plan("attention=tiled,naive", *shape, "measure=true")
+    errors = [abs(float(x)) for x in re.findall(r"([+-][\d.]+)% off", output)]
     assert len(errors) == 2 and max(errors) < 5, output
 
 
@@ -128,49 +89,41 @@ def test_written(run_plan, tmp_path):
     run_plan("attention=sdpa", "tokenizer=bpe", "dtype=fp16", f"out={tmp_path / 'plan.json'}")
     data = json.loads((tmp_path / "plan.json").read_text())
     (row,) = data["rows"]
-    assert (
-        row["vocab_size"] == 8193 and row["dtype"] == "float16" and row["model"]["name"] == "tiny"
-    )
+    assert (row["vocab_size"], row["dtype"], row["model"]["name"]) == (8193, "float16", "tiny")
     assert row["plan"]["peak"] > row["plan"]["parameters"] > 0
-    assert {"hardware", "versions", "commit"} <= data["environment"].keys() and str(
-        tmp_path
-    ) not in json.dumps(data)
+    assert {"hardware", "versions", "commit"} <= data["environment"].keys()
+    assert str(tmp_path) not in json.dumps(data)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["model=gpt3"], "gpt2"),
-        (["modl=gpt2"], "modl=gpt2: there is no key 'modl'; did you mean model?"),
-        (["steps=abc"], "steps=abc: Value 'abc' of type 'str' could not be converted to Integer"),
-        (["attention=flash"], "tiled"),
-        (["attention="], "attention="),
-        (["gpu=voodoo2"], "a100-40"),
-        (["measure=yes"], "measure=yes"),
-        (["seq_len=0"], "seq_len=0"),
-        (["attention=naive", "attention.block_q=16"], "block_q"),
-        (["attention=sdpa", "measure=true"], "add device=cpu"),
-        (["ranks=2"], "ranks=2: there is no key 'ranks'"),
-        (["attention=naive", "attention.block_q=8"], "block_q=8 has no effect: attention=naive"),
-        (["resume=outputs/x"], "resume=outputs/x: a step of a new model is the same; leave it out"),
-        (["init_from=/nope"], "init_from=/nope: a step of a new model is the same; leave it out"),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
-)
-def test_refused_in_one_line(run_plan, arguments, words):
-    with pytest.raises(SystemExit) as error:
-        run_plan(*arguments)
-    assert (
-        error.value.code.startswith("plan: ")
-        and words in error.value.code
-        and "\n" not in error.value.code
-    )
+# arguments, and what the refusal names
+REFUSED = {
+    "model=gpt3": "gpt2",
+    "modl=gpt2": "model?",
+    "steps=abc": "steps=abc",
+    "attention=flash": "tiled",
+    "attention=": "attention=",
+    "gpu=voodoo2": "a100-40",
+    "measure=yes": "measure=yes",
+    "seq_len=0": "seq_len=0",
+    "attention=naive attention.block_q=16": "block_q",
+    "attention=sdpa measure=true": "device=cpu",
+    "ranks=2": "ranks=2",
+    "resume=outputs/x": "resume=outputs/x",
+    "init_from=/nope": "init_from=/nope",
+}
 
 
-def test_a_recipe_may_set_what_one_attention_does_not_read(run_plan):
+@pytest.mark.parametrize(("arguments", "named"), REFUSED.items(), ids=REFUSED)
+def test_refused_in_one_line(run_plan, arguments, named):
+    with pytest.raises(SystemExit, match="^plan: ") as error:
+        run_plan(*arguments.split())
+    assert named in error.value.code and "\n" not in error.value.code
+
+
+def test_a_recipe_may_set_a_key_that_one_attention_does_not_read(run_plan):
     arguments = ("device=cpu", "experiment=break_it", "attention.block_kv=8")
     assert re.search("naive +tiled", run_plan(*arguments, "attention=naive,tiled"))
-    with pytest.raises(SystemExit, match="attention.block_kv=8 has no effect: attention=naive"):
+    with pytest.raises(SystemExit, match="attention.block_kv=8 .*attention=naive"):
         run_plan(*arguments, "attention=naive")
 
 
@@ -184,7 +137,7 @@ def test_last_write_has_its_own_vocabulary():
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("window", [None, 1, 5, 16, 17, 40, 500])
+@pytest.mark.parametrize("window", [None, 1, 17, 500])
 def test_keys_are_counted_as_by_walking_the_tiles(window, causal):
     """A regression test: the walk of seq_len=9000000000000000000 never ended."""
 

@@ -21,37 +21,21 @@ HARDWARE = {
 ENVIRONMENT = {"hardware": HARDWARE, "versions": {"torch": "2.11"}, "commit": "c0ffee0"}
 
 
+SHAPE = {"head_dim": 64, "batch": 1, "heads": 16, "causal": True, "dtype": "bfloat16"}
+
+
 def row(attention: str, seq_len: int, *, exponent: int = 1, **fields) -> dict:
-    seconds = 1e-9 * seq_len**2
-    found = {
-        "attention": attention,
-        "seq_len": seq_len,
-        "head_dim": 64,
-        "batch": 1,
-        "heads": 16,
-        "causal": True,
-        "dtype": "bfloat16",
-    }
+    found = {"attention": attention, "seq_len": seq_len} | SHAPE
     for name, factor in (("forward", 1), ("backward", 3), ("training", 4)):
-        found |= {f"{name}_bytes": factor * seq_len**exponent, f"{name}_seconds": factor * seconds}
-        found |= {f"{name}_p20": 0.9 * factor * seconds, f"{name}_p80": 1.1 * factor * seconds}
+        seconds = factor * 1e-9 * seq_len**2
+        found |= {f"{name}_bytes": factor * seq_len**exponent, f"{name}_seconds": seconds}
+        found |= {f"{name}_p20": 0.9 * seconds, f"{name}_p80": 1.1 * seconds}
     return found | {"forward_tflops": 100.0, "backward_tflops": 80.0} | fields
 
 
 def oom(attention: str, seq_len: int, asked_gib: float | None) -> dict:
-    shape = {
-        key: value
-        for key, value in row(attention, seq_len).items()
-        if not key.startswith(("forward", "backward", "training"))
-    }
-    return shape | {
-        "oom": {
-            "asked_gib": asked_gib,
-            "free_gib": 10.0,
-            "total_gib": 139.8,
-            "message": "out of memory",
-        }
-    }
+    ended = {"asked_gib": asked_gib, "free_gib": 10.0, "total_gib": 139.8, "message": "no more"}
+    return {"attention": attention, "seq_len": seq_len, "oom": ended} | SHAPE
 
 
 ROWS = [row("naive", 1024, exponent=2), row("naive", 2048, exponent=2), oom("naive", 4096, 256.0)]
@@ -59,17 +43,9 @@ ROWS += [row("triton", n) for n in (1024, 2048, 4096)] + [
     row("sdpa:backend=flash", n) for n in (1024, 2048)
 ]
 LONGEST = [
-    {
-        "attention": name,
-        "head_dim": 64,
-        "batch": 1,
-        "heads": 16,
-        "causal": True,
-        "dtype": "bfloat16",
-        "pass": kind,
-        "memory_gib": gib,
-    }
-    | {"max_seq_len": round(gib * 1000), "limited_by": limit}
+    {"attention": name, "pass": kind, "memory_gib": gib, "limited_by": limit}
+    | {"max_seq_len": round(gib * 1000)}
+    | SHAPE
     for name, limit in (("naive", "memory"), ("triton", "time"))
     for kind in ("forward", "training")
     for gib in (8.0, 24.0)
@@ -112,17 +88,13 @@ def test_memory_holds_what_was_measured_and_no_more(drawn, tmp_path):
     assert found["naive: N^2.00"] == [(1024, 4 * 1024**2 / 2**30), (2048, 4 * 2048**2 / 2**30)]
     assert found["triton: N^1.00"] == [(n, 4 * n / 2**30) for n in (1024, 2048, 4096)]
     assert len(found) == 3
-    # the forward pass alone is thin, without a name
-    thin = [list(line.get_ydata()) for line in axes.lines if line.get_linewidth() == 1]
-    assert [n / 2**30 for n in (1024, 2048, 4096)] in thin
+    # the forward pass alone has no name
+    unnamed = [list(line.get_ydata()) for line in axes.lines]
+    assert [n / 2**30 for n in (1024, 2048, 4096)] in unnamed
     # where naive ran out: a square at what it asked for
-    squares = [
-        line.get_data()
-        for line in axes.lines
-        if line.get_marker() == "s" and line.get_linestyle() == "None"
-    ]
-    assert [(list(x), list(y)) for x, y in squares] == [([4096], [256.0])]
-    assert {"asked for 256 GiB", "this card: 139.8 GiB"} <= set(texts(axes))
+    squares = [line.get_data() for line in axes.lines if line.get_marker() == "s"]
+    assert ([4096], [256.0]) in [(list(x), list(y)) for x, y in squares]
+    assert all(any(size in text for text in texts(axes)) for size in ("256 GiB", "139.8 GiB"))
     assert axes.get_yscale() == "log"
 
 
@@ -135,22 +107,18 @@ def test_curves_that_coincide_are_stripes_of_one_line():
 def test_shapes_in_words():
     """A regression test: without a number of heads a title began with "of 64"."""
     rows = [row("naive", 1024, heads=heads) for heads in (8, 32)]
-    assert plots.shape_words(rows) == "batch 1, heads of 64, bfloat16, causal"
     assert plots.shape_words(rows[:1]) == "batch 1, 8 heads of 64, bfloat16, causal"
+    assert ", heads of 64" in plots.shape_words(rows)
 
 
 def test_time_and_speedup_are_against_the_baseline(drawn, tmp_path):
-    plots.draw(
-        write(tmp_path, [*ROWS, row("flex", 2048, forward_seconds=1e-9 * 1024**2)]),
-        tmp_path,
-        baseline="triton",
-    )
+    rows = [*ROWS, row("flex", 2048, forward_seconds=1e-9 * 1024**2)]
+    plots.draw(write(tmp_path, rows), tmp_path, baseline="triton")
     forward, backward, speedup = drawn["bench_time.png"].axes
-    assert [name for name in lines(forward)] == ["naive", "triton", "sdpa flash", "flex"]
-    assert lines(backward)["triton"] == [
-        (n, pytest.approx(3e-6 * n**2)) for n in (1024, 2048, 4096)
-    ]
-    assert "times as fast as triton" in speedup.get_ylabel()
+    assert [*lines(forward)] == ["naive", "triton", "sdpa flash", "flex"]
+    times = [(n, pytest.approx(3e-6 * n**2)) for n in (1024, 2048, 4096)]
+    assert lines(backward)["triton"] == times
+    assert "triton" in speedup.get_ylabel()
     assert lines(speedup)["flex"] == [(2048, pytest.approx(4.0))]
     assert lines(speedup)["naive"] == [(1024, 1.0), (2048, 1.0)]
 
@@ -182,7 +150,7 @@ def test_roofline_has_the_ceilings_of_a_data_sheet_and_says_so(drawn, tmp_path):
     (axes,) = drawn["bench_roofline.png"].axes
     found = lines(axes)
     assert found["data sheet"][1] == (pytest.approx(989 / 4.8), pytest.approx(989))
-    assert {"data sheet: 4.8 TB/s", "data sheet: 989 TFLOP/s (16 bits)"} <= set(texts(axes))
+    assert all(any(peak in text for text in texts(axes)) for peak in ("4.8 TB/s", "989 TFLOP/s"))
     # a fused kernel does far more for a byte than naive attention
     assert min(x for x, _ in found["triton"]) > 20 * max(x for x, _ in found["naive"])
     assert all(y == 100 for name in ("naive", "triton", "sdpa flash") for _, y in found[name])
@@ -199,67 +167,53 @@ def test_longest(drawn, tmp_path):
     plots.draw(write(tmp_path, LONGEST), tmp_path)
     assert list(drawn) == ["bench_longest.png"]
     forward, _ = drawn["bench_longest.png"].axes
+    naive, triton = lines(forward)
     assert lines(forward)["naive"] == [(8.0, 8000), (24.0, 24000)]
-    assert "triton, at least (time limit)" in lines(forward) and "triton" not in lines(forward)
+    assert naive == "naive" and triton.startswith("triton, at least")
 
 
 def test_a_broken_backend_is_marked(drawn, tmp_path):
     plots.draw(write(tmp_path, [*ROWS, row("no_max", 1024, broken=["large logits"])]), tmp_path)
-    assert "no_max (wrong results)" in lines(drawn["bench_time.png"].axes[0])
+    (name,) = (name for name in lines(drawn["bench_time.png"].axes[0]) if "no_max" in name)
+    assert "wrong" in name
 
 
-def test_nothing_measured_nothing_drawn(drawn, tmp_path, capsys, monkeypatch):
-    path = write(tmp_path, [oom("naive", 4096, None)])
-    monkeypatch.setattr("sys.argv", ["plots", str(path)])
-    plots.main()
-    assert not drawn and "nothing is drawn" in capsys.readouterr().out
+def test_nothing_measured_nothing_drawn(drawn, tmp_path):
+    plots.main([str(write(tmp_path, [oom("naive", 4096, None)]))])
+    assert not drawn
 
 
 def test_the_committed_measurements_can_be_drawn(tmp_path):
     paths = plots.draw(RESULTS / "memory_h200.json", tmp_path)
-    assert {path.name for path in paths} == {
-        f"memory_h200_{kind}.png" for kind in ("memory", "time", "roofline")
+    assert {path.stem for path in paths} == {
+        f"memory_h200_{kind}" for kind in ("memory", "time", "roofline")
     }
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "named"),
     [
-        (["{folder}/absent.json"], "absent.json cannot be read"),
-        (["{folder}/text.json"], "is not a benchmark"),
-        (
-            ["{folder}/bench.json", "baseline=flex"],
-            "baseline=flex was not measured; measured are: naive, triton",
-        ),
-        (["{folder}/bench.json", "outt=x"], "outt=x: there is no key 'outt'; did you mean out?"),
-        (["out=x"], "name a file or a folder"),
+        (["{folder}/absent.json"], "absent.json"),
+        (["{folder}/text.json"], "text.json"),
+        (["{folder}/bench.json", "baseline=flex"], "naive, triton"),
+        (["{folder}/bench.json", "outt=x"], "out?"),
+        (["out=x"], "a file"),
     ],
     ids=["absent", "no-benchmark", "baseline", "option", "no-file"],
 )
-def test_refused_in_one_line(arguments, words, tmp_path, monkeypatch):
+def test_refused_in_one_line(arguments, named, tmp_path):
     write(tmp_path, ROWS)
     (tmp_path / "text.json").write_text("{}")
-    monkeypatch.setattr("sys.argv", ["plots", *(x.format(folder=tmp_path) for x in arguments)])
-    with pytest.raises(SystemExit) as error:
-        plots.main()
-    assert (
-        error.value.code.startswith("plots: ")
-        and words in error.value.code
-        and "\n" not in error.value.code
-    )
+    with pytest.raises(SystemExit, match="^plots: ") as error:
+        plots.main([argument.format(folder=tmp_path) for argument in arguments])
+    assert named in error.value.code and "\n" not in error.value.code
 
 
 def test_a_name_is_no_formula(tmp_path):
     """A regression test: matplotlib read mathematics in the name of a user's backend, and drew
     nothing.
     """
-    path = write(
-        tmp_path,
-        [row("mine:b$_{$", n) for n in (1024, 2048)],
-        {**ENVIRONMENT, "commit": "$\\frac{$"},
-    )
-    assert [each.name for each in plots.draw(path, tmp_path)] == [
-        "bench_memory.png",
-        "bench_time.png",
-    ]
+    rows = [row("mine:b$_{$", n) for n in (1024, 2048)]
+    path = write(tmp_path, rows, ENVIRONMENT | {"commit": "$\\frac{$"})
+    assert [each.stem for each in plots.draw(path, tmp_path)] == ["bench_memory", "bench_time"]

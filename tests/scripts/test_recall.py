@@ -71,25 +71,21 @@ def test_the_length_at_which_less_than_half_is_right():
     ]
     rows += [rows[3] | {"accuracy": 0.5}]  # another seed
     head, good, bad = recall.in_text(rows).splitlines()
-    assert head.split() == ["accuracy", "at", "32", "64", "below", "one", "half", "at"]
-    assert good.endswith("none of them") and bad.split()[-1] == "64" and "45.0% ± 7.1%" in bad
+    assert {"32", "64"} <= {*head.split()}
+    assert "64" not in good and bad.split()[-1] == "64" and "45.0% ± 7.1%" in bad
 
 
 @pytest.mark.parametrize(
-    ("settings", "lengths", "said"),
+    ("settings", "lengths", "named"),
     [
-        (["data=last_write"], "32,33", "has learned positions for 32 tokens, and lengths=33"),
-        (["data=stdlib"], "32", "data=stdlib, which asks nothing; train on one of: last_write"),
-        (
-            ["data=recall", "model.positions=rope", "data.num_pairs=8"],
-            "32,16",
-            "data=recall with seq_len=16 has no room",
-        ),
+        (["data=last_write"], "32,33", "lengths=33"),
+        (["data=stdlib"], "32", "data=stdlib"),
+        (["data=recall", "model.positions=rope", "data.num_pairs=8"], "32,16", "seq_len=16"),
     ],
     ids=["learned", "text", "short"],
 )
-def test_refused_in_one_line(tmp_path, settings, lengths, said):
+def test_refused_in_one_line(tmp_path, settings, lengths, named):
     assert run(*tiny(tmp_path / "run", *settings, "steps=1", "eval_every=0")).code == 0
-    with pytest.raises(SystemExit, match=said):
+    with pytest.raises(SystemExit, match=f"^recall: .*{named}"):
         recall.main([str(tmp_path / "run"), f"lengths={lengths}", "device=cpu"])
     assert not (tmp_path / "run/recall.json").exists()

@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -48,8 +47,7 @@ def run_sample(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     def run(*arguments: str) -> tuple[str, str]:
-        monkeypatch.setattr(sys, "argv", ["sample", *arguments])
-        sample.main()
+        sample.main(arguments)
         return tuple(capsys.readouterr())
 
     return run
@@ -62,52 +60,28 @@ def complaint(run_sample):
     def run(*arguments: str) -> str:
         with pytest.raises(SystemExit) as error:
             run_sample(*arguments)
-        assert "\n" not in error.value.code
+        assert error.value.code.startswith("sample: ") and "\n" not in error.value.code
         return error.value.code
 
     return run
 
 
-@pytest.mark.parametrize("cache", ["true", "false"])
+@pytest.mark.parametrize("cache", [["cache=true"], ["cache=FALSE"], []], ids=str)
 def test_prints_prompt_and_continuation(run_sample, tmp_path, cache):
     model = write_run(tmp_path / "run")
-    out, err = run_sample(
-        f"run={tmp_path}/run",
-        "prompt=x = a == b",
-        "tokens=40",
-        "seed=5",
-        "temperature=1.5",
-        "top_k=0",
-        f"cache={cache}",
-    )
+    drawn = ("prompt=x = a == b", "tokens=40", "seed=5", "temperature=1.5", "top_k=0")
+    out, err = run_sample(f"run={tmp_path}/run", *drawn, *cache)
+    how = {"max_new_tokens": 40, "temperature": 1.5, "seed": 5}
     tokenizer = build_tokenizer(RunConfig().tokenizer)
-    assert (
-        out
-        == sample_text(model, tokenizer, "x = a == b", max_new_tokens=40, temperature=1.5, seed=5)
-        + "\n"
-    )
+    assert out == sample_text(model, tokenizer, "x = a == b", **how) + "\n"
     assert err == ""
-
-
-@pytest.mark.parametrize(
-    "argument, passed", [("cache=true", True), ("cache=FALSE", False), (None, None)]
-)
-def test_cache_is_as_asked_and_else_up_to_the_attention(
-    run_sample, monkeypatch, tmp_path, argument, passed
-):
-    write_run(tmp_path / "run")
-    monkeypatch.setattr(
-        sample, "sample_text", lambda *arguments, use_cache, **options: repr(use_cache)
-    )
-    out, _ = run_sample(f"run={tmp_path}/run", *([argument] if argument else []))
-    assert out == f"{passed}\n"
 
 
 def test_another_attention_is_said_and_used(run_sample, tmp_path):
     write_run(tmp_path / "run")
     arguments = (f"run={tmp_path}/run", "prompt=def", "tokens=20")
     with_naive, said = run_sample(*arguments, "attention=naive")
-    assert said == "attention=naive; the run was trained with attention=tiled\n"
+    assert "attention=naive" in said and "attention=tiled" in said
     assert with_naive == run_sample(*arguments)[0]
     assert run_sample(*arguments, "attention=tiled")[1] == ""
     assert run_sample(*arguments, "attention=no_scale")[0] != with_naive
@@ -117,84 +91,66 @@ def test_keeps_the_options_the_run_was_trained_with(run_sample, tmp_path):
     """no_rescale is exact with one tile and wrong with many: the text tells which options were in
     force.
     """
-    write_run(tmp_path / "tiles", attention=AttentionConfig("no_rescale", block_kv=2))
-    write_run(tmp_path / "one-tile", attention=AttentionConfig("no_rescale", block_kv=64))
-    tiles, one_tile = (
-        run_sample(f"run={tmp_path}/{name}", "prompt=def main():", "tokens=10")[0]
-        for name in ("tiles", "one-tile")
-    )
-    exact, _ = run_sample(
-        f"run={tmp_path}/tiles", "prompt=def main():", "tokens=10", "attention=naive"
-    )
-    assert one_tile == exact
-    assert tiles != exact
+    texts = {}
+    for name, block_kv in (("tiles", 2), ("one-tile", 64)):
+        write_run(tmp_path / name, attention=AttentionConfig("no_rescale", block_kv=block_kv))
+        asked = (f"run={tmp_path}/{name}", "prompt=def main():", "tokens=10")
+        texts[name], _ = run_sample(*asked)
+    exact, _ = run_sample(*asked, "attention=naive")
+    assert texts["one-tile"] == exact != texts["tiles"]
 
 
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        ((), "run= is missing"),
-        (
-            ("run=DIR", "token=3"),
-            "token=3: there is no key 'token'; did you mean tokens?",
-        ),
-        (("run=DIR", "hello"), "'hello' is not key=value"),
-        (("run=DIR", "tokens=many"), "tokens=many must be a whole number"),
-        (("run=DIR", "tokens=-1"), "tokens=-1 must be at least 1"),
-        (("run=DIR", "cache=maybe"), "cache=maybe must be true or false"),
-        (("run=DIR", "temperature=-1"), "temperature=-1.0 must be at least 0"),
-        (("run=DIR", "top_k=-1"), "top_k=-1 must be at least 0"),
-        (("run=DIR", "attention=magic"), "attention=magic is not known; valid: naive"),
-        (("run=DIR", "device=cuda"), "device=cuda"),
-        (("run=DIR", "device=tpu"), "device=tpu is not one of: auto, cpu, cuda"),
-    ],
-    ids=lambda value: " ".join(value) or "nothing" if isinstance(value, tuple) else "",
-)
-def test_complains_in_one_line_about_arguments(complaint, tmp_path, arguments, said):
+# an argument, and what the refusal names
+REFUSED = {
+    "token=3": "tokens?",
+    "hello": "'hello'",
+    "tokens=many": "tokens=many",
+    "tokens=-1": "tokens=-1",
+    "cache=maybe": "cache=maybe",
+    "temperature=-1": "temperature=-1.0",
+    "top_k=-1": "top_k=-1",
+    "attention=magic": "attention=magic",
+    "device=cuda": "device=cuda",
+    "device=tpu": "auto, cpu, cuda",
+}
+
+
+@pytest.mark.parametrize(("argument", "named"), REFUSED.items(), ids=REFUSED)
+def test_a_wrong_argument_is_refused(complaint, tmp_path, argument, named):
     write_run(tmp_path / "run")
-    assert said in complaint(
-        *(argument.replace("DIR", f"{tmp_path}/run") for argument in arguments)
-    )
+    assert named in complaint(f"run={tmp_path}/run", argument)
 
 
-def test_complains_about_what_is_no_run_directory(complaint, tmp_path):
-    assert (
-        complaint(f"run={tmp_path}/nowhere")
-        == f"sample: {tmp_path}/nowhere is not a run directory: it has no config.yaml"
-    )
+def test_a_run_must_be_named(complaint):
+    assert "run=" in complaint()
+
+
+def test_a_folder_that_is_no_run_directory_is_refused(complaint, tmp_path):
+    nowhere = complaint(f"run={tmp_path}/nowhere")
+    assert f"{tmp_path}/nowhere" in nowhere and "config.yaml" in nowhere
     write_run(tmp_path / "sweep" / "0")
-    assert complaint(f"run={tmp_path}/sweep").endswith(
-        f"it has no config.yaml; it holds runs, such as {tmp_path}/sweep/0"
-    )
+    assert complaint(f"run={tmp_path}/sweep").endswith(f"{tmp_path}/sweep/0")
 
 
 def test_says_why_a_run_never_began(complaint, tmp_path):
     """A run that was refused has a summary and Hydra's folder, which is no run."""
     (tmp_path / "run/.hydra").mkdir(parents=True)
     (tmp_path / "run/.hydra/config.yaml").write_text("")
-    assert (
-        complaint(f"run={tmp_path}/run")
-        == f"sample: {tmp_path}/run is not a run directory: it has no config.yaml"
-    )
-    (tmp_path / "run/summary.json").write_text(
-        '{"status": "failed", "error": "seq_len=7 is odd\\nand more"}'
-    )
-    assert complaint(f"run={tmp_path}/run").endswith(
-        "it has no config.yaml; the run ended before it began: seq_len=7 is odd"
-    )
+    assert ".hydra" not in complaint(f"run={tmp_path}/run")
+    failed = '{"status": "failed", "error": "seq_len=7 is odd\\nand more"}'
+    (tmp_path / "run/summary.json").write_text(failed)
+    assert complaint(f"run={tmp_path}/run").endswith("seq_len=7 is odd")
 
 
 @pytest.mark.parametrize("text", ["steps: [", "colour: blue", "steps: many", "just words"])
-def test_complains_about_a_foreign_configuration(complaint, tmp_path, text):
+def test_a_foreign_configuration_is_refused(complaint, tmp_path, text):
     (tmp_path / "config.yaml").write_text(text)
-    assert f"{tmp_path}/config.yaml is not the configuration of a run" in complaint(
-        f"run={tmp_path}"
-    )
+    assert f"{tmp_path}/config.yaml" in complaint(f"run={tmp_path}")
 
 
-def test_complains_about_a_run_without_a_checkpoint(complaint, tmp_path):
+def test_a_run_without_a_checkpoint_is_refused(complaint, tmp_path):
     write_run(tmp_path / "run", checkpoint=False)
-    assert "holds no checkpoint" in complaint(f"run={tmp_path}/run")
+    assert "checkpoint" in complaint(f"run={tmp_path}/run")
 
 
 @pytest.mark.parametrize("name", ["checkpoint.best", "checkpoints/step-000400"])
@@ -204,31 +160,15 @@ def test_a_checkpoint_is_chosen_by_its_folder(run_sample, tmp_path, name):
     wanted = run_sample(f"run={tmp_path}/run", "temperature=0", "tokens=8")
     (tmp_path / "run" / name).parent.mkdir(exist_ok=True)
     (tmp_path / "run/checkpoint").rename(tmp_path / "run" / name)
-    latest = GPT(
-        ModelConfig(num_layers=1, num_heads=2, hidden_size=16, max_seq_len=32),
-        vocab_size=257,
-        backend=get_backend("tiled"),
-    )
-    optimizer = torch.optim.AdamW(latest.parameters())
-    save_checkpoint(
-        tmp_path / "other",
-        model=latest,
-        optimizer=optimizer,
-        scaler=None,
-        step=500,
-        tokens=32,
-        config={},
-    )
+    write_run(tmp_path / "other", seed=1)
     (tmp_path / "other/checkpoint").rename(tmp_path / "run/checkpoint")
     assert run_sample(f"run={tmp_path}/run/{name}", "temperature=0", "tokens=8") == wanted
     assert run_sample(f"run={tmp_path}/run", "temperature=0", "tokens=8") != wanted
 
 
-def test_complains_about_a_run_on_last_write(complaint, tmp_path):
+def test_a_run_whose_tokens_are_not_text_is_refused(complaint, tmp_path):
     write_run(tmp_path / "run", data=DataConfig(source="last_write"))
-    assert "was trained on last_write, whose tokens are not text" in complaint(
-        f"run={tmp_path}/run"
-    )
+    assert "last_write" in complaint(f"run={tmp_path}/run")
 
 
 def test_command_in_the_help_runs_as_typed(tmp_path):
@@ -253,7 +193,7 @@ def test_command_in_the_help_runs_as_typed(tmp_path):
     )[1]
     done = run(line)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("def main(")
+    assert done.stdout.startswith("def main(")  # the prompt
     failed = run("python -m scripts.sample run=nowhere")
     assert (failed.returncode, failed.stdout) == (1, "")
-    assert failed.stderr == "sample: nowhere is not a run directory: it has no config.yaml\n"
+    assert failed.stderr.startswith("sample: nowhere ") and failed.stderr.count("\n") == 1

@@ -1,31 +1,17 @@
 """scripts.tune without a GPU: what it would time, and what it says."""
 
-import os
-import re
-import subprocess
-from pathlib import Path
-
 import pytest
 import torch
 
 from attention.kernels.launch import TILES, VARIANTS, tables
-from scripts.tune import candidates, write_tables
-from tests import forked
-
-ROOT = Path(__file__).parents[2]
-
-
-def tune(*arguments: str, interpret: str = "0") -> subprocess.CompletedProcess:
-    environment = os.environ | {"TRITON_INTERPRET": interpret, "CUDA_VISIBLE_DEVICES": ""}
-    return forked.run("-m", "scripts.tune", *arguments, env=environment)
+from scripts.tune import candidates, main, write_tables
 
 
 def test_the_tiles_in_force_are_among_the_candidates():
     for kernel in VARIANTS:
         for head_dim in (64, 128):
-            assert tuple(tables()["sm_90"]["16-bit"][kernel][str(head_dim)]) in set(
-                candidates(kernel, head_dim)
-            )
+            in_force = tuple(tables()["sm_90"]["16-bit"][kernel][str(head_dim)])
+            assert in_force in set(candidates(kernel, head_dim))
 
 
 def test_the_file_is_kept_as_it_is_written(tmp_path):
@@ -34,9 +20,8 @@ def test_the_file_is_kept_as_it_is_written(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a machine without a GPU")
-def test_help_and_complaints():
-    shown = tune("--help").stdout
-    example = re.search(r"^    python -m scripts\.tune (.*)$", shown, re.MULTILINE)[1]
-    complaint = "tune: tiles are timed on a GPU, and there is none\n"
-    assert tune(*example.split()).stderr == complaint
-    assert "TRITON_INTERPRET=1 is set" in tune(interpret="1").stderr
+@pytest.mark.parametrize(("interpret", "named"), [("0", "GPU"), ("1", "TRITON_INTERPRET=1")])
+def test_tiles_are_only_timed_on_a_gpu(monkeypatch, interpret, named):
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    with pytest.raises(SystemExit, match=f"^tune: .*{named}"):
+        main(["head_dim=64", "seconds=300"])
