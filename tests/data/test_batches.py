@@ -15,7 +15,7 @@ from config import TokenizerConfig
 from data import Batch, build_data
 from data.batches import windows
 from data.token_file import TokenFile
-from tests import forked
+from tests import processes
 
 # of this page's corpus, on the first version
 GOLDEN = ["33c5158dd910a375", "439b183ec41eb8a5", "d3986d9f342699b2"]
@@ -88,7 +88,7 @@ def test_another_process_draws_the_same(config):
         f"d = build_data({config!r}, TokenizerConfig('byte'), seq_len=32, seed=5);"
         "print(d.train_batch(9, 4).inputs.flatten().tolist())"
     )
-    assert forked.run("-c", code, check=True).stdout.strip() == str(here)
+    assert processes.run("-c", code, check=True).stdout.strip() == str(here)
 
 
 def test_first_sequences_do_not_depend_on_how_many_follow(config):

@@ -12,7 +12,7 @@ from config import SYNTHETIC_SOURCES, DataConfig, TokenizerConfig
 from data import build_data
 from data.interface import IGNORED, generator
 from model import loss
-from tests import forked
+from tests import processes
 from tests.command import ROOT
 
 SHAPES = [(1, 2), (3, 5), (8, 8), (16, 32)]
@@ -102,7 +102,7 @@ def test_another_process_draws_the_same():
         "d = build_data(DataConfig(source='last_write'), TokenizerConfig(), seq_len=64, seed=5);"
         "print(d.train_batch(9, 4).inputs.flatten().tolist())"
     )
-    printed = forked.run("-c", code, check=True).stdout
+    printed = processes.run("-c", code, check=True).stdout
     assert printed.strip() == str(
         task(seq_len=64, seed=5).train_batch(9, 4).inputs.flatten().tolist()
     )

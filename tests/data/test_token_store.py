@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +26,7 @@ from config import DataConfig, TokenizerConfig
 from data import build_tokenizer
 from data.corpora import Corpus
 from data.token_store import DamagedStore, cache_folder, hash_of_path, open_store
-from tests import forked
+from tests import processes
 
 BYTE = build_tokenizer(TokenizerConfig("byte"))
 
@@ -369,24 +368,21 @@ print("opened", len(open_store({config!r}, tokenizer).train), flush=True)
 """
 
 
-class Build(forked.Process):
+class Build(processes.Process):
     """A process that pauses in the middle of a build until it gets a line."""
 
     def __init__(self, config):
-        pipe = Path(tempfile.mkdtemp()) / "pipe"
-        os.mkfifo(pipe)
-        streams = {"stdin": pipe, "stderr": pipe.with_name("stderr")}
-        super().__init__("-c", GATED_BUILD.format(config=config), env=dict(os.environ), **streams)
-        self.line = pipe.open("w")
+        streams = {"stdin": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+        super().__init__("-c", GATED_BUILD.format(config=config), **streams)
 
     def paused(self):
-        while self.poll() is None and self.stdout.read_text() != "building\n":
+        while self.poll() is None and self.output() != "building\n":
             time.sleep(0.01)
         return self.returncode is None
 
     def go_on(self):
-        self.line.write("go on\n")
-        self.line.close()
+        self.stdin.write("go on\n")
+        self.stdin.close()
 
 
 def start_builds(config, count):
@@ -433,7 +429,7 @@ def test_the_build_of_a_live_process_is_left_alone(config, tmp_path):
         open_store(other, BYTE)
         assert len(unfinished(config)) == 2  # which of the two is dead cannot be seen now
     alive.go_on()
-    assert "\nopened" in alive.communicate(timeout=100)[0] and alive.returncode == 0
+    assert "\nopened" in alive.end() and alive.returncode == 0
     open_store(other, BYTE)
     assert len(stores(config)) == 2 and not unfinished(config)
 
@@ -506,7 +502,7 @@ def test_two_processes_may_build_at_once(config, before):
     assert len(unfinished(config)) == 2
     for rival in rivals:
         rival.go_on()
-    outputs = [rival.communicate(timeout=100)[0] for rival in rivals]
+    outputs = [rival.end() for rival in rivals]
     assert [rival.returncode for rival in rivals] == [0, 0]
     assert outputs == [f"building\nopened {len(open_store(config, BYTE).train)}\n"] * 2
     assert len(stores(config)) == 1

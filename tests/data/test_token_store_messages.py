@@ -3,14 +3,13 @@
 import os
 import pty
 import termios
-from pathlib import Path
 
 import pytest
 
 from config import TokenizerConfig
 from data import build_tokenizer
 from data.token_store import cache_folder, open_store
-from tests import forked
+from tests import processes
 
 BYTE = build_tokenizer(TokenizerConfig("byte"))
 WAY_OUT = (
@@ -55,7 +54,7 @@ def test_a_full_disk(config):
         "resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000));"
         f"build_data({config!r}, TokenizerConfig('byte'), seq_len=8, seed=0)"
     )
-    failed = forked.run("-c", code)
+    failed = processes.run("-c", code)
     last_line = failed.stderr.strip().splitlines()[-1]
     assert last_line.startswith(
         f"ValueError: the token store cannot be written to {config.cache_dir} (File too large); "
@@ -88,8 +87,7 @@ def test_building_shows_one_progress_bar_on_a_terminal(config):
         f"from config import *; from data import build_data; build_data({config!r}, "
         "TokenizerConfig('byte'), seq_len=8, seed=0)"
     )
-    streams = {"stderr": Path(os.ttyname(terminal))}
-    assert forked.Process("-c", code, env=dict(os.environ), **streams).wait() == 0
+    assert processes.Process("-c", code, stderr=terminal).wait() == 0
     shown = os.read(master, 1 << 16).decode()
     os.close(terminal)
     os.close(master)

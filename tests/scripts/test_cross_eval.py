@@ -14,7 +14,7 @@ import pytest
 
 from scripts import cross_eval
 from scripts.cross_eval_matrix import Cell, Matrix, build_matrices, in_text
-from tests import forked
+from tests import processes
 from tests.command import ROOT, metrics, run, summary, tiny, tiny_sweep
 from tests.command import environment as variables
 
@@ -349,7 +349,7 @@ def test_command_in_the_help_runs_as_typed(sweep, tmp_path):
 
     def command(line: str) -> subprocess.CompletedProcess:
         python, *arguments = shlex.split(line)
-        return forked.run(*arguments, cwd=tmp_path, env=variables(PYTHONPATH=path))
+        return processes.run(*arguments, cwd=tmp_path, env=variables(PYTHONPATH=path))
 
     shown = command("python -m scripts.cross_eval --help").stdout
     line = re.search(r"^    (python -m scripts\.cross_eval .*)$", shown, re.MULTILINE)[1]

@@ -12,7 +12,7 @@ import torch
 
 from config import ModelConfig, RunConfig
 from scripts import plan
-from tests import forked
+from tests import processes
 from training.command_line import compose
 from training.traffic import (
     Call,
@@ -48,7 +48,7 @@ def cells(output: str, words: str) -> list[float]:
 @pytest.mark.slow
 def test_the_line_of_the_help_runs_as_typed(run_plan):
     line = re.search(r"python -m (scripts\.plan .*)", run_plan("--help"))[1]
-    done = forked.run("-m", *line.split())
+    done = processes.run("-m", *line.split())
     assert done.returncode == 0, done.stderr
     assert "model=gpt2: 129,944,832 parameters, vocabulary 50,257" in done.stdout
     assert "a100-40's data sheet: from 201 FLOP/byte" in done.stdout

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from scripts import profile
-from tests import forked
+from tests import processes
 from tests.command import environment
 
 SMALL = (
@@ -70,7 +70,7 @@ def test_the_line_of_the_help_runs_as_typed(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "argv", ["profile", "--help"])
     profile.main()
     line = re.search(r"python -m (scripts\.profile .*)", capsys.readouterr().out)[1]
-    done = forked.run("-m", *line.split(), f"out={tmp_path}", env=environment())
+    done = processes.run("-m", *line.split(), f"out={tmp_path}", env=environment())
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert rows_of(done.stdout)[0][0] == "step"
 

@@ -17,7 +17,7 @@ from scripts.report.page import Table
 from scripts.report.ranking import rank
 from scripts.report.runs import load_runs
 from scripts.report.sections import provenance, variant_table
-from tests import forked
+from tests import processes
 from training.palette import BACKENDS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -831,14 +831,15 @@ def test_a_place_that_takes_no_page(tmp_path, out):
 
 def test_help_shows_a_command_that_runs(tmp_path):
     write_run(tmp_path / "multirun/a/0", "tiled")
-    done = forked.run("-m", "scripts.report", "--help", check=True)
+    done = processes.run("-m", "scripts.report", "--help", check=True)
     example = re.search(r"^    python (-m scripts\.report .*)$", done.stdout, re.MULTILINE)[1]
     example = example.replace("2026-01-31_12-00-00", "a")
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
-    forked.run(*example.split(), "out=comparison.html", cwd=tmp_path, env=environment, check=True)
+    command = (*example.split(), "out=comparison.html")
+    processes.run(*command, cwd=tmp_path, env=environment, check=True)
     assert (tmp_path / "comparison.html").exists()
 
 

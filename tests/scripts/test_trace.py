@@ -23,7 +23,7 @@ from data import build_data
 from model import GPT
 from scripts import trace, trace_page
 from scripts.arguments import read_settings
-from tests import forked
+from tests import processes
 from tests.command import save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -420,7 +420,7 @@ def test_command_in_the_help_runs_as_typed(tmp_path):
             "OMP_NUM_THREADS": "1",
         }
         python, *arguments = shlex.split(command)
-        return forked.run(*arguments, cwd=tmp_path, env=path)
+        return processes.run(*arguments, cwd=tmp_path, env=path)
 
     line = re.search(
         r"^ +(python -m scripts\.trace .*)$",

@@ -10,14 +10,14 @@ import torch
 
 from attention.kernels.launch import TILES, VARIANTS, tables
 from scripts.tune import candidates, write_tables
-from tests import forked
+from tests import processes
 
 ROOT = Path(__file__).parents[2]
 
 
 def tune(*arguments: str, interpret: str = "0") -> subprocess.CompletedProcess:
     environment = os.environ | {"TRITON_INTERPRET": interpret, "CUDA_VISIBLE_DEVICES": ""}
-    return forked.run("-m", "scripts.tune", *arguments, env=environment)
+    return processes.run("-m", "scripts.tune", *arguments, env=environment)
 
 
 def test_the_tiles_in_force_are_among_the_candidates():

@@ -16,7 +16,7 @@ from attention import BACKENDS, Backend, register
 from conformance.properties import PROPERTIES
 from scripts import verify
 from scripts.arguments import read_settings
-from tests import forked
+from tests import processes
 from tests.user_backends import RIGHT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -224,7 +224,7 @@ def test_pytorchs_remarks_on_flex_attention_are_not_printed_and_others_are(
 
 @pytest.mark.slow
 def test_the_line_in_help_runs_as_typed(monkeypatch, capsys):
-    help_text = forked.run("-m", "scripts.verify", "--help").stdout
+    help_text = processes.run("-m", "scripts.verify", "--help").stdout
     (line,) = re.findall(r"^    python -m scripts\.verify (.*)$", help_text, re.MULTILINE)
     monkeypatch.setattr(sys, "argv", ["verify", *line.split()])
     verify.main()

@@ -129,7 +129,7 @@ def test_the_seconds_of_a_run_add_up_to_its_time(tmp_path, monkeypatch):
     for place in parts:
         slow_down(monkeypatch, place, 0.1)
     before = time.time()
-    done = run(*tiny(tmp_path, "sample_tokens=4", "eval_every=4", "log_every=4"))
+    done = run(*tiny(tmp_path, "sample_tokens=4", "eval_every=4", "log_every=4"), curve=True)
     took = time.time() - before
     assert done.code == 0, done.output
     result = summary(tmp_path)
