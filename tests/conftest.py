@@ -93,14 +93,8 @@ def pytest_terminal_summary(terminalreporter, exitstatus):
 
 def pytest_collection_finish():
     gc.enable()
-    atexit.register(gc.unfreeze)  # or PyTorch's libraries tell of leaks
-
-
-@pytest.fixture(autouse=True, scope="module")
-def frozen():
-    """A run ends with gc.collect(), which would look again at all that was imported before."""
-    gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # or PyTorch's libraries tell of leaks
 
 
 @pytest.fixture(autouse=True)

@@ -130,7 +130,8 @@ def test_killed_and_resumed_is_the_same_run(tmp_path):
     """While it runs, nobody else may write to its folder. A kill frees the folder at once."""
     folder, straight = tmp_path / "killed", tmp_path / "straight"
     overrides = ("model.dropout=0.1", "checkpoint_every=5", "eval_every=0")
-    overrides += ("optim.schedule=constant",)  # which does not depend on the number of steps
+    # which do not depend on the number of steps
+    overrides += ("optim.schedule=constant", "optim.warmup_steps=2")
     process = start(*tiny(folder, *overrides, "steps=5000"))
     wait_for_rows(process, folder, 8)
     for other in (tiny(folder, "seed=1"), [f"resume={folder}"]):
