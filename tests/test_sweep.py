@@ -325,7 +325,7 @@ def test_out_of_memory_is_a_result_and_wandb_has_the_whole_sweep(tmp_path):
     logs = [offline_log(sweep, job) for job in "012"]
     assert len(list((sweep / "wandb").glob("offline-run-*"))) == 3
     assert not list(sweep.glob("?/wandb"))
-    assert all(f"wandb sync {log}" in done.output for log in logs)
+    assert all(f"wandb sync {log}" in done.output for log in (logs[0], logs[2]))
     assert f"wandb sync {sweep}/wandb/offline-run-*\n" in done.output
     for job in "02":
         history = of_type(records_of(sweep, job), "history")
