@@ -126,12 +126,20 @@ def test_ctrl_c_twice_stops_at_once_and_keeps_the_checkpoint(straight, monkeypat
     assert computed(tmp_path) == computed(straight["fp32"])
 
 
+def test_a_resumed_run_that_is_stopped_before_its_first_row_says_so(run_dir, monkeypatch):
+    send_at_step(monkeypatch, 5, signal.SIGINT)
+    assert run(f"resume={run_dir}", "steps=20", "log_every=10").code == 130
+    result = summary(run_dir)
+    assert result["status"] == "interrupted"
+    assert result["steps_done"] == checkpoint(run_dir)["step"] == 6
+
+
 def test_killed_and_resumed_is_the_same_run(tmp_path):
     """While it runs, nobody else may write to its folder. A kill frees the folder at once."""
     folder, straight = tmp_path / "killed", tmp_path / "straight"
     overrides = ("model.dropout=0.1", "checkpoint_every=5", "eval_every=0")
     # which do not depend on the number of steps
-    overrides += ("optim.schedule=constant", "optim.warmup_steps=2")
+    overrides += ("optim.schedule=constant", "optim.warmup_steps=0")
     process = start(*tiny(folder, *overrides, "steps=5000"))
     wait_for_rows(process, folder, 8)
     for other in (tiny(folder, "seed=1"), [f"resume={folder}"]):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.amp import GradScaler
 
 from tests.command import same
 from tests.training.test_checkpoint import (
@@ -18,8 +17,6 @@ from tests.training.test_checkpoint import (
     build,
     file_size,
     rewrite,
-    seed,
-    train,
 )
 from training.checkpoint import CheckpointError, Checkpoints, load_model_state, read_meta
 from training.retention import newest_first, rotate
@@ -289,66 +286,6 @@ def test_an_error_of_the_writer_hides_no_other(tmp_path, caplog):
         saves.save(1, 100)
         raise RuntimeError("of the training")
     assert "cannot write a checkpoint" in caplog.text
-
-
-class Both:
-    """Two optimizers as one, as a mixture of Muon and AdamW is: only what every optimizer has."""
-
-    def __init__(self, *optimizers):
-        self.optimizers = optimizers
-
-    @property
-    def param_groups(self):
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
-
-    def state_dict(self):
-        return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
-
-    def load_state_dict(self, state):
-        for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(own)
-
-    def step(self):
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def zero_grad(self, set_to_none=True):
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none)
-
-
-def mixture(lr: float) -> dict:
-    model = TiedModel()
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
-    others = [parameter for parameter in model.parameters() if parameter.dim() != 2]
-    optimizer = Both(torch.optim.Muon(matrices, lr=lr), torch.optim.AdamW(others, lr=lr))
-    return {"model": model, "optimizer": optimizer, "scaler": GradScaler("cpu", enabled=False)}
-
-
-def test_a_mixture_of_muon_and_adamw_goes_on_to_the_bit(tmp_path):
-    seed(0)
-    whole = mixture(0.01)
-    losses = train(*whole.values(), 6)
-    seed(0)
-    first = mixture(0.01)
-    train(*first.values(), 3)
-    with checkpoints(tmp_path, **first, background=True) as saves:
-        saves.save(3, 300)
-    second = mixture(0.02)
-    with checkpoints(tmp_path, **second) as saves:
-        saves.load()
-    assert [group["lr"] for group in second["optimizer"].param_groups] == [0.02, 0.02]
-    for group in second["optimizer"].param_groups:
-        group["lr"] = 0.01
-    assert train(*second.values(), 3) == losses[3:]
-    assert same(whole["optimizer"].state_dict(), second["optimizer"].state_dict())
-
-
-def test_another_optimizer_is_named(tmp_path):
-    then, now = ({"optim": {"name": name}} for name in ("adamw", "muon"))
-    Checkpoints(tmp_path, **mixture(0.01), config=then).save(1, 1)
-    with pytest.raises(CheckpointError, match="optim.name is adamw .* muon now"):
-        Checkpoints(tmp_path, **mixture(0.01), config=now).load()
 
 
 @pytest.mark.gpu
