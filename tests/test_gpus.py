@@ -242,6 +242,7 @@ def test_another_sweeper_learns_the_loss(tmp_path):
         ("hydra.launcher.slots=2 hydra.launcher.gpus=[0]", "leave one of them out"),
         ("hydra.launcher.slots=2 parallel.context=1,4", "parallel.context=4 .* there are 2"),
     ],
+    ids=["no-gpu", "slots", "ranks", "more-ranks", "slots-and-gpus", "more-context"],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tells of a machine without a GPU")
 def test_what_cannot_run_is_refused_before_any_job(tmp_path, asked, said):

@@ -432,23 +432,24 @@ def test_dropout_is_another_on_each_rank_and_the_same_again_after_a_resume(tmp_p
 
 RING = "parallel.context=2 parallel.how=ring"
 GATHER = "parallel.context=2 parallel.how=gather"
+UNSHARED = {
+    "batch": ("batch_size=3", "batch_size=3 .* batch_size=4"),
+    "passes": ("batch_size=2 tokens_per_step=192", "tokens_per_step=256"),
+    "tokens": ("parallel.context=2 seq_len=33", "2 parts"),
+    "tokens-ring": (f"{RING} seq_len=30", "seq_len=32"),
+    "heads": ("parallel.context=2 parallel.how=heads model.num_kv_heads=1", "parallel.how=ring"),
+    "attention": (f"{RING} attention=sdpa", "attention=sdpa"),
+    "alibi": (f"{GATHER} model.positions=alibi", "positions=alibi .* parallel.how=heads.* 2, 4"),
+    "score_mod": (
+        f"{RING} model.num_kv_heads=1 attention.score_mod={FADE}",
+        f"attention.score_mod={FADE}",
+    ),
+    "played": ("parallel.context=2 attention=ring attention.ranks=3", "attention.ranks=3"),
+    "merge": (f"{GATHER} attention=ring_no_max", "parallel.how=gather"),
+}
 
 
-@pytest.mark.parametrize(
-    "settings, said",
-    [
-        ("batch_size=3", "batch_size=3 .* batch_size=4"),
-        ("batch_size=2 tokens_per_step=192", "tokens_per_step=256"),
-        ("parallel.context=2 seq_len=33", "2 parts"),
-        (f"{RING} seq_len=30", "seq_len=32"),
-        ("parallel.context=2 parallel.how=heads model.num_kv_heads=1", "parallel.how=ring"),
-        (f"{RING} attention=sdpa", "attention=sdpa"),
-        (f"{GATHER} model.positions=alibi", "positions=alibi .* parallel.how=heads .* 2, 4"),
-        (f"{RING} model.num_kv_heads=1 attention.score_mod={FADE}", f"score_mod={FADE}"),
-        ("parallel.context=2 attention=ring attention.ranks=3", "attention.ranks=3"),
-        (f"{GATHER} attention=ring_no_max", "parallel.how=gather"),
-    ],
-)
+@pytest.mark.parametrize("settings, said", UNSHARED.values(), ids=UNSHARED)
 def test_a_step_that_the_ranks_cannot_share_is_refused(settings, said):
     config = compose("seq_len=32", *settings.split())
     with pytest.raises(ValueError, match=said):
