@@ -107,6 +107,14 @@ def test_under_nohup_a_run_goes_on(monkeypatch, tmp_path):
     assert summary(tmp_path)["status"] == "completed"
 
 
+def test_a_summary_is_written_before_the_logger_ends(monkeypatch, tmp_path):
+    """An upload may take minutes, and a job scheduler kills without asking."""
+    seen = []
+    finish = "training.loggers.Logger.finish"
+    monkeypatch.setattr(finish, lambda *_: seen.append(summary(tmp_path)["status"]))
+    assert run(*tiny(tmp_path, "steps=1", "eval_every=0")).code == 0 and seen == ["completed"]
+
+
 def test_a_killed_end_of_a_run_is_not_written_as_failed(tmp_path):
     """A regression test: the resume of a run whose summary was lost wrote a failed one."""
     assert run(*tiny(tmp_path)).code == 0
