@@ -111,7 +111,7 @@ def test_a_summary_is_written_before_the_logger_ends(monkeypatch, tmp_path):
     """An upload may take minutes, and a job scheduler kills without asking."""
     seen = []
     finish = "training.loggers.Logger.finish"
-    monkeypatch.setattr(finish, lambda *_: seen.append(summary(tmp_path)["status"]))
+    monkeypatch.setattr(finish, lambda *_, **__: seen.append(summary(tmp_path)["status"]))
     assert run(*tiny(tmp_path, "steps=1", "eval_every=0")).code == 0 and seen == ["completed"]
 
 
