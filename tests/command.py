@@ -8,7 +8,6 @@ the seconds of importing torch.
 import atexit
 import contextlib
 import functools
-import gc
 import io
 import json
 import os
@@ -126,15 +125,7 @@ def run(*arguments: str, curve: bool = False, **variables: str) -> Done:
         except KeyboardInterrupt:
             traceback.print_exc()
             code = -signal.SIGINT
-    freeze_once()
     return Done(code, output.getvalue())
-
-
-@functools.cache
-def freeze_once() -> None:
-    """A run ends with gc.collect(), which would look again at all that is imported by then."""
-    gc.collect()
-    gc.freeze()
 
 
 @contextlib.contextmanager

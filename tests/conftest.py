@@ -6,6 +6,7 @@ import getpass
 import importlib.util
 import os
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -95,6 +96,22 @@ def pytest_collection_finish():
     gc.enable()
     gc.freeze()
     atexit.register(gc.unfreeze)  # or PyTorch's libraries tell of leaks
+
+
+imported = 0
+
+
+@pytest.fixture(autouse=True)
+def frozen():
+    """A run ends with gc.collect(), which would look again at all that is imported by then: half
+    of the time of a tiny run.
+    """
+    global imported
+    yield
+    if len(sys.modules) > imported + 50:
+        imported = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)
