@@ -14,6 +14,7 @@ import os
 import runpy
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,17 +28,8 @@ import torch
 from hydra._internal.hydra import Hydra
 
 import config
-from data import corpora
-from tests import forked
-from training import command_line, own_modules, recorder
-from training import environment as surroundings
+from tests.processes import ROOT, Process, python_path
 from training.checkpoint import Checkpoints
-
-ROOT = Path(__file__).resolve().parents[1]
-UNCHANGED = {name: getattr(recorder, name) for name in ("draw_loss_curve", "draw_max_scores")}
-FSYNC = os.fsync
-LIST_FILES = corpora.list_files
-QUICK = (*forked.PACKAGES, "tests.quick")
 
 # the smallest run that does everything
 TINY = (
@@ -88,19 +80,6 @@ def cache_folder() -> str:
 
 
 register_once = functools.cache(config.register)
-git_once = functools.cache(surroundings._git)
-version_once = functools.cache(surroundings._version)
-lies_here_once = functools.cache(own_modules._lies_here)
-
-
-@functools.cache
-def installed_files(source: str) -> tuple[Path, list[Path]]:
-    return LIST_FILES(config.DataConfig(source=source))
-
-
-def list_files(data: config.DataConfig) -> tuple[Path, list[Path]]:
-    installed = data.source in ("stdlib", "torch_source")
-    return installed_files(data.source) if installed else LIST_FILES(data)
 
 
 def tiny(run_dir: Path, *overrides: str) -> list[str]:
@@ -113,11 +92,6 @@ def tiny_sweep(folder: Path, *overrides: str) -> list[str]:
     return ["-m", *tiny(folder, *overrides)[:-1], f"hydra.sweep.dir={folder}"]
 
 
-def python_path(folder: Path | str) -> str:
-    """PYTHONPATH with this folder before those that it has: packages may lie there."""
-    return os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
-
-
 def environment(**variables: str) -> dict[str, str]:
     if "PYTHONPATH" in variables:
         variables["PYTHONPATH"] = python_path(variables["PYTHONPATH"])
@@ -127,11 +101,9 @@ def environment(**variables: str) -> dict[str, str]:
 def run(*arguments: str, curve: bool = False, **variables: str) -> Done:
     """train.py with these arguments and environment variables, in this process.
 
-    What takes most of the time of a tiny run is left out: its pictures, which `curve` asks for, and
-    Hydra's first composition, by which it learns that no recipe asks for a sweep. What takes time
-    and is the same for all runs is done once: the schema, asking git for the commit and packages
-    for their versions, listing what Python has installed, and where each module lies. Nothing
-    waits for the disk, which no test can tell.
+    Two things are left out that would take half of the time of a tiny run: its pictures, unless
+    `curve` asks for them, and the first of Hydra's two compositions, which finds out whether a
+    recipe asks for a sweep.
     """
     torch.set_num_threads(1)
     output, code = io.StringIO(), 0
@@ -157,53 +129,28 @@ def run(*arguments: str, curve: bool = False, **variables: str) -> Done:
 
 
 @contextlib.contextmanager
-def shortcuts(curve: bool = False) -> Iterator[None]:
-    """Without what `run` leaves out of the train.py that sys.argv asks for."""
-    # or a test looks at them
-    drawn = curve or any(getattr(recorder, name) != UNCHANGED[name] for name in UNCHANGED)
-    recipe = any("experiment=" in argument or "hydra.mode" in argument for argument in sys.argv)
+def shortcuts(curve: bool) -> Iterator[None]:
     with contextlib.ExitStack() as left_out:
-        if not drawn:
-            for name in UNCHANGED:
-                left_out.enter_context(mock.patch.object(recorder, name, return_value=None))
-        if not recipe:
+        if not curve:
+            for name in ("draw_loss_curve", "draw_max_scores"):
+                left_out.enter_context(mock.patch(f"training.recorder.{name}", return_value=None))
+        if not any("experiment=" in each or "hydra.mode" in each for each in sys.argv):
             left_out.enter_context(mock.patch.object(Hydra, "get_mode", return_value=None))
-        if os.fsync is FSYNC:
-            left_out.enter_context(mock.patch.object(os, "fsync"))
-        register_once()
-        for module in (config, command_line):
-            left_out.enter_context(mock.patch.object(module, "register"))
-        left_out.enter_context(mock.patch.object(surroundings, "_git", git_once))
-        left_out.enter_context(mock.patch.object(surroundings, "_version", version_once))
-        left_out.enter_context(mock.patch.object(own_modules, "_lies_here", lies_here_once))
-        if corpora.list_files is LIST_FILES:
-            left_out.enter_context(mock.patch.object(corpora, "list_files", list_files))
         yield
 
 
-def start(
-    *arguments: str,
-    new_group: bool = False,
-    loaded: tuple[str, ...] = forked.PACKAGES,
-    **variables: str,
-) -> forked.Process:
-    """train.py with these arguments, in a process of its own; communicate()[0] is all it prints."""
-    given = {"env": environment(**variables), "new_group": new_group, "loaded": loaded}
-    return forked.Process("train.py", *arguments, **given)
+def start(*arguments: str, new_group: bool = False, **variables: str) -> Process:
+    """train.py with these arguments, in a process of its own."""
+    given = {"env": environment(**variables), "start_new_session": new_group}
+    return Process("train.py", *arguments, **given)
 
 
-def start_quick(*arguments: str, **variables: str) -> forked.Process:
-    """As `start`, without what `run` leaves out, and with the modules of a run imported already."""
-    command = ("-c", "from tests.quick import main; main()", *arguments)
-    return forked.Process(*command, env=environment(**variables), loaded=QUICK)
-
-
-def finish(process: forked.Process) -> Done:
-    output = process.communicate(timeout=100)[0]
+def finish(process: Process) -> Done:
+    output = process.end()
     return Done(process.returncode, output)
 
 
-def wait_for_rows(process: forked.Process, run_dir: Path, count: int) -> None:
+def wait_for_rows(process: subprocess.Popen, run_dir: Path, count: int) -> None:
     """Until metrics.jsonl has that many rows, or the process ends."""
     path = run_dir / "metrics.jsonl"
     while process.poll() is None and not (

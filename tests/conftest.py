@@ -23,8 +23,6 @@ import hypothesis
 import pytest
 import torch
 
-from tests import composition
-
 # torch.compile would take its compiled code from a run with another ATEN_CPU_CAPABILITY, which then
 # gives wrong numbers
 kernels = f"tilegpt-tests-{getpass.getuser()}-{torch.backends.cpu.get_cpu_capability()}"
@@ -40,10 +38,6 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     # the tests' tensors are small: threads would only wait for each other
     torch.set_num_threads(1)
-    # torch.manual_seed() would keep for each kind of GPU where it was called from: a millisecond,
-    # before every test and in every run
-    for backend in (torch.cuda, torch.xpu):
-        backend.manual_seed_all = lambda seed: None
 
 # a shared machine may pause a test for longer than hypothesis' default deadline
 hypothesis.settings.register_profile("no_deadline", deadline=None)
@@ -54,8 +48,6 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
     from tests.interpreter import quicken
 
     quicken()
-
-composition.quicken()
 
 NO_GPU = None if torch.cuda.is_available() else "no GPU: tests marked gpu are deselected"
 CONFORMANCE = pytest.StashKey[list]()
@@ -102,19 +94,22 @@ def pytest_terminal_summary(terminalreporter, exitstatus):
 
 def pytest_collection_finish():
     gc.enable()
+    gc.freeze()
     atexit.register(gc.unfreeze)  # or PyTorch's libraries tell of leaks
 
 
-frozen_at = None
+imported = 0
 
 
 @pytest.fixture(autouse=True)
-def frozen(request):
-    """A run ends with gc.collect(), which would look again at all that is imported by then."""
-    global frozen_at
-    now = request.path, len(sys.modules) // 50
-    if now != frozen_at:
-        frozen_at = now
+def frozen():
+    """A run ends with gc.collect(), which would look again at all that is imported by then: half
+    of the time of a tiny run.
+    """
+    global imported
+    yield
+    if len(sys.modules) > imported + 50:
+        imported = len(sys.modules)
         gc.collect()
         gc.freeze()
 

@@ -2,18 +2,16 @@
 
 import importlib.util
 import os
+import re
 import shlex
 import signal
-from pathlib import Path
+import time
 
 import pytest
 import torch
-from hydra.core.plugins import Plugins
 
 from hydra_plugins import gpus
-from tests import forked
 from tests.command import (
-    QUICK,
     Done,
     computed,
     contents,
@@ -65,24 +63,6 @@ def two_gpus(monkeypatch):
     """Two GPUs that this process was given, by UUID and by number."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a1b2,7")
-    fork_jobs(monkeypatch)
-
-
-class Forked(forked.Process):
-    """subprocess.Popen without the seconds of importing torch and what a run needs."""
-
-    def __init__(self, command, *, env, stdout, start_new_session, **_):
-        stdout = Path(stdout.name)
-        given = {"env": env, "stdout": stdout, "new_group": start_new_session}
-        super().__init__(*command[1:], **given, loaded=QUICK)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-
-def fork_jobs(monkeypatch) -> None:
-    Plugins.instance()  # which loads the module once more
-    monkeypatch.setattr(gpus, "Popen", Forked)
 
 
 def lines(done: Done, start: str) -> list[str]:
@@ -124,11 +104,10 @@ def test_no_end_of_a_job_is_the_end_of_another(tmp_path, monkeypatch, two_gpus):
     assert not torch.cuda.is_initialized()
 
 
-def test_a_sweep_is_that_of_one_process(tmp_path, monkeypatch):
+def test_a_sweep_is_that_of_one_process(tmp_path):
     """Settings that some jobs do not read, names, and what Hydra was told beside."""
-    swept = ("attention=naive,tiled", "attention.block_kv=16,8", "seed=0", "steps=2")
+    swept = ("attention=naive,tiled", "attention.block_kv=16", "seed=0", "steps=2")
     swept += ("hydra.job_logging.root.level=ERROR",)
-    fork_jobs(monkeypatch)
     both = {"one": swept, "many": (*swept, *TWO)}
     done = {name: run(*tiny_sweep(tmp_path / name, *asked)) for name, asked in both.items()}
     assert done["one"].code == done["many"].code == 0, done["many"].output
@@ -137,7 +116,7 @@ def test_a_sweep_is_that_of_one_process(tmp_path, monkeypatch):
         [{key: row.get(key) for key in kept} for row in index(tmp_path / name)] for name in both
     )
     assert one == many
-    for job in "012":
+    for job in "01":
         assert computed(tmp_path / "one" / job) == computed(tmp_path / "many" / job)
         for name in ("config.yaml", "overrides.yaml"):
             ours, theirs = ((tmp_path / each / job / name).read_text() for each in both)
@@ -151,10 +130,9 @@ def test_a_sweep_is_that_of_one_process(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
 @pytest.mark.slow
-def test_a_job_has_its_name_and_its_group_in_wandb(tmp_path, monkeypatch):
+def test_a_job_has_its_name_and_its_group_in_wandb(tmp_path):
     from tests.test_sweep import records_of, started
 
-    fork_jobs(monkeypatch)
     sweep = tmp_path / "2026-11-22/21-09-10"
     asked = ("seed=0,1", "steps=1", "logger=wandb", "hydra.launcher.slots=1", LAUNCHER)
     done = run(*tiny_sweep(sweep, *asked), WANDB_MODE="offline")
@@ -176,7 +154,7 @@ def test_ctrl_c_reaches_each_job_once(tmp_path):
     assert done.code == 130 and "Traceback" not in done.output, done.output
     statuses = [row["status"] for row in index(tmp_path)]
     assert statuses == ["interrupted", "interrupted", "not started"]
-    assert not (tmp_path / "2").exists() and "1 of 3 jobs not started" in done.output
+    assert not (tmp_path / "2").exists() and "1 of 3 jobs" in done.output
     command = index(tmp_path)[2]["command"]
     assert run(*shlex.split(command)[2:], "steps=2").code == 0
     assert [row["status"] for row in read_sweep(tmp_path)] == [*statuses[:2], "completed"]
@@ -189,52 +167,50 @@ def test_ctrl_c_reaches_each_job_once(tmp_path):
 
 
 def test_a_sweep_goes_on_with_the_jobs_that_are_left(tmp_path, monkeypatch):
-    fork_jobs(monkeypatch)
     with monkeypatch.context() as patch:
         send_at_step(patch, 2, signal.SIGINT)
-        stopped = run(*tiny_sweep(tmp_path, "seed=0,1,2", "eval_every=2"))
-    assert stopped.code == 130 and f"go on: python train.py resume={tmp_path}\n" in stopped.output
+        stopped = run(*tiny_sweep(tmp_path, "seed=0,1", "eval_every=2"))
+    assert stopped.code == 130 and f"resume={tmp_path}\n" in stopped.output
     (tmp_path / "1").mkdir()
     (tmp_path / "1/train.log").touch()  # of a job that died before it saved
-    refused = run(f"resume={tmp_path}", "steps=8")
-    assert "goes on with a sweep as it began: leave out steps=8" in refused.complaint()
+    assert "leave out steps=8" in run(f"resume={tmp_path}", "steps=8").complaint()
     done = run(f"resume={tmp_path}")
     assert done.code == 0, done.output
-    assert "3 of 3 jobs are left" in done.output and "go on:" not in done.output
-    assert [row["status"] for row in index(tmp_path)] == ["completed"] * 3
+    assert "2 of 2 jobs" in done.output and f"resume={tmp_path}" not in done.output
+    assert [row["status"] for row in index(tmp_path)] == ["completed"] * 2
     assert run(*tiny(tmp_path / "alone", "seed=0", "eval_every=2")).code == 0
     assert metrics(tmp_path / "0")[-1]["val/loss"] == metrics(tmp_path / "alone")[-1]["val/loss"]
-    assert [len(summary(tmp_path / job)["starts"]) for job in "012"] == [2, 1, 1]
+    assert [len(summary(tmp_path / job)["starts"]) for job in "01"] == [2, 1]
     before = contents(tmp_path / "0")
     again = run(f"resume={tmp_path}")
-    assert again.code == 0 and "0 of 3 jobs are left" in again.output
+    assert again.code == 0 and "0 of 2 jobs" in again.output
     assert contents(tmp_path / "0") == before
 
 
+@pytest.mark.slow
 def test_a_job_that_a_signal_reached_before_its_run_is_not_started(tmp_path):
     process = start(*tiny_sweep(tmp_path, "seed=0,1", LAUNCHER, "hydra.launcher.slots=1"))
     while process.poll() is None and not (tmp_path / "0").exists():
-        pass
+        time.sleep(0.001)
     process.send_signal(signal.SIGTERM)
     done = finish(process)
-    assert done.code == 130 and "2 of 2 jobs not started" in done.output, done.output
+    assert done.code == 130, done.output
     assert [row["status"] for row in index(tmp_path)] == ["not started"] * 2
 
 
+@pytest.mark.slow
 def test_an_error_of_the_launcher_leaves_no_job_behind(tmp_path, monkeypatch):
     def full(*arguments, **more):
         raise OSError("No space left on device")
 
-    fork_jobs(monkeypatch)
     monkeypatch.setattr("training.sweep.record_job", full)
     done = run(*tiny_sweep(tmp_path, "steps=1,100000", "eval_every=0", *TWO))
-    assert done.complaint().startswith("error: No space left on device; the jobs that still ran")
+    assert "No space left" in done.complaint()
     assert summary(tmp_path / "1")["status"] == "interrupted"
 
 
 @pytest.mark.slow
-def test_a_job_with_ranks_is_started_by_torchrun(tmp_path, monkeypatch):
-    fork_jobs(monkeypatch)
+def test_a_job_with_ranks_is_started_by_torchrun(tmp_path):
     done = run(*tiny_sweep(tmp_path, "parallel.context=2", "steps=2", *TWO))
     assert done.code == 0, done.output
     assert "job 0 on slot 0, 1: " in done.output
@@ -244,9 +220,8 @@ def test_a_job_with_ranks_is_started_by_torchrun(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_another_sweeper_learns_the_loss(tmp_path, monkeypatch):
+def test_another_sweeper_learns_the_loss(tmp_path):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
-    fork_jobs(monkeypatch)
     swept = ("attention=choice(naive,tiled)", "attention.block_kv=16", "optim.lr=choice(1e-2,1e-5)")
     trials = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=2")
     done = run(*tiny_sweep(tmp_path, *swept, *trials, *TWO))
@@ -260,24 +235,19 @@ def test_another_sweeper_learns_the_loss(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "asked, said",
     [
-        ((), "hydra.launcher.slots=2 runs two jobs at a time on the CPU"),
-        (("slots=0",), "hydra.launcher.slots=0 must be at least 1"),
-        (("slots=2", "ranks=0"), "hydra.launcher.ranks=0 must be at least 1"),
-        (("slots=2", "ranks=3"), "ranks=3 takes 3 slots a job, and there are 2"),
-        (("slots=2", "gpus=[0]"), "leave one of them out"),
+        ("", "slots=2"),
+        ("hydra.launcher.slots=0", "slots=0"),
+        ("hydra.launcher.slots=2 hydra.launcher.ranks=0", "ranks=0"),
+        ("hydra.launcher.slots=2 hydra.launcher.ranks=3", "ranks=3 .* there are 2"),
+        ("hydra.launcher.slots=2 hydra.launcher.gpus=[0]", "leave one of them out"),
+        ("hydra.launcher.slots=2 parallel.context=1,4", "parallel.context=4 .* there are 2"),
     ],
+    ids=["no-gpu", "slots", "ranks", "more-ranks", "slots-and-gpus", "more-context"],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tells of a machine without a GPU")
 def test_what_cannot_run_is_refused_before_any_job(tmp_path, asked, said):
-    options = [f"hydra.launcher.{each}" for each in asked]
-    done = run(*tiny_sweep(tmp_path / "sweep", LAUNCHER, *options))
-    assert said in done.complaint() and not (tmp_path / "sweep").exists()
-
-
-def test_more_ranks_than_slots_are_refused_before_any_job(tmp_path):
-    done = run(*tiny_sweep(tmp_path / "sweep", "parallel.context=1,4", *TWO))
-    said = "parallel.context=4: parallel.context=4 takes 4 slots a job, and there are 2"
-    assert said in done.complaint() and not (tmp_path / "sweep").exists()
+    done = run(*tiny_sweep(tmp_path / "sweep", LAUNCHER, *asked.split()))
+    assert re.search(said, done.complaint()) and not (tmp_path / "sweep").exists()
 
 
 @pytest.mark.parametrize(
@@ -287,9 +257,9 @@ def test_more_ranks_than_slots_are_refused_before_any_job(tmp_path):
         (None, [2, 0], ["2", "0"]),
         ("4, 5,6", [1], ["5"]),
         ("GPU-a,GPU-b,MIG-c,-1,3", None, ["GPU-a", "GPU-b", "MIG-c"]),
-        ("4,5,6", [3], "hydra.launcher.gpus=[3] must name one GPU or more, each once, of 0 to 2"),
-        (None, [0, 0], "each once"),
-        (None, [], "one GPU or more"),
+        ("4,5,6", [3], r"gpus=\[3\] .* 0 to 2"),
+        (None, [0, 0], r"gpus=\[0, 0\]"),
+        (None, [], r"gpus=\[\]"),
     ],
 )
 def test_which_gpus(monkeypatch, visible, numbers, places):
@@ -302,6 +272,5 @@ def test_which_gpus(monkeypatch, visible, numbers, places):
     if isinstance(places, list):
         assert launcher.find_places() == places
     else:
-        with pytest.raises(ValueError) as refused:
+        with pytest.raises(ValueError, match=places):
             launcher.find_places()
-        assert places in str(refused.value)

@@ -1,10 +1,6 @@
 """Interrupted, killed and resumed: the same run to the last bit, or a refusal without loss."""
 
-import errno
-import hashlib
-import json
 import os
-import pickle
 import random
 import re
 import shlex
@@ -18,10 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import training.checkpoint
 from data.batches import TextData
 from tests.command import (
-    QUICK,
     ROOT,
     checkpoint,
     computed,
@@ -35,8 +29,8 @@ from tests.command import (
     tiny,
     wait_for_rows,
 )
-from training.checkpoint import Checkpoints, read_meta
-from training.retention import step_of
+from tests.training.test_checkpoint import file_size, truncate
+from training.checkpoint import read_meta
 from training.trained import load_trained, read_run_config
 
 # everything that has state: two passes a step, dropout, and rows, evaluations and checkpoints out
@@ -81,9 +75,7 @@ def send_at_step(monkeypatch, step: int, *signals: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype, name, step",
-    [("fp32", "SIGINT", 0), ("fp32", "SIGTERM", 6), ("fp32", "SIGINT", 10), ("fp16", "SIGINT", 6)],
-    ids=str,
+    "dtype, name, step", [("fp32", "SIGTERM", 10), ("fp16", "SIGINT", 6)], ids=str
 )
 def test_interrupted_and_resumed_is_the_same_run(
     straight, monkeypatch, tmp_path, dtype, name, step
@@ -94,8 +86,7 @@ def test_interrupted_and_resumed_is_the_same_run(
     """
     send_at_step(monkeypatch, step, signal.Signals[name])
     stopped = run(*tiny(tmp_path, *STATEFUL, f"dtype={dtype}"))
-    assert stopped.code == 130 and f"interrupted after step {step + 1}" in stopped.output
-    assert f"python train.py resume={tmp_path}" in stopped.output
+    assert stopped.code == 130 and f"resume={tmp_path}" in stopped.output
     assert summary(tmp_path)["status"] == "interrupted"
     assert summary(tmp_path)["steps_done"] == checkpoint(tmp_path)["step"] == step + 1
 
@@ -105,66 +96,31 @@ def test_interrupted_and_resumed_is_the_same_run(
     assert computed(tmp_path) == computed(straight[dtype])
 
 
-def test_written_in_the_background_it_is_the_same_run(straight, monkeypatch, tmp_path):
-    """As on a GPU: an interrupted run ends when its checkpoint is on disk.
-
-    The next step does not get into that checkpoint.
-    """
-    monkeypatch.setattr(training.checkpoint, "Checkpoints", partial(Checkpoints, background=True))
-    send_at_step(monkeypatch, 6, signal.SIGTERM)
+def test_a_full_disk_is_said_and_loses_nothing(straight, monkeypatch, tmp_path):
+    send_at_step(monkeypatch, 4, signal.SIGTERM)
     assert run(*tiny(tmp_path, *STATEFUL)).code == 130
-    assert checkpoint(tmp_path)["step"] == 7
+    with file_size(20_000):
+        answer = run(f"resume={tmp_path}").complaint()
+    assert "GiB free" in answer and f"resume={tmp_path}" in answer
+    assert summary(tmp_path)["status"] == "failed" and checkpoint(tmp_path)["step"] == 5
     assert run(f"resume={tmp_path}").code == 0
-    assert same(checkpoint(tmp_path), checkpoint(straight["fp32"]))
     assert computed(tmp_path) == computed(straight["fp32"])
 
 
-def test_a_write_that_fails_in_the_background_is_said_and_loses_nothing(
-    straight, monkeypatch, tmp_path
-):
-    """The disk is full at the second checkpoint, that of a best evaluation.
-
-    The third has to wait for it, and raises its error.
-    """
-    monkeypatch.setattr(training.checkpoint, "Checkpoints", partial(Checkpoints, background=True))
-    rotate, steps = training.checkpoint.rotate, []
-
-    def full(fresh: Path, run_dir: Path, *, keep: int) -> None:
-        steps.append(step_of(fresh))
-        if len(steps) == 2:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        rotate(fresh, run_dir, keep=keep)
-
-    monkeypatch.setattr(training.checkpoint, "rotate", full)
-    answer = run(*tiny(tmp_path, *STATEFUL)).complaint()
-    assert (
-        f"cannot write a checkpoint to {tmp_path}" in answer
-        and "No space left" in answer
-        and f"resume={tmp_path}" in answer
-    )
-    assert steps == [4, 5] and checkpoint(tmp_path)["step"] == 4
-    assert run(f"resume={tmp_path}").code == 0
-    assert same(checkpoint(tmp_path), checkpoint(straight["fp32"]))
-    assert computed(tmp_path) == computed(straight["fp32"])
-
-
-def test_ctrl_c_in_the_last_step_leaves_a_whole_run(straight, monkeypatch, tmp_path):
-    send_at_step(monkeypatch, 11, signal.SIGINT)
-    run(*tiny(tmp_path, *STATEFUL))
-    if summary(tmp_path)["status"] == "interrupted":
-        run(f"resume={tmp_path}")
-    assert summary(tmp_path)["status"] == "completed"
-    assert computed(tmp_path) == computed(straight["fp32"])
+def test_ctrl_c_before_the_run_began(monkeypatch, tmp_path):
+    """While Hydra writes down its configuration, say."""
+    pressed = partial(os.kill, os.getpid(), signal.SIGINT)
+    monkeypatch.setattr("hydra.core.utils._save_config", lambda *_: pressed())
+    done = run(*tiny(tmp_path))
+    assert done.code == 130 and "Traceback" not in done.output, done.output
 
 
 def test_ctrl_c_twice_stops_at_once_and_keeps_the_checkpoint(straight, monkeypatch, tmp_path):
     send_at_step(monkeypatch, 7, signal.SIGINT, signal.SIGINT)
     stopped = run(*tiny(tmp_path, *STATEFUL))
     assert stopped.code == 130 and "Traceback" not in stopped.output
-    assert "the steps since the last checkpoint are lost" in stopped.output
-    assert (
-        summary(tmp_path)["status"] == "interrupted" and checkpoint(tmp_path)["step"] == 5
-    )  # the last evaluation, the best so far
+    assert summary(tmp_path)["status"] == "interrupted"
+    assert checkpoint(tmp_path)["step"] == 5  # the last evaluation, the best so far
     assert run(f"resume={tmp_path}").code == 0
     assert same(checkpoint(tmp_path), checkpoint(straight["fp32"]))
     assert computed(tmp_path) == computed(straight["fp32"])
@@ -174,80 +130,36 @@ def test_a_resumed_run_that_is_stopped_before_its_first_row_says_so(run_dir, mon
     send_at_step(monkeypatch, 5, signal.SIGINT)
     assert run(f"resume={run_dir}", "steps=20", "log_every=10").code == 130
     result = summary(run_dir)
-    assert (
-        result["status"] == "interrupted"
-        and result["steps_done"] == checkpoint(run_dir)["step"] == 6
-    )
+    assert result["status"] == "interrupted"
+    assert result["steps_done"] == checkpoint(run_dir)["step"] == 6
 
 
-def test_killed_at_random_and_resumed_is_the_same_run(tmp_path):
-    overrides = ("model.dropout=0.1", "steps=80", "eval_every=30", "checkpoint_every=5")
-    assert run(*tiny(tmp_path / "straight", *overrides)).code == 0
-    moments = sorted(random.sample(range(8, 65), 2))
-    for number, rows in enumerate(moments):
-        process = start(
-            *(
-                [f"resume={tmp_path / 'killed'}"]
-                if number
-                else tiny(tmp_path / "killed", *overrides)
-            ),
-            loaded=QUICK,
-        )
-        wait_for_rows(process, tmp_path / "killed", rows)
-        time.sleep(random.uniform(0, 0.01))
-        process.kill()
-        assert finish(process).code == -signal.SIGKILL, f"it was over before its row {rows}"
-    done = run(f"resume={tmp_path / 'killed'}")
-    assert done.code == 0, f"killed at rows {moments}: {done.output}"
-    assert same(checkpoint(tmp_path / "killed"), checkpoint(tmp_path / "straight")), (
-        f"killed at rows {moments}"
-    )
-    assert computed(tmp_path / "killed") == computed(tmp_path / "straight"), (
-        f"killed at rows {moments}"
-    )
-    assert (
-        not list((tmp_path / "killed").glob("*.tmp"))
-        and len(list((tmp_path / "killed/checkpoints").iterdir())) == 1
-    )
-
-
-def test_a_folder_that_another_process_writes_to(tmp_path):
-    """A second process is refused without a trace; a kill of the first frees the folder at once."""
-    process = start(*tiny(tmp_path, "steps=5000", "checkpoint_every=5"), loaded=QUICK)
-    while process.poll() is None and not (tmp_path / ".lock").exists():
-        time.sleep(0.001)
-    refusal = f"another process is writing to {tmp_path} right now"
-    assert refusal in run(*tiny(tmp_path, "seed=1")).complaint()
-    assert (
-        refusal in run("-m", *tiny(tmp_path, "seed=1,2"), f"hydra.sweep.dir={tmp_path}").complaint()
-    )
-    wait_for_rows(process, tmp_path, 8)
-    assert refusal in run(f"resume={tmp_path}").complaint()
+def test_killed_and_resumed_is_the_same_run(tmp_path):
+    """While it runs, nobody else may write to its folder. A kill frees the folder at once."""
+    folder, straight = tmp_path / "killed", tmp_path / "straight"
+    overrides = ("model.dropout=0.1", "checkpoint_every=5", "eval_every=0")
+    # which do not depend on the number of steps
+    overrides += ("optim.schedule=constant", "optim.warmup_steps=0")
+    process = start(*tiny(folder, *overrides, "steps=5000"))
+    wait_for_rows(process, folder, 8)
+    for other in (tiny(folder, "seed=1"), [f"resume={folder}"]):
+        assert f"{folder} right now" in run(*other).complaint()
+    time.sleep(random.uniform(0, 0.01))
     process.kill()
     assert finish(process).code == -signal.SIGKILL
-    steps = read_meta(tmp_path)["step"] + 2
-    assert run(f"resume={tmp_path}", f"steps={steps}").code == 0
-    assert summary(tmp_path)["seed"] == 0 and [row["step"] for row in metrics(tmp_path)] == list(
-        range(steps + 1)
-    )
+    steps = f"steps={read_meta(folder)['step'] + 4}"
+    assert run(f"resume={folder}", steps).code == 0
+    assert run(*tiny(straight, *overrides, steps)).code == 0
+    assert same(checkpoint(folder), checkpoint(straight))
+    assert computed(folder) == computed(straight)
+    assert not list(folder.glob("*.tmp"))
 
 
 def test_looking_more_often_changes_nothing(straight, tmp_path):
     """Rows, evaluations and checkpoints do not draw from the run's random numbers."""
-    assert (
-        run(*tiny(tmp_path, *STATEFUL, "log_every=1", "eval_every=1", "checkpoint_every=1")).code
-        == 0
-    )
+    often = ("log_every=1", "eval_every=1", "checkpoint_every=1")
+    assert run(*tiny(tmp_path, *STATEFUL, *often)).code == 0
     assert same(checkpoint(tmp_path), checkpoint(straight["fp32"]))
-
-
-def test_ctrl_c_before_the_run_began(monkeypatch, tmp_path):
-    # while Hydra writes down its configuration, say
-    monkeypatch.setattr(
-        "hydra.core.utils._save_config", lambda *_: os.kill(os.getpid(), signal.SIGINT)
-    )
-    done = run(*tiny(tmp_path))
-    assert done.code == 130 and "Traceback" not in done.output, done.output
 
 
 def test_resume_may_change_the_attention_and_the_length(run_dir, finished):
@@ -260,174 +172,25 @@ def test_resume_may_change_the_attention_and_the_length(run_dir, finished):
     assert [row["step"] for row in rows] == list(range(8)) and rows[:5] == metrics(finished)
 
 
-def truncate(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def alter(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-100] + bytes(100))
-
-
-HARM = {
-    "truncated-weights": ("model.safetensors", truncate, "is truncated"),
-    "altered-weights": ("model.safetensors", alter, "was altered"),
-    "truncated-optimizer": ("training.pt", truncate, "is truncated"),
-    "missing-optimizer": ("training.pt", Path.unlink, "is missing"),
-    "torn-meta": ("meta.json", truncate, "cannot be read"),
-    "foreign": ("meta.json", lambda file: file.write_text('{"epoch": 3}'), "is of another program"),
-}
-
-
-@pytest.mark.parametrize("name, harm, said", HARM.values(), ids=HARM)
-def test_a_damaged_checkpoint_is_refused_by_name(run_dir, name, harm, said):
-    shutil.rmtree(run_dir / "checkpoint.best")
-    harm(run_dir / "checkpoint" / name)
-    answer = run(f"resume={run_dir}", "steps=6").complaint()
-    assert str(run_dir / "checkpoint" / name) in answer and said in answer
-
-
-def rewritten(folder: Path, change) -> None:
-    """Change a meta.json, and its own checksum with it."""
-    path = folder / "meta.json"
-    meta = json.loads(path.read_text())
-    meta = change(meta) if callable(change) else meta | change
-    if isinstance(meta, dict):
-        meta["sha256"] = training.checkpoint.meta_checksum(meta)
-    path.write_text(json.dumps(meta))
-
-
-CRAFTED = {
-    "list": (lambda meta: [meta], "is of another program"),
-    "word": (lambda meta: "checkpoint", "is of another program"),
-    "nothing": (lambda meta: None, "is of another program"),
-    "deep": (lambda meta: {"a": "DEEP"}, "nested too deeply"),
-    "step": ({"step": "four"}, "step is not a number of steps"),
-    "step-negative": ({"step": -4}, "step is not"),
-    "step-huge": ({"step": 10**30}, "step is not"),
-    "tokens": ({"tokens": None}, "tokens is not"),
-    "val_loss": ({"val_loss": ["low"]}, "val_loss is not a number"),
-    "files-list": ({"files": []}, "files is not"),
-    "files-number": ({"files": {"model.safetensors": 5}}, "files is not"),
-    "files-elsewhere": (
-        {"files": {"../metrics.jsonl": {"bytes": 1, "sha256": ""}}},
-        "files is not",
-    ),
-    "files-none": ({"files": {}}, "it lacks model.safetensors, training.pt"),
-    "config-number": ({"config": 5}, "config is not the settings"),
-    "config-empty": ({"config": {}}, "optim.name is None in the checkpoint"),
-    "config-model": (
-        {"config": {"model": [], "optim": {}, "attention": {"name": "tiled"}}},
-        "config is not the settings",
-    ),
-    "starts-number": ({"starts": 5}, "starts is not"),
-    "starts-of-numbers": ({"starts": [5]}, "starts is not"),
-    "starts-attention": (
-        {"starts": [{"step": 0, "attention": [[0]], "changed": {}}]},
-        "starts is not",
-    ),
-    "starts-changed": (
-        {"starts": [{"step": 0, "attention": [[0, "tiled"]], "changed": {"seed": 1}}]},
-        "starts is not",
-    ),
-}
-
-
-@pytest.mark.parametrize("change, said", CRAFTED.values(), ids=CRAFTED)
-def test_a_crafted_meta_is_refused_in_one_line(run_dir, change, said):
-    """A regression test: each was a traceback."""
-    shutil.rmtree(run_dir / "checkpoint.best")
-    rewritten(run_dir / "checkpoint", change)
-    path = run_dir / "checkpoint/meta.json"
-    path.write_text(path.read_text().replace('"DEEP"', "[" * 100_000 + "]" * 100_000))
-    before = contents(run_dir)
-    answer = run(f"resume={run_dir}", "steps=6").complaint()
-    assert str(path.parent) in answer and said in answer and "go on with" not in answer
-    assert contents(run_dir) == before
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"val_loss": ["low"]}, {"starts": [5]}, {"step": "four"}],
-    ids=["val_loss", "starts", "step"],
-)
-def test_an_earlier_checkpoint_of_any_form_stops_no_run(tmp_path, change):
-    assert run(*tiny(tmp_path, "steps=6", "checkpoint_every=2", "keep=3")).code == 0
-    rewritten(tmp_path / "checkpoints/step-000002", change)
-    rewritten(tmp_path / "checkpoint.best", change)
-    done = run(f"resume={tmp_path}", "steps=8")
-    assert done.code == 0, done.output
-
-
-class Harm:
-    """An object whose unpickling would run code."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self):
-        return (Path.touch, (self.path,))
-
-
-@pytest.mark.parametrize("kind", ["pickle", "list", "empty", "optimizer", "random", "words"])
-def test_a_crafted_state_is_refused_and_not_run(run_dir, tmp_path, kind):
-    """A regression test: PyTorch ended with a traceback. It never ran the code inside."""
-    path = run_dir / "checkpoint/training.pt"
-    state = torch.load(path, weights_only=True)
-    crafted = {
-        "list": [1, 2],
-        "empty": {},
-        "optimizer": state | {"optimizer": 5},
-        "random": state | {"random": {"python": 3}},
-    }
-    if kind == "pickle":
-        path.write_bytes(pickle.dumps(Harm(tmp_path / "harm")))
-    elif kind == "words":
-        path.write_text("words")
-    else:
-        torch.save(crafted[kind], path)
-    size, sha256 = path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()
-    rewritten(
-        run_dir / "checkpoint",
-        lambda meta: (
-            meta | {"files": meta["files"] | {"training.pt": {"bytes": size, "sha256": sha256}}}
-        ),
-    )
-    before = contents(run_dir)
-    answer = run(f"resume={run_dir}", "steps=6").complaint()
-    assert (
-        f"{path} does not hold what this program writes, and nothing in it was run" in answer
-        and "go on with: " not in answer
-    )
-    assert contents(run_dir) == before and not (tmp_path / "harm").exists()
-
-
-def test_weights_that_are_none_are_refused(run_dir):
-    path = run_dir / "checkpoint/model.safetensors"
-    path.write_bytes(b"words that are no weights")
-    size, sha256 = path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()
-    rewritten(
-        run_dir / "checkpoint",
-        lambda meta: (
-            meta | {"files": meta["files"] | {path.name: {"bytes": size, "sha256": sha256}}}
-        ),
-    )
-    assert f"{path} holds no weights" in run(f"resume={run_dir}", "steps=6").complaint()
-
-
 def test_a_damaged_checkpoint_is_passed_over_for_the_last_good_one(straight, tmp_path):
     """In one line, and the run is the same: the rows since then are computed again."""
     assert run(*tiny(tmp_path, *STATEFUL, "keep=2")).code == 0
     truncate(tmp_path / "checkpoint/training.pt")
     done = run(f"resume={tmp_path}")
-    said = [line for line in done.output.splitlines() if "going on from step 10 with" in line]
-    assert (
-        done.code == 0
-        and len(said) == 1
-        and str(tmp_path / "checkpoint/training.pt") in said[0]
-        and "is truncated" in said[0]
-    )
+    assert done.code == 0, done.output
+    (said,) = (line for line in done.output.splitlines() if "step 10 with" in line)
+    assert str(tmp_path / "checkpoint/training.pt") in said
     assert same(checkpoint(tmp_path), checkpoint(straight["fp32"]))
     assert computed(tmp_path) == computed(straight["fp32"])
+
+
+def test_a_damaged_checkpoint_without_another_is_refused(run_dir):
+    shutil.rmtree(run_dir / "checkpoint.best")
+    truncate(run_dir / "checkpoint/model.safetensors")
+    before = contents(run_dir)
+    answer = run(f"resume={run_dir}", "steps=6").complaint()
+    assert str(run_dir / "checkpoint/model.safetensors") in answer
+    assert contents(run_dir) == before
 
 
 def best_and_evaluated(run_dir: Path) -> tuple[int, dict[int, float]]:
@@ -442,38 +205,20 @@ def best_and_evaluated(run_dir: Path) -> tuple[int, dict[int, float]]:
     return best["step"], held_out
 
 
-def test_the_last_checkpoints_and_the_best_stay(tmp_path):
-    assert (
-        run(*tiny(tmp_path, "steps=12", "checkpoint_every=2", "eval_every=4", "keep=3")).code == 0
-    )
-    best, held_out = best_and_evaluated(tmp_path)
-    assert held_out[best] == min(held_out.values()) and read_meta(tmp_path)["step"] == 12
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
-        "step-000008",
-        "step-000010",
-    ]
-
-
 def test_the_best_is_that_of_all_evaluations(tmp_path):
     """Even if none falls on a step of checkpoint_every, and across a resume.
 
     The learning rate makes the loss go up and down.
     """
-    rates = (
-        "optim.lr=0.1",
-        "optim.schedule=constant",
-        "optim.warmup_steps=0",
-        "checkpoint_every=1000",
-        "eval_every=2",
-    )
+    rates = ("optim.lr=0.1", "optim.schedule=constant", "optim.warmup_steps=0", "eval_every=2")
+    rates += ("checkpoint_every=1000",)
     for steps, resume in ((10, ()), (22, (f"resume={tmp_path}",))):
         assert run(*(resume or tiny(tmp_path, *rates)), f"steps={steps}").code == 0
         best, held_out = best_and_evaluated(tmp_path)
         assert len(held_out) == steps // 2 and held_out[best] == min(held_out.values())
         losses = list(held_out.values())
-        assert losses != sorted(losses) and losses != sorted(losses, reverse=True), (
-            "nothing to choose from"
-        )
+        up_and_down = losses != sorted(losses) and losses != sorted(losses, reverse=True)
+        assert up_and_down, "nothing to choose from"
 
 
 @pytest.mark.gpu
@@ -501,32 +246,31 @@ def test_a_deterministic_run_on_a_gpu_is_the_same_run(monkeypatch, tmp_path, att
     assert computed(tmp_path / "stopped") == computed(tmp_path / "straight")
 
 
-@pytest.mark.parametrize(
-    "overrides, said",
-    [
-        ([], "has done 4 steps of steps=4; ask for more with steps=N"),
-        (["steps=3"], "has done 4 steps of steps=3"),
-        (
-            ["steps=6", "model.num_layers=2"],
-            "model.num_layers is 1 in the checkpoint and 2 now; keep model.num_layers=1, or start",
-        ),
-        (
-            ["steps=6", "model.num_heads=4", "model.bias=false"],
-            "model.num_heads is 2 in the checkpoint and 4 now",
-        ),
-        (["steps=6", "tokenizer=bpe"], "8193 now; keep the tokenizer and data of the run, or"),
-        (["steps=6", "optim=muon"], "in the checkpoint and muon now; keep optim=adamw, or"),
-        (["steps=6", "seq_len=64"], "seq_len is 32 in the checkpoint and 64 now; keep seq_len=32"),
-        (["steps=6", "seq_len=16"], "in the checkpoint and 16 now; keep model.max_seq_len=32, or"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_refused_resume_costs_nothing(run_dir, overrides, said):
-    """The run, its result and its settings are as before, and the right command still works."""
+REFUSED = {
+    "nothing-to-do": ("", "steps=4"),
+    "fewer-steps": ("steps=3", "steps=3"),
+    "layers": ("steps=6 model.num_layers=2", "model.num_layers is 1 .* 2 now"),
+    "first-of-two": ("steps=6 model.num_heads=4 model.bias=false", "model.num_heads is 2 .* 4"),
+    "tokenizer": ("steps=6 tokenizer=bpe", "8193 now"),
+    "optimizer": ("steps=6 optim=muon", "keep optim=adamw"),
+    "longer": ("steps=6 seq_len=64", "seq_len is 32 .* keep seq_len=32"),
+    "shorter": ("steps=6 seq_len=16", "keep model.max_seq_len=32"),
+    "switch": ("steps=6 attention.switch_at=2 attention.switch_to=sdpa", "switch_at=2 .* step 4"),
+    "not-installed": ("steps=6 logger=tensorboard", "logger=tensorboard needs"),
+}
+
+
+@pytest.mark.parametrize("overrides, said", REFUSED.values(), ids=REFUSED)
+def test_a_refused_resume_costs_nothing(run_dir, monkeypatch, overrides, said):
+    """The run, its result and its settings are as before, and the right command still works.
+
+    A regression test: a logger that is not installed marked the finished run as failed.
+    """
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if it was not installed
     before = contents(run_dir)
-    assert said in run(f"resume={run_dir}", *overrides).complaint()
+    assert re.search(said, run(f"resume={run_dir}", *overrides.split()).complaint())
     assert contents(run_dir) == before
-    done = run(f"resume={run_dir}", "steps=5")
+    done = run(f"resume={run_dir}", "steps=5", "eval_every=0")
     assert done.code == 0 and summary(run_dir)["steps_done"] == 5, done.output
 
 
@@ -545,40 +289,26 @@ def test_changed_data_are_refused(tmp_path, books):
     before, fingerprint = contents(run_dir), summary(run_dir)["data"]
     books.write_text("sphinx of black quartz, judge my vow\n\n" * 300)
     answer = run(f"resume={run_dir}", "steps=6").complaint()
-    found = re.search(
-        rf"the data have changed since: data=text had the fingerprint {fingerprint} and has "
-        r"(\w+) now",
-        answer,
-    )
-    assert found and f"add data.fingerprint={found[1]}" in answer
+    found = re.search(rf"{fingerprint} .* add data.fingerprint=(\w+)", answer)
+    assert found and found[1] != fingerprint
     assert contents(run_dir) == before
 
     assert run(f"resume={run_dir}", "steps=6", f"data.fingerprint={found[1]}").code == 0
     first, second = summary(run_dir)["starts"]
     assert (first["data"], second["data"]) == (fingerprint, found[1])
-    assert (second["step"], second["changed"]) == (
-        4,
-        {"data.fingerprint": [None, found[1]], "steps": [4, 6]},
-    )
+    assert second["step"] == 4
+    assert second["changed"] == {"data.fingerprint": [None, found[1]], "steps": [4, 6]}
     books.write_text("pack my box with five dozen liquor jugs\n\n" * 300)
     answer = run(f"resume={run_dir}", "steps=8").complaint()
-    assert (
-        f"data.fingerprint={found[1]} is asked for, and data=text has" in answer
-        and "data.fingerprint=null takes what is there" in answer
-    )
+    assert f"data.fingerprint={found[1]}" in answer and "data.fingerprint=null" in answer
     assert run(f"resume={run_dir}", "steps=8", "data.fingerprint=null").code == 0
 
 
 def test_other_data_can_be_asked_for(tmp_path, books):
-    assert (
-        run(
-            *tiny(tmp_path / "run", "data=text", f"data.path={books}", "data.val_fraction=0.1")
-        ).code
-        == 0
-    )
+    own = ("data=text", f"data.path={books}", "data.val_fraction=0.1")
+    assert run(*tiny(tmp_path / "run", *own)).code == 0
     assert run(f"resume={tmp_path / 'run'}", "steps=6", "data=stdlib").code == 0
-    changed = summary(tmp_path / "run")["starts"][1]["changed"]
-    assert changed == {
+    assert summary(tmp_path / "run")["starts"][1]["changed"] == {
         "data.source": ["text", "stdlib"],
         "data.path": [str(books), None],
         "steps": [4, 6],
@@ -587,27 +317,15 @@ def test_other_data_can_be_asked_for(tmp_path, books):
 
 
 @pytest.mark.parametrize(
-    "content, said",
-    [
-        (b"", "it is not a list of settings"),
-        (bytes(200), "special characters are not allowed"),
-        (b"- steps=4\n- [", "while parsing"),
-        (b"steps: 4\n", "it is not a list of settings"),
-        (b"- 4\n", "it is not a list of settings"),
-        (b"- steps=4\n- attention.block_kv=[1\n", "no viable alternative"),
-        (b"- stepz=4\n", "there is no key 'stepz'"),
-    ],
+    "content",
+    [b"", bytes(200), b"- steps=4\n- [", b"steps: 4\n", b"- 4\n", b"- a=[1\n", b"- stepz=4\n"],
     ids=["empty", "zeros", "torn", "mapping", "number", "value", "key"],
 )
-def test_damaged_overrides_are_refused(run_dir, content, said):
+def test_damaged_overrides_are_refused(run_dir, content):
     (run_dir / "overrides.yaml").write_bytes(content)
     before = contents(run_dir)
     answer = run(f"resume={run_dir}", "steps=6").complaint()
-    assert (
-        f"{run_dir}/overrides.yaml is damaged: " in answer
-        and said in answer
-        and f"{run_dir}/config.yaml" in answer
-    )
+    assert f"{run_dir}/overrides.yaml" in answer and f"{run_dir}/config.yaml" in answer
     assert contents(run_dir) == before
 
 
@@ -626,8 +344,7 @@ def test_settings_that_nobody_asked_for_are_refused(run_dir, damaged):
         (run_dir / "config.yaml").write_bytes(bytes(100))
     before = contents(run_dir)
     answer = run(f"resume={run_dir}", "steps=6").complaint()
-    assert f"{key} was {then} and is {now} now, which nobody asked for" in answer
-    assert f"to go on as before add {key}={then}, or else {key}={now}" in answer
+    assert f"add {key}={then}, or else {key}={now}" in answer
     assert contents(run_dir) == before
     for steps, value in ((6, now), (7, then)):
         assert run(f"resume={run_dir}", f"steps={steps}", f"{key}={value}").code == 0
@@ -642,15 +359,12 @@ def test_all_of_them_are_named_with_one_way_out(run_dir, books):
     assert run(f"resume={run_dir}", "steps=5", "data=text", path, "seed=1").code == 0
     (run_dir / "overrides.yaml").write_text("- seq_len=16\n- steps=5\n- data.val_fraction=0.05\n")
     answer = run(f"resume={run_dir}", "steps=6").complaint()
-    assert "seq_len was 32 and is 16" in answer and "max_seq_len" not in answer
-    way_out = re.search(r"to go on as before add (.*), or else ", answer)[1]
+    assert "max_seq_len" not in answer
+    way_out = re.search(r" add (.*), or else ", answer)[1]
     assert run(f"resume={run_dir}", "steps=6", *shlex.split(way_out)).code == 0
     config = (run_dir / "config.yaml").read_text()
-    assert (
-        "seed: 1" in config
-        and "seq_len: 32" in config
-        and strange.name in config.replace("''", "'")
-    )
+    assert "seed: 1" in config and "seq_len: 32" in config
+    assert strange.name in config.replace("''", "'")
 
 
 def test_what_is_asked_for_is_never_refused(tmp_path):
@@ -662,7 +376,7 @@ def test_what_is_asked_for_is_never_refused(tmp_path):
     assert run(f"resume={tmp_path}", "steps=5", "batch_size=4").code == 0
     recorded = tmp_path / "overrides.yaml"
     recorded.write_text(recorded.read_text().replace("log_every=1", "log_every=2"))
-    assert "log_every was 1 and is 2" in run(f"resume={tmp_path}", "steps=6").complaint()
+    assert "log_every=1, or else log_every=2" in run(f"resume={tmp_path}", "steps=6").complaint()
     assert run(f"resume={tmp_path}", "steps=6", "log_every=2").code == 0
     custom = (
         "attention=custom",
@@ -685,25 +399,11 @@ def test_a_configuration_of_ones_own_is_found_again(tmp_path):
     assert summary(tmp_path / "run")["options"]["block_kv"] == 8
 
 
-def test_a_logger_that_is_not_installed_costs_nothing(run_dir, monkeypatch):
-    """A regression test: the finished run was marked as failed."""
-    monkeypatch.setattr("training.loggers.installed", lambda package: False)
-    before = contents(run_dir)
-    assert (
-        "logger=tensorboard needs pip install"
-        in run(f"resume={run_dir}", "steps=6", "logger=tensorboard").complaint()
-    )
-    assert contents(run_dir) == before
-
-
 def test_the_best_on_other_data_is_no_measure(tmp_path, books):
     """The other data may be an easier text."""
-    assert (
-        run(
-            *tiny(tmp_path / "run", "data=text", f"data.path={books}", "optim.lr=0.03", "steps=20")
-        ).code
-        == 0
-    )
+    own = ("data=text", f"data.path={books}", "optim.lr=0.03", "steps=20")
+    first = run(*tiny(tmp_path / "run", *own))
+    assert first.code == 0, first.output
     easy = read_meta(tmp_path / "run/checkpoint.best")["val_loss"]
     # until there is another, it stays
     assert run(f"resume={tmp_path / 'run'}", "data=stdlib", "steps=21", "eval_every=0").code == 0
@@ -718,36 +418,29 @@ def test_a_run_that_saved_nothing_is_started_anew(tmp_path):
     assert run(*tiny(tmp_path)).code == 0
     for folder in ("checkpoint", "checkpoint.best"):
         shutil.rmtree(tmp_path / folder)
-    assert "it saved nothing" in run(*tiny(tmp_path)).complaint()
-    assert "is started anew" in run(f"resume={tmp_path}", "steps=5").complaint()
+    assert "saved nothing" in run(*tiny(tmp_path)).complaint()
+    assert "started anew" in run(f"resume={tmp_path}", "steps=5").complaint()
 
 
-@pytest.mark.parametrize("harm", ["cut", "emptied", "removed", "hole", "altered", "step"])
+@pytest.mark.parametrize("harm", ["cut", "removed", "hole", "altered", "step"])
 def test_damaged_metrics_are_put_back(straight, monkeypatch, tmp_path, harm):
     """They are restored from the checkpoint, and equal those of an undisturbed run."""
     send_at_step(monkeypatch, 6, signal.SIGTERM)
     assert run(*tiny(tmp_path, *STATEFUL)).code == 130
     path = tmp_path / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
-    if harm == "removed":
-        path.unlink()
-    else:
-        whole = b"".join(lines)
-        altered = {
+    whole = path.read_bytes()
+    path.unlink()
+    if harm != "removed":
+        harmed = {
+            "cut": whole[:300],
+            "hole": b"".join(lines[:1] + lines[2:]),
             "altered": whole.replace(b'"lr": ', b'"lr": 1', 1),
             "step": b'{"step": "five", "tokens": 3}\n' + b"".join(lines[1:]),
         }
-        path.write_bytes(
-            (
-                altered
-                | {"cut": whole[:300], "emptied": b"", "hole": b"".join(lines[:1] + lines[2:])}
-            )[harm]
-        )
+        path.write_bytes(harmed[harm])
     done = run(f"resume={tmp_path}")
-    assert (
-        done.code == 0
-        and done.output.count(f"{path} was damaged: its rows up to step 7 are put back") == 1
-    ), done.output
+    assert done.code == 0 and done.output.count(f"{path} was damaged") == 1, done.output
     assert computed(tmp_path) == computed(straight["fp32"])
 
 
@@ -758,53 +451,28 @@ def test_every_start_is_recorded(run_dir):
     assert 0 < first["seconds"] == summary(run_dir)["wall_seconds"]
     assert run(f"resume={run_dir}", "attention=sdpa", "steps=6").code == 0
     then, second = summary(run_dir)["starts"]
-    assert second["attention"] == [[4, "sdpa"]] and second["changed"] == {
-        "attention.name": ["tiled", "sdpa"],
-        "steps": [4, 6],
-    }
+    changed = {"attention.name": ["tiled", "sdpa"], "steps": [4, 6]}
+    assert (second["attention"], second["changed"]) == ([[4, "sdpa"]], changed)
     # to the checkpoint that the second went on from
     assert then == first | {"seconds": then["seconds"]} and 0 < then["seconds"] < first["seconds"]
     assert summary(run_dir)["wall_seconds"] == then["seconds"] + second["seconds"]
     seconds = [row["seconds"] for row in metrics(run_dir)]
-    assert (
-        seconds == sorted(seconds)
-        and seconds[-2] > then["seconds"]
-        and seconds[-1] < summary(run_dir)["wall_seconds"]
-    )
+    assert seconds == sorted(seconds) and seconds[-2] > then["seconds"]
+    assert seconds[-1] < summary(run_dir)["wall_seconds"]
     # the speed is the second start's alone: its two steps by its time
     a_step = summary(run_dir)["tokens"] / 6
     until_last_row = sum(a_step / row["tokens_per_sec"] for row in metrics(run_dir)[-2:])
-    assert (
-        2 * a_step / second["seconds"]
-        < summary(run_dir)["tokens_per_sec"]
-        < 2 * a_step / until_last_row
-    )
+    speed = summary(run_dir)["tokens_per_sec"]
+    assert 2 * a_step / second["seconds"] < speed < 2 * a_step / until_last_row
     assert [start["step"] for start in read_meta(run_dir)["starts"]] == [0, 4]
-
-
-def test_a_switch_in_the_past_cannot_be_asked_for(run_dir):
-    before = contents(run_dir)
-    answer = run(
-        f"resume={run_dir}", "steps=6", "attention.switch_at=2", "attention.switch_to=sdpa"
-    ).complaint()
-    assert (
-        "attention.switch_at=2 lies behind step 4" in answer
-        and "attention.switch_at=null" in answer
-    )
-    assert contents(run_dir) == before
 
 
 def test_a_switched_run_goes_on_under_a_third_attention(tmp_path):
     """Not under the second by a switch that was, nor without a word."""
     assert run(*tiny(tmp_path, "attention.switch_at=2", "attention.switch_to=sdpa")).code == 0
-    assert (
-        "attention.switch_at=2 lies behind step 4"
-        in run(f"resume={tmp_path}", "steps=6", "attention=naive").complaint()
-    )
-    assert (
-        run(f"resume={tmp_path}", "steps=6", "attention=naive", "attention.switch_at=null").code
-        == 0
-    )
+    third = (f"resume={tmp_path}", "steps=6", "attention=naive")
+    assert "attention.switch_at=2" in run(*third).complaint()
+    assert run(*third, "attention.switch_at=null").code == 0
     assert [start["attention"] for start in summary(tmp_path)["starts"]] == [
         [[0, "tiled"], [2, "sdpa"]],
         [[4, "naive"]],
@@ -813,12 +481,11 @@ def test_a_switched_run_goes_on_under_a_third_attention(tmp_path):
 
 def test_what_is_no_run_cannot_be_resumed(run_dir, tmp_path):
     answer = run(f"resume={tmp_path}").complaint()
-    assert f"resume={tmp_path} is not a run directory" in answer
-    assert answer.endswith(f"; it holds runs, such as {run_dir}")
+    assert f"resume={tmp_path} " in answer and answer.endswith(str(run_dir))
     answer = run(f"resume={run_dir}/checkpoint.best").complaint()
-    assert answer.endswith(f"; it is a checkpoint of the run {run_dir}")
-    assert run("resume=").complaint() == "error: resume= is empty: name a run directory"
-    assert "cannot be part of a sweep" in run("-m", f"resume={run_dir}", "seed=0,1").complaint()
+    assert answer.endswith(f"the run {run_dir}")
+    assert "resume= is empty" in run("resume=").complaint()
+    assert "part of a sweep" in run("-m", f"resume={run_dir}", "seed=0,1").complaint()
     for folder in ("checkpoint", "checkpoint.best"):
         shutil.rmtree(run_dir / folder)
     assert "holds no checkpoint" in run(f"resume={run_dir}", "steps=6").complaint()
@@ -836,13 +503,14 @@ def test_a_run_whose_attention_lies_in_another_folder_says_where(tmp_path, monke
     began, moved = f"\n    cwd: {ROOT}\n", f"\n    cwd: {tmp_path}\n"
     assert began in recorded.read_text()
     recorded.write_text(recorded.read_text().replace(began, moved))
-    todo = "run this in the folder with history.py, or set PYTHONPATH to that folder"
-    where = f"; the run began in {tmp_path}, which has it"
-    assert run(f"resume={folder}", "steps=2").complaint().endswith(f"'history'; {todo}{where}")
-    with pytest.raises(ValueError, match=re.escape(todo + where)):
+    where = f"began in {tmp_path}"
+    answer = run(f"resume={folder}", "steps=2").complaint()
+    assert "history.py" in answer and "PYTHONPATH" in answer and where in answer
+    with pytest.raises(ValueError, match=where):
         load_trained(folder / "checkpoint", read_run_config(folder), 257)
     module.unlink()
-    assert run(f"resume={folder}", "steps=2").complaint().endswith(todo)
+    answer = run(f"resume={folder}", "steps=2").complaint()
+    assert "history.py" in answer and where not in answer
 
 
 def test_a_folder_of_any_name_can_be_resumed(tmp_path):
@@ -853,11 +521,8 @@ def test_a_folder_of_any_name_can_be_resumed(tmp_path):
 
 def test_what_a_resume_replays_stays_what_was_asked_for(run_dir):
     """A regression test: every start added batch_size=..., also to the name that a logger shows."""
-    asked_for = [
-        line
-        for line in (run_dir / "overrides.yaml").read_text().splitlines()
-        if not line.startswith("- steps=")
-    ]
+    recorded = run_dir / "overrides.yaml"
+    asked_for = [each for each in recorded.read_text().splitlines() if "- steps=" not in each]
     for steps in (5, 6):
         assert run(f"resume={run_dir}", f"steps={steps}").code == 0
-    assert (run_dir / "overrides.yaml").read_text().splitlines() == [*asked_for, "- steps=6"]
+    assert recorded.read_text().splitlines() == [*asked_for, "- steps=6"]

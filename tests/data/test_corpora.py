@@ -9,7 +9,7 @@ import pytest
 from config import DataConfig
 from data.corpora import Corpus
 from data.local_files import text_files
-from tests import forked
+from tests import processes
 
 
 def rows(**settings) -> dict[str, str]:
@@ -208,7 +208,7 @@ def test_a_broken_table_is_reported_once(tmp_path):
         "from config import DataConfig; from data.corpora import Corpus; "
         f"list(Corpus({config!r}).documents())"
     )
-    errors = forked.run("-c", code).stderr.strip().splitlines()
+    errors = processes.run("-c", code).stderr.strip().splitlines()
     assert "JSON" not in errors[0] and errors[-1].startswith(f"ValueError: {tmp_path}")
 
 

@@ -11,7 +11,7 @@ import os
 import pty
 import random
 import shutil
-import tempfile
+import subprocess
 import termios
 import time
 from pathlib import Path
@@ -28,7 +28,7 @@ from data import build_tokenizer
 from data.batches import TextData
 from data.corpora import Corpus
 from data.token_store import DamagedStore, cache_folder, hash_of_path, open_store
-from tests import forked
+from tests import processes
 from tests.command import checkpoint, computed, run, same, summary, tiny
 
 BYTE = build_tokenizer(TokenizerConfig("byte"))
@@ -346,24 +346,21 @@ print("opened", len(open_store({config!r}, tokenizer).train), flush=True)
 """
 
 
-class Build(forked.Process):
+class Build(processes.Process):
     """A process that pauses in the middle of a build until it gets a line."""
 
     def __init__(self, config):
-        pipe = Path(tempfile.mkdtemp()) / "pipe"
-        os.mkfifo(pipe)
-        streams = {"stdin": pipe, "stderr": pipe.with_name("stderr")}
-        super().__init__("-c", GATED_BUILD.format(config=config), env=dict(os.environ), **streams)
-        self.line = pipe.open("w")
+        streams = {"stdin": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+        super().__init__("-c", GATED_BUILD.format(config=config), **streams)
 
     def paused(self):
-        while self.poll() is None and self.stdout.read_text() != "building\n":
+        while self.poll() is None and self.output() != "building\n":
             time.sleep(0.01)
         return self.returncode is None
 
     def go_on(self):
-        self.line.write("go on\n")
-        self.line.close()
+        self.stdin.write("go on\n")
+        self.stdin.close()
 
 
 def start_builds(config, count):
@@ -402,7 +399,7 @@ def test_the_build_of_a_live_process_is_left_alone(config, tmp_path):
         open_store(other, BYTE)
         assert len(unfinished(config)) == 2  # which of the two is dead cannot be seen now
     alive.go_on()
-    assert "\nopened" in alive.communicate(timeout=100)[0] and alive.returncode == 0
+    assert "\nopened" in alive.end() and alive.returncode == 0
     open_store(other, BYTE)
     assert len(stores(config)) == 2 and not unfinished(config)
 
@@ -416,7 +413,7 @@ def test_two_processes_may_build_at_once(config, before):
     assert len(unfinished(config)) == 2
     for rival in rivals:
         rival.go_on()
-    outputs = [rival.communicate(timeout=100)[0] for rival in rivals]
+    outputs = [rival.end() for rival in rivals]
     assert [rival.returncode for rival in rivals] == [0, 0]
     assert outputs == [f"building\nopened {len(open_store(config, BYTE).train)}\n"] * 2
     assert len(stores(config)) == 1
@@ -503,7 +500,7 @@ def test_a_full_disk(config):
         "resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000));"
         f"build_data({config!r}, TokenizerConfig('byte'), seq_len=8, seed=0)"
     )
-    last_line = forked.run("-c", code).stderr.strip().splitlines()[-1]
+    last_line = processes.run("-c", code).stderr.strip().splitlines()[-1]
     assert config.cache_dir in last_line and "data.cache_dir=FOLDER" in last_line
     assert stores(config) == []
 
@@ -530,8 +527,8 @@ def test_building_shows_one_progress_bar_on_a_terminal(config):
         f"from config import *; from data import build_data; build_data({config!r}, "
         "TokenizerConfig('byte'), seq_len=8, seed=0)"
     )
-    streams = {"stderr": Path(os.ttyname(terminal))}
-    assert forked.Process("-c", code, env=dict(os.environ), **streams).wait() == 0
+    streams = {"stderr": terminal}
+    assert processes.Process("-c", code, env=dict(os.environ), **streams).wait() == 0
     shown = os.read(master, 1 << 16).decode()
     os.close(terminal)
     os.close(master)

@@ -3,13 +3,11 @@ nanoGPT itself is not here: the stand-in is ours.
 """
 
 import json
-from types import SimpleNamespace
 
 import pytest
 
 from lab import nanogpt_wall
 from scripts.arguments import read_settings
-from tests import forked
 from tests.command import environment
 from training.command_line import compose
 from training.optimizer import learning_rate
@@ -36,7 +34,6 @@ def arguments(tmp_path, monkeypatch):
     for name in nanogpt_wall.THEIR_FILES:
         (tmp_path / name).write_text(TRAIN)
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 100)
-    monkeypatch.setattr(nanogpt_wall, "subprocess", SimpleNamespace(Popen=forked.popen))
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
     files = [f"folder={tmp_path}", f"data.path={tmp_path}/text.txt", f"out={tmp_path}/out.json"]

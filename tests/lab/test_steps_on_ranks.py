@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from tests import forked
+from tests import processes
 from tests.command import TINY, environment
 from training.run import build_run, compose
 from training.step import compute_gradients
@@ -28,10 +28,10 @@ def test_two_ranks_beside_one_process(tmp_path):
         port = str(server.getsockname()[1])
     variables = environment(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     ranks = [
-        forked.Process("-c", FOR_CPU, *given, env=variables | {"RANK": rank, "LOCAL_RANK": rank})
+        processes.Process("-c", FOR_CPU, *given, env=variables | {"RANK": rank, "LOCAL_RANK": rank})
         for rank in "01"
     ]
-    assert [each.wait() for each in ranks] == [0, 0], [each.stdout.read_text() for each in ranks]
+    assert [each.wait() for each in ranks] == [0, 0], [each.output() for each in ranks]
     alone, *rows = json.loads((tmp_path / "out.json").read_text())["rows"]
 
     run = build_run(compose(*SHAPE, "seq_len=64", "batch_size=2"))

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from scripts import dashboard
-from tests import forked
+from tests import processes
 from tests.command import metrics, python_path, run, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,7 +53,7 @@ def start(*arguments: str) -> subprocess.CompletedProcess:
 
 def start_python(*arguments: str) -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHONPATH": python_path(ROOT)}
-    return forked.run(*arguments, env=environment, cwd=Path.cwd(), loaded=forked.WITH_WANDB)
+    return processes.run(*arguments, env=environment, cwd=Path.cwd())
 
 
 def complaint(done: subprocess.CompletedProcess) -> str:

@@ -14,7 +14,7 @@ from config import AttentionConfig, DataConfig, ModelConfig, RunConfig
 from data import build_tokenizer
 from model import GPT, sample_text
 from scripts import sample
-from tests import forked
+from tests import processes
 from tests.command import save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -184,7 +184,7 @@ def test_command_in_the_help_runs_as_typed(tmp_path):
         expand = ["bash", "-c", 'python() { printf "%s\\0" "$@"; }\n' + command]
         words = subprocess.run(expand, cwd=tmp_path, capture_output=True, text=True).stdout
         arguments = words.removesuffix("\0").split("\0")
-        return forked.run(*arguments, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path})
+        return processes.run(*arguments, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path})
 
     line = re.search(
         r"^ +(python -m scripts\.sample (?:.*\\\n)*.*)$",

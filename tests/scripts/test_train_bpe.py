@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from data.tokenizer import RANKS_FILE, bpe, read_ranks
 from scripts.train_bpe import count_pretokens, main, merge_pair, rank_lines, train
-from tests import forked
+from tests import processes
 
 
 def slow_train(pretokens: Counter, vocab_size: int) -> list[bytes]:
@@ -94,6 +94,6 @@ def test_refused_in_one_line_before_the_corpus_is_read(argument, monkeypatch):
 @pytest.mark.slow
 def test_command_writes_a_vocabulary(tmp_path):
     out = tmp_path / "ranks"
-    forked.run("-m", "scripts.train_bpe", "vocab_size=300", f"out={out}", check=True)
+    processes.run("-m", "scripts.train_bpe", "vocab_size=300", f"out={out}", check=True)
     # the first merges of source code are as good as certain: indentation
     assert len(read_ranks(out)) == 300 and b"    " in read_ranks(out)

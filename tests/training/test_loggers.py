@@ -18,17 +18,18 @@ import sys
 import threading
 import time
 import types
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from config import LoggerConfig
 from data.network import answers
-from tests import forked
+from tests import processes
+from tests.processes import ROOT, python_path
 from training import loggers
 from training.loggers import Logger, build_logger
 
-ROOT = Path(__file__).resolve().parents[2]
 KEY = "a" * 40
 
 needs_wandb = pytest.mark.skipif(
@@ -67,28 +68,21 @@ for job, resume in json.loads(sys.argv[3]):
 
 def environment(home: Path, **variables: str) -> dict[str, str]:
     """This process's environment with no trace of an account."""
+    proxies = ("netrc", "http_proxy", "https_proxy")
     clean = {
         key: value
         for key, value in os.environ.items()
-        if not key.startswith("WANDB") and key.lower() not in ("netrc", "http_proxy", "https_proxy")
+        if not key.startswith("WANDB") and key.lower() not in proxies
     }
-    return (
-        clean
-        | {
-            "HOME": str(home),
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        }
-        | variables
-    )
+    return clean | {"HOME": str(home), "PYTHONPATH": python_path(ROOT)} | variables
 
 
 def run_program(folder: Path, mode: str = "auto", jobs=((0, False),), **variables: str):
     """The printed results of PROGRAM, one a job, and what it wrote to stderr."""
     (folder / "0").mkdir(exist_ok=True)
     (folder / "0/metrics.jsonl").touch()
-    command = ["-c", PROGRAM, str(folder), mode, json.dumps(list(jobs))]
-    given = {"env": environment(folder, **variables), "loaded": forked.WITH_WANDB}
-    done = forked.run(*command, cwd=folder, **given)
+    command = ("-c", PROGRAM, str(folder), mode, json.dumps(list(jobs)))
+    done = processes.run(*command, cwd=folder, env=environment(folder, **variables))
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
@@ -96,9 +90,12 @@ def run_program(folder: Path, mode: str = "auto", jobs=((0, False),), **variable
 def inspect(run: Path) -> list[dict]:
     """The records of an offline run, read by wandb's own tool."""
     command = ("-m", "wandb", "leet", "inspect", "--json", str(run))
-    given = {"env": environment(run), "loaded": forked.WITH_WANDB}
-    text = forked.run(*command, check=True, **given).stdout
+    text = processes.run(*command, check=True, env=environment(run)).stdout
     return [json.loads(line) for line in text.splitlines()]
+
+
+def history_of(records: list[dict]) -> list[dict]:
+    return [record["history"]["item"] for record in records if record["type"] == "history"]
 
 
 @needs_wandb
@@ -117,7 +114,7 @@ def test_an_offline_run_read_back_by_wandb_equals_the_metrics(tmp_path):
     # every run of a sweep lies in one wandb/ folder, so that one command shows or uploads them all
     assert {folder.parent for folder in folders} == {tmp_path / "wandb"} and len(set(folders)) == 2
     records = inspect(folders[0])
-    history = [record["history"]["item"] for record in records if record["type"] == "history"]
+    history = history_of(records)
     logged = [
         {key: value for key, value in item.items() if not key.startswith(("_", "Compare/"))}
         for item in history
@@ -129,22 +126,13 @@ def test_an_offline_run_read_back_by_wandb_equals_the_metrics(tmp_path):
     ]
     assert logged[-1] == {"train/loss": "NaN", "grad_norm": "Infinity", "tokens": 10_000}
 
-    (run,) = [
-        record["run"]
-        for record in records
-        if record["type"] == "run" and "display_name" in record["run"]
-    ][:1]
-    assert (run["run_group"], run["job_type"], run["tags"]) == (
-        "sweep",
-        "train",
-        ["tiled", "seq256"],
-    )
+    run = next(each["run"] for each in records if "display_name" in each.get("run", {}))
+    told = (run["run_group"], run["job_type"], run["tags"])
+    assert told == ("sweep", "train", ["tiled", "seq256"])
     assert run["display_name"] == "attention=tiled,seed=0"
     assert run["config"]["update"]["model"] == {"num_layers": 2}
     metrics = [record["metric"] for record in records if record["type"] == "metric"]
-    axes = {
-        metric["name"]: metric.get("step_metric") for metric in metrics if "step_metric" in metric
-    }
+    axes = {each["name"]: each["step_metric"] for each in metrics if "step_metric" in each}
     compared = ("Compare/loss", "Compare/loss_exact")
     own = ("train/loss", "lr", "val/loss", "val/loss_exact", "grad_norm")
     assert axes == dict.fromkeys((*own, *compared), "tokens")
@@ -152,6 +140,7 @@ def test_an_offline_run_read_back_by_wandb_equals_the_metrics(tmp_path):
 
 
 @needs_wandb
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_id(tmp_path):
     run_program(tmp_path)
     first = (tmp_path / "0/wandb_id.txt").read_text()
@@ -194,17 +183,13 @@ logger.finish(0)
 """
 
 
-def kill_twice(folder: Path, name: str) -> list[dict]:
-    """A run of 40 rows, killed after the 23rd and the 31st and each time resumed from a checkpoint
-    before; its metrics.
-    """
-    for first, last in ((0, 23), (15, 31), (28, 40)):
-        command = ["-c", KILLED, str(folder), str(first), str(last), name]
-        given = {"env": environment(folder)}
-        given |= {"loaded": forked.WITH_WANDB} if name == "wandb" else {}
-        code = forked.run(*command, cwd=folder, **given).returncode
+def kill_and_resume(folder: Path, name: str) -> list[dict]:
+    """A run of 40 rows, killed after the 23rd and resumed from a checkpoint before; its metrics."""
+    for first, last in ((0, 23), (15, 40)):
+        command = ("-c", KILLED, str(folder), str(first), str(last), name)
+        code = processes.run(*command, cwd=folder, env=environment(folder)).returncode
         assert code == (-9 if last < 40 else 0)
-        if name == "wandb" and last == 31:  # as wandb names the second folder of a second
+        if name == "wandb" and last < 40:  # as wandb names the second folder of a second
             (killed,) = folder.glob("wandb/offline-run-*")
             killed.rename(f"{killed}-1")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -217,23 +202,24 @@ def test_a_killed_and_resumed_run_is_one_run_at_wandb(tmp_path):
     """One id, and of all that lies there to be uploaded, every row once, as metrics.jsonl has
     it.
     """
-    rows = kill_twice(tmp_path, "wandb")
+    rows = kill_and_resume(tmp_path, "wandb")
     run_id = (tmp_path / "wandb_id.txt").read_text().strip()
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
     assert folder.name.endswith(run_id)
-    history = [
-        record["history"]["item"] for record in inspect(folder) if record["type"] == "history"
-    ]
-    assert [
+    logged = [
         {"step": item["_step"]}
         | {key: value for key, value in item.items() if not key.startswith("_")}
-        for item in history
-    ] == rows
+        for item in history_of(inspect(folder))
+    ]
+    assert logged == rows
 
 
 @pytest.mark.parametrize("kept", [3, 8], ids=["logged-again", "never-came-through"])
 def test_a_resumed_online_run_goes_on_where_the_server_stands(kept):
-    """The server has five rows, metrics.jsonl keeps fewer of them or has more."""
+    """The server has five rows, metrics.jsonl keeps fewer of them or has more.
+
+    Private names are filled in, because a run that is online needs a server.
+    """
     sent = []
     logger = loggers.WandbLogger.__new__(loggers.WandbLogger)
     logger._keys = set()
@@ -248,23 +234,18 @@ def test_a_resumed_online_run_goes_on_where_the_server_stands(kept):
     assert sent == [(step, 10 * step) for step in range(5, 12)]
 
 
+NO_HOST, NOBODY = "https://nosuch.invalid", "http://127.0.0.1:9"
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
 @needs_wandb
 @pytest.mark.parametrize(
     "mode, variables, said",
     [
-        (
-            "auto",
-            {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "https://nosuch.invalid"},
-            "does not answer",
-        ),
-        pytest.param(
-            "auto",
-            {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"},
-            "does not answer",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("online", {}, "no API key", marks=pytest.mark.slow),
-        ("auto", {"WANDB_MODE": "online"}, "no API key"),
+        ("auto", {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": NO_HOST}, "nosuch.invalid"),
+        slow("auto", {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": NOBODY}, "127.0.0.1"),
+        slow("online", {}, "API key"),
+        slow("auto", {"WANDB_MODE": "online"}, "API key"),
     ],
     ids=["no-such-host", "nothing-listens", "online-without-key", "WANDB_MODE-online-without-key"],
 )
@@ -284,22 +265,13 @@ class WandbServer(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         asked = self.rfile.read(int(self.headers.get("content-length", 0)))
         known = self.refused == "project" and b"query Viewer" in asked
-        viewer = {
-            "id": "1",
-            "entity": "me",
-            "username": "me",
-            "flags": "{}",
-            "teams": {"edges": []},
-        }
+        viewer = {"id": "1", "entity": "me", "username": "me", "flags": "{}"}
+        answer = {"data": {"viewer": viewer | {"teams": {"edges": []}}}}
+        if not known:
+            answer = {"errors": [{"message": "permission denied"}]}
         self.send_response(200 if known else 403)
         self.end_headers()
-        self.wfile.write(
-            json.dumps(
-                {"data": {"viewer": viewer}}
-                if known
-                else {"errors": [{"message": "permission denied"}]}
-            ).encode()
-        )
+        self.wfile.write(json.dumps(answer).encode())
 
     do_GET = do_POST
 
@@ -308,7 +280,7 @@ class WandbServer(http.server.BaseHTTPRequestHandler):
 
 
 @needs_wandb
-@pytest.mark.parametrize("refused", ["key", "project"])
+@pytest.mark.parametrize("refused", [slow("key"), "project"])
 def test_a_refusing_server_means_offline(tmp_path, monkeypatch, refused):
     """With the project refused, wandb keeps the run's id and an empty folder: both must not meet
     the offline run.
@@ -320,35 +292,31 @@ def test_a_refusing_server_means_offline(tmp_path, monkeypatch, refused):
         netrc = tmp_path / ".netrc"
         netrc.write_text(f"machine 127.0.0.1:{server.server_port} login user password {KEY}\n")
         netrc.chmod(0o600)
-        (result,), stderr = run_program(
-            tmp_path, WANDB_BASE_URL=f"http://127.0.0.1:{server.server_port}"
-        )
+        url = f"http://127.0.0.1:{server.server_port}"
+        (result,), stderr = run_program(tmp_path, WANDB_BASE_URL=url)
     finally:
         server.shutdown()
         server.server_close()
     (warning,) = stderr.splitlines()
-    assert "wandb refused an online run" in warning and "permission denied" in warning
+    assert warning.startswith("WARNING wandb") and "permission denied" in warning
     assert result["active"] and result["seconds"] < 30
-    assert [path.name for path in (tmp_path / "wandb").glob("*run-2*")] == [
-        Path(result["hint"].split()[-1]).name
-    ]
+    left = [path.name for path in (tmp_path / "wandb").glob("*run-2*")]
+    assert left == [Path(result["hint"].split()[-1]).name]
 
 
 @needs_wandb
-@pytest.mark.parametrize("mode", ["auto", "online"])
+@pytest.mark.parametrize("mode", ["auto", slow("online")])
 def test_never_prompts_at_a_terminal(tmp_path, mode):
     """At a terminal wandb would ask for a key and wait."""
     (tmp_path / "0").mkdir()
     (tmp_path / "0/metrics.jsonl").touch()
     leader, terminal = pty.openpty()
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path), mode, "[[0, false]]"]
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
     process = subprocess.Popen(
-        command,
+        [sys.executable, "-c", PROGRAM, str(tmp_path), mode, "[[0, false]]"],
         cwd=tmp_path,
         env=environment(tmp_path),
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
+        **streams,
     )
     os.close(terminal)
     printed = b""
@@ -359,11 +327,12 @@ def test_never_prompts_at_a_terminal(tmp_path, mode):
         pass
     finally:
         os.close(leader)
-    assert process.wait(timeout=60) == 0, printed.decode()
+    assert process.wait(processes.SECONDS) == 0, printed.decode()
     assert b'"active": true' in printed and b"account" not in printed
 
 
 @needs_wandb
+@pytest.mark.slow
 def test_disabled_leaves_nothing(tmp_path):
     (result,), stderr = run_program(tmp_path, WANDB_MODE="disabled")
     assert result["hint"] is None and stderr == ""
@@ -372,10 +341,7 @@ def test_disabled_leaves_nothing(tmp_path):
 
 @pytest.mark.parametrize(
     ("told", "said"),
-    [
-        ("bogus", "WANDB_MODE=bogus is not one of: online, offline, disabled"),
-        ("shared", "set WANDB_MODE=online"),
-    ],
+    [("bogus", "WANDB_MODE=bogus .* online, offline, disabled"), ("shared", "WANDB_MODE=online")],
 )
 def test_a_mode_that_no_run_has_is_refused(monkeypatch, told, said):
     """A regression test: the run went on, and nothing was logged."""
@@ -388,7 +354,8 @@ def test_a_mode_that_no_run_has_is_refused(monkeypatch, told, said):
 
 @needs_wandb
 @pytest.mark.parametrize(
-    ("mode", "told"), [("auto", ""), ("auto", "dryrun"), ("offline", "bogus"), ("offline", "")]
+    ("mode", "told"),
+    [("auto", "dryrun"), slow("auto", ""), slow("offline", "bogus"), slow("offline", "")],
 )
 def test_an_empty_or_former_or_overruled_mode_still_logs(tmp_path, mode, told):
     """A regression test: wandb did not start with an empty WANDB_MODE, and its word dryrun was not
@@ -413,9 +380,8 @@ def test_the_first_failure_is_a_warning_and_the_last_call(caplog):
         for tokens in range(3):
             logger.log({}, tokens)
     assert logger.calls == 1
-    assert [record.getMessage() for record in caplog.records] == [
-        "Failing stopped logging (server gone); metrics.jsonl goes on"
-    ]
+    (said,) = caplog.messages
+    assert "server gone" in said and "\n" not in said
 
 
 ARGUMENTS = {"name": "n", "group": None, "tags": [], "run_config": {}, "resume": False}
@@ -431,10 +397,10 @@ def test_none_does_nothing(tmp_path):
     assert logger.url_or_hint is None and not list(tmp_path.iterdir())
 
 
-def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
-    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda package: None)
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if it was not installed
     config = LoggerConfig(name="tensorboard")
-    with pytest.raises(ValueError, match="logger=tensorboard needs pip install"):
+    with pytest.raises(ValueError, match="logger=tensorboard .* pip install"):
         build_logger(config, run_dir=tmp_path, wandb_dir=tmp_path, **ARGUMENTS)
 
 
@@ -443,21 +409,9 @@ def test_a_folder_of_runs_is_not_the_package(tmp_path, monkeypatch, caplog):
     installed.
     """
     (tmp_path / "wandb").mkdir()
-    # -S: without site-packages
-    command = [
-        sys.executable,
-        "-S",
-        "-c",
-        "from importlib.util import find_spec; print(find_spec('wandb').origin)",
-    ]
-    assert (
-        subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, check=True
-        ).stdout.strip()
-        == "None"
-    )
-    spec = importlib.util.spec_from_loader("wandb", None, origin=None, is_package=True)
-    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda package: spec)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    assert importlib.util.find_spec("wandb").origin is None
     logger = build_logger(LoggerConfig(), run_dir=tmp_path, wandb_dir=tmp_path, **ARGUMENTS)
     assert not logger.active and "pip install wandb" in caplog.text
     logger.log({"train/loss": 1.0}, 1)
@@ -509,11 +463,12 @@ def test_tensorboard_events(tmp_path):
     assert [(event.step, event.value) for event in events.Scalars("train/loss")][0] == (256, 2.5)
 
 
+@pytest.mark.slow
 def test_a_killed_and_resumed_run_is_one_run_in_tensorboard(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    rows = kill_twice(tmp_path, "tensorboard")
+    rows = kill_and_resume(tmp_path, "tensorboard")
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     expected = [(row["tokens"], row["train/loss"]) for row in rows]

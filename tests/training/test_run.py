@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
+from tests import processes
 from tests.command import TINY
 from training.run import build_run, compose, run
 
@@ -43,7 +43,7 @@ def test_it_runs_beside_a_config_and_data_of_the_user(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data/__init__.py").write_text("OWNER = 'the user'\n")
     (tmp_path / "notebook.py").write_text(CALLS.format(tiny=TINY))
-    done = forked.run("notebook.py", cwd=tmp_path)
+    done = processes.run("notebook.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "refused: " in done.stdout and "no attention 'nope'" in done.stdout
     assert "status: completed" in done.stdout and "step     4/4" in done.stdout

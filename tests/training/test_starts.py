@@ -22,52 +22,28 @@ def start(step: int, *attention: tuple[int, str], **changed: list) -> dict:
 SWITCHED = {"attention": "no_rescale", "switch_at": 40, "switch_to": "tiled"}
 
 
+FIRST, SECOND = start(0, (0, "tiled")), start(5, (5, "sdpa"))
+ONCE = start(0, (0, "no_rescale"), (40, "tiled"))
+TWICE = [start(0, (0, "naive"), (40, "tiled")), start(30, (30, "sdpa"), (50, "flex"))]
+TILED = {"attention": "tiled", "steps_done": 9}
+SDPA = {"attention": "sdpa", "starts": [FIRST, SECOND]}
+
+
 @pytest.mark.parametrize(
     "row, said",
     [
         ({"attention": "tiled"}, "tiled"),
-        ({"attention": "tiled", "steps_done": 9, "starts": [start(0, (0, "tiled"))]}, "tiled"),
+        (TILED | {"starts": [FIRST]}, "tiled"),
+        (SDPA | {"steps_done": 9}, "tiled, sdpa after step 5"),
+        (SDPA | {"steps_done": 5}, "tiled"),
         (
-            {
-                "attention": "sdpa",
-                "steps_done": 9,
-                "starts": [start(0, (0, "tiled")), start(5, (5, "sdpa"))],
-            },
-            "tiled, sdpa after step 5",
-        ),
-        (
-            {
-                "attention": "sdpa",
-                "steps_done": 5,
-                "starts": [start(0, (0, "tiled")), start(5, (5, "sdpa"))],
-            },
+            {"attention": "tiled", "steps_done": 9, "starts": [FIRST, start(5, (5, "tiled"))]},
             "tiled",
         ),
+        (SWITCHED | {"steps_done": 60, "starts": [ONCE]}, "no_rescale, tiled after step 40"),
+        (SWITCHED | {"steps_done": 40, "starts": [ONCE]}, "no_rescale"),
         (
-            {
-                "attention": "tiled",
-                "steps_done": 9,
-                "starts": [start(0, (0, "tiled")), start(5, (5, "tiled"))],
-            },
-            "tiled",
-        ),
-        (
-            SWITCHED | {"steps_done": 60, "starts": [start(0, (0, "no_rescale"), (40, "tiled"))]},
-            "no_rescale, tiled after step 40",
-        ),
-        (
-            SWITCHED | {"steps_done": 40, "starts": [start(0, (0, "no_rescale"), (40, "tiled"))]},
-            "no_rescale",
-        ),
-        (
-            SWITCHED
-            | {
-                "steps_done": 60,
-                "starts": [
-                    start(0, (0, "naive"), (40, "tiled")),
-                    start(30, (30, "sdpa"), (50, "flex")),
-                ],
-            },
+            SWITCHED | {"steps_done": 60, "starts": TWICE},
             "naive, sdpa after step 30, flex after step 50",
         ),
         # of an earlier version, unfinished, or of another program
@@ -90,29 +66,18 @@ def test_changes_in_words():
         start(8, (8, "sdpa"), keep=[2, 3], logger__name=["wandb", "none"]),
         start(9, (9, "sdpa"), deterministic=[False, True]),
     ]
-    said = "resumed at step 5 with attention.name=sdpa (tiled before), optim.lr=0.1 (null before)"
-    assert (
-        changes_in_words({"starts": starts})
-        == f"{said}; resumed at step 9 with deterministic=true (false before)"
-    )
+    said = changes_in_words({"starts": starts})
+    for word in ("step 5", "attention.name=sdpa (tiled", "optim.lr=0.1 (null", "step 9"):
+        assert word in said
+    assert "deterministic=true (false" in said and "keep" not in said and "step 8" not in said
     assert changes_in_words({"starts": starts[:1]}) == changes_in_words({}) == ""
 
 
 def test_differences():
-    then = {
-        "steps": 4,
-        "gone": 1,
-        "attention": {"name": "custom", "options": {"a": 1}},
-        "resume": None,
-        "data": {"cache_dir": "/a"},
-    }
-    now = {
-        "steps": 6,
-        "new": 2,
-        "attention": {"name": "custom", "options": {}},
-        "resume": "RUN",
-        "data": {"cache_dir": None},
-    }
+    custom = {"name": "custom", "options": {"a": 1}}
+    then = {"steps": 4, "gone": 1, "attention": custom, "resume": None}
+    now = {"steps": 6, "new": 2, "attention": custom | {"options": {}}, "resume": "RUN"}
+    then["data"], now["data"] = {"cache_dir": "/a"}, {"cache_dir": None}
     assert differences(then, now) == {"steps": [4, 6], "attention.options": [{"a": 1}, {}]}
     assert differences({"lr": math.inf}, {"lr": math.inf}) == {}
 
@@ -151,4 +116,5 @@ def test_changed_code_of_an_own_attention_is_noted(tmp_path, monkeypatch, caplog
     *_, newest = resumed_starts(meta, config, now(second))
     pair = [first["my_kernel"], second["my_kernel"]]
     assert newest["changed"] == {"the code of my_kernel": pair} and pair[0] != pair[1]
-    assert caplog.messages == ["the code of my_kernel has changed since this run's last start"]
+    (said,) = caplog.messages
+    assert "my_kernel" in said

@@ -6,19 +6,20 @@ import json
 import os
 import pickle
 import shlex
-import subprocess
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests import forked
-from tests.command import python_path
+from tests import processes
 from training.names import name_runs
 from training.sweep import (
     SweepSummary,
     begin_sweep,
     exit_code,
     finish_sweep,
+    index_rows,
     lock,
     not_started,
     read_run,
@@ -27,13 +28,9 @@ from training.sweep import (
     write_index_row,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
-
 CONFIG = """
 attention: tiled
-seed: 0
 hydra:
-  run: {dir: out/run}
   sweep: {dir: out/sweep, subdir: "${hydra.job.num}"}
   callbacks: {sweep: {_target_: training.sweep.SweepSummary}}
 """
@@ -53,11 +50,8 @@ def main(config):
     ends = {"no_max": "diverged", "naive": "oom", "bad": "failed", "ctrl_c": "interrupted"}
     status = ends.get(config.attention, "completed")
     hydra_config = HydraConfig.get()
-    summary = {"status": status, "attention": config.attention, "seed": config.seed,
-               "overrides": list(hydra_config.overrides.task), "val/loss": 1.5 + config.seed,
-               "tokens_per_sec": 12345.6, "step_tokens_per_sec": 23456.7}
-    if status == "failed":
-        summary["error"] = "no such corpus"
+    summary = {"status": status, "attention": config.attention, "val/loss": 1.5,
+               "overrides": list(hydra_config.overrides.task)}
     Path(hydra_config.runtime.output_dir, "summary.json").write_text(json.dumps(summary))
     return Objective(summary | {"stopped": False})
 
@@ -66,66 +60,35 @@ print("after main")
 """
 
 
-def application(folder: Path, *overrides: str) -> subprocess.CompletedProcess:
-    (folder / "conf").mkdir(exist_ok=True)
-    (folder / "conf/config.yaml").write_text(CONFIG)
-    (folder / "app.py").write_text(APPLICATION)
-    environment = os.environ | {"PYTHONPATH": python_path(ROOT)}
-    return forked.run("app.py", *overrides, cwd=folder, env=environment)
-
-
-def index(folder: Path) -> list[dict]:
-    return [
-        json.loads(line) for line in (folder / "out/sweep/index.jsonl").read_text().splitlines()
-    ]
-
-
-def test_diverged_and_oom_are_results(tmp_path):
-    done = application(tmp_path, "-m", "attention=tiled,no_max,naive", "seed=0,1")
-    assert done.returncode == 0, done.stderr
-    rows = index(tmp_path)
-    assert [(row["job"], row["dir"], row["status"]) for row in rows] == [
-        (0, "0", "completed"),
-        (1, "1", "completed"),
-        (2, "2", "diverged"),
-        (3, "3", "diverged"),
-        (4, "4", "oom"),
-        (5, "5", "oom"),
-    ]
-    assert rows[3]["overrides"] == ["attention=no_max", "seed=1"] and rows[3]["val/loss"] == 2.5
-    table = done.stdout[done.stdout.index("variant  seed  status") :].splitlines()
-    assert [line.split()[:4] for line in table[2:8]] == [
-        [attention, seed, status, f"{1.5 + int(seed):.4f}"]
-        for attention, status in (("tiled", "completed"), ("no_max", "diverged"), ("naive", "oom"))
-        for seed in "01"
-    ]
-    assert "12,346" in table[2]
-
-
-def test_a_failed_job_makes_the_exit_code_1_and_the_others_run(tmp_path):
-    done = application(tmp_path, "-m", "attention=tiled,bad,sdpa")
-    assert done.returncode == 1
-    assert [row["status"] for row in index(tmp_path)] == ["completed", "failed", "completed"]
-    assert "bad: failed: no such corpus" in done.stdout
-    # the code leaves from the callback: nothing after main() is needed
+@pytest.mark.parametrize(
+    "attentions, code, statuses",
+    [
+        ("raises,bad,tiled", 1, ["failed", "failed", "completed"]),
+        pytest.param(
+            "tiled,no_max,naive", 0, ["completed", "diverged", "oom"], marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "tiled,ctrl_c,sdpa", 130, ["completed", "interrupted"], marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_each_end_of_a_job_is_in_the_index_and_in_the_exit_code(
+    tmp_path, attentions, code, statuses
+):
+    """The code leaves from the callback: nothing after main() is needed."""
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf/config.yaml").write_text(CONFIG)
+    (tmp_path / "app.py").write_text(APPLICATION)
+    environment = os.environ | {"PYTHONPATH": processes.python_path(processes.ROOT)}
+    asked = ("-m", f"attention={attentions}")
+    done = processes.run("app.py", *asked, cwd=tmp_path, env=environment)
+    assert done.returncode == code, done.stderr
+    rows = index_rows(tmp_path / "out/sweep")
+    assert [row["status"] for row in rows] == statuses
+    assert [row["status"] for row in read_sweep(tmp_path / "out/sweep")] == statuses
     assert "after main" not in done.stdout
-
-
-def test_a_job_that_raises_is_in_the_index_and_in_the_sweep(tmp_path):
-    done = application(tmp_path, "-m", "attention=raises,tiled")
-    assert done.returncode == 1
-    assert [(row["status"], row.get("error")) for row in index(tmp_path)] == [
-        ("failed", "boom"),
-        ("completed", None),
-    ]
-    assert [row["status"] for row in read_sweep(tmp_path / "out/sweep")] == ["failed", "completed"]
-
-
-def test_ctrl_c_ends_the_sweep_with_its_table(tmp_path):
-    done = application(tmp_path, "-m", "attention=tiled,ctrl_c,sdpa")
-    assert done.returncode == 130
-    assert [row["status"] for row in index(tmp_path)] == ["completed", "interrupted"]
-    assert "interrupted" in done.stdout
+    if "raises" in attentions:
+        assert rows[0]["error"] == "boom"
 
 
 def test_an_index_has_every_job_from_the_start_and_one_line_of_each(tmp_path):
@@ -133,20 +96,13 @@ def test_an_index_has_every_job_from_the_start_and_one_line_of_each(tmp_path):
         tmp_path, [{"overrides": ["attention=tiled", seed]} for seed in ("seed=0", "seed=it's")]
     )
     first, second = not_started(tmp_path)
-    command = [
-        "python",
-        "train.py",
-        "attention=tiled",
-        "seed=it's",
-        "hydra.mode=RUN",
-        f"hydra.run.dir={tmp_path / '1'}",
-    ]
-    assert (second["job"], shlex.split(second["command"])) == (1, command)
+    words = shlex.split(second["command"])
+    assert second["job"] == 1 and {"seed=it's", f"hydra.run.dir={tmp_path / '1'}"} <= set(words)
     write_index_row(tmp_path, {"job": 1, "status": "completed", "dir": "1"})
     write_index_row(
         tmp_path, {"job": 7, "status": "completed", "dir": "7"}
     )  # of a sweeper that plans as it goes
-    rows = [json.loads(line) for line in (tmp_path / "index.jsonl").read_text().splitlines()]
+    rows = index_rows(tmp_path)
     assert [(row["job"], row["status"]) for row in rows] == [
         (0, "not started"),
         (1, "completed"),
@@ -165,28 +121,18 @@ def test_a_job_that_its_launcher_stopped_is_no_job_that_was_not_started(tmp_path
     )
     with pytest.raises(SystemExit):
         finish_sweep(tmp_path, 130)
-    rows = [json.loads(line) for line in (tmp_path / "index.jsonl").read_text().splitlines()]
+    rows = index_rows(tmp_path)
     assert [row["status"] for row in rows] == ["interrupted", "not started"]
-    assert "1 of 2 jobs not started" in capsys.readouterr().out
+    assert "1 of 2 jobs" in capsys.readouterr().out
 
 
 def test_jobs_that_end_together_lose_no_line(tmp_path):
     """A launcher may run the jobs of a sweep in processes of their own."""
     begin_sweep(tmp_path, [{"overrides": [f"seed={job}"]} for job in range(40)])
-    code = "\n".join(
-        [
-            "import sys",
-            "from training.sweep import *",
-            "for job in range(*map(int, sys.argv[2:])):",
-            "    write_index_row(Path(sys.argv[1]), {'job': job, 'status': 'oom'})",
-        ]
-    )
-    writers = [
-        forked.Process("-c", code, str(tmp_path), str(first), "40", "4", env=dict(os.environ))
-        for first in range(4)
-    ]
-    assert [writer.wait(timeout=100) for writer in writers] == [0] * 4
-    rows = [json.loads(line) for line in (tmp_path / "index.jsonl").read_text().splitlines()]
+    with ProcessPoolExecutor(4) as pool:
+        ended = [{"job": job, "status": "oom"} for job in range(40)]
+        list(pool.map(partial(write_index_row, tmp_path), ended))
+    rows = index_rows(tmp_path)
     assert [(row["job"], row["status"]) for row in rows] == [(job, "oom") for job in range(40)]
 
 
@@ -196,15 +142,6 @@ def test_a_copy_of_the_callback_holds_no_lock(tmp_path):
     callback.folder, callback.locks[tmp_path] = tmp_path, lock(tmp_path, "")
     copy = pickle.loads(pickle.dumps(callback))
     assert copy.folder == tmp_path and copy.locks == {} and copy.away and not callback.away
-
-
-@pytest.mark.parametrize(
-    "attention, code", [("no_max", 0), ("bad", 1), ("ctrl_c", 130), ("raises", 1)]
-)
-def test_exit_code_of_a_single_run(tmp_path, attention, code):
-    done = application(tmp_path, f"attention={attention}")
-    assert done.returncode == code
-    assert not list(tmp_path.rglob("index.jsonl"))
 
 
 def write_run(folder: Path, **summary) -> None:
@@ -221,12 +158,7 @@ def test_read_sweep_finds_runs_however_they_lie(tmp_path):
     write_run(tmp_path / "sweeps/a/wandb/offline-run-1", attention="wrong")
     write_run(tmp_path / "sweeps/a/0/.hydra", attention="wrong")
     assert [row.get("seed") for row in read_sweep(tmp_path / "sweeps/a")] == [0, 2, 10]
-    assert [row["attention"] for row in read_sweep(tmp_path)] == [
-        "naive",
-        "tiled",
-        "tiled",
-        "tiled",
-    ]
+    assert [row["attention"] for row in read_sweep(tmp_path)] == ["naive"] + ["tiled"] * 3
     assert [row["attention"] for row in read_sweep(tmp_path / "single")] == ["naive"]
     (tmp_path / "empty").mkdir()
     assert read_sweep(tmp_path / "empty") == []
@@ -261,18 +193,9 @@ def test_half_written_run_is_unfinished(tmp_path, summary):
     if summary is not None:
         (run / "summary.json").write_text(summary)
     row = read_run(run)
-    assert {
-        key: row.get(key)
-        for key in ("status", "attention", "seq_len", "seed", "steps_done", "tokens", "val/loss")
-    } == {
-        "status": "unfinished",
-        "attention": "tiled",
-        "seq_len": 64,
-        "seed": 3,
-        "steps_done": 20,
-        "tokens": 1280,
-        "val/loss": 2.5,
-    }
+    settings = {"attention": "tiled", "seq_len": 64, "seed": 3}
+    expected = settings | {"status": "unfinished", "steps_done": 20, "tokens": 1280}
+    assert row.items() >= (expected | {"val/loss": 2.5}).items()
     assert "unfinished" in summary_table([row])
 
 
@@ -316,25 +239,15 @@ def test_table_shows_what_differs_and_fits_110_columns():
             diagnosis={"message": "layer 2: inf in scores\nmore"},
         ),
     ]
-    table = summary_table(rows).splitlines()
-    assert table[0].split()[:4] == ["variant", "seq_len", "status", "val/loss"]
-    assert table[2].split() == [
-        "tiled",
-        "32768",
-        "completed",
-        "1.2346",
-        "1.2000",
-        "1,500,000",
-        "2,500,000",
-        "-",
-    ]
-    assert table[3].startswith("no_rescale block_kv=16  512      diverged  ")
-    assert table[3].split()[4:] == ["-"] * 5
-    assert (
-        table[4]
-        == "no_rescale block_kv=16 seq_len=512: diverged at step 1200: layer 2: inf in scores"
-    )
-    assert max(map(len, table[:4])) <= 110  # below it stand remarks
+    header, _, first, second, remark = summary_table(rows).splitlines()
+    assert header.split()[:4] == ["variant", "seq_len", "status", "val/loss"]
+    assert first.split()[:3] == ["tiled", "32768", "completed"]
+    assert first.split()[3:] == ["1.2346", "1.2000", "1,500,000", "2,500,000", "-"]
+    assert second.split()[:4] == ["no_rescale", "block_kv=16", "512", "diverged"]
+    assert second.split()[4:] == ["-"] * 5
+    for word in ("no_rescale block_kv=16 seq_len=512", "diverged", "1200", "inf in scores"):
+        assert word in remark
+    assert max(map(len, (header, first, second))) <= 110  # below it stand remarks
     assert summary_table(rows).isascii()
 
 
@@ -389,8 +302,6 @@ def test_the_table_says_what_a_resume_changed():
     }
     *_, line, remark = summary_table([row | {"starts": starts}]).splitlines()
     assert line.startswith("tiled, sdpa after step 50  completed")
-    assert (
-        remark == "tiled, sdpa after step 50: completed: resumed at step 50 with "
-        "attention.name=sdpa (tiled before)"
-    )
+    assert remark.startswith("tiled, sdpa after step 50: ")
+    assert "attention.name=sdpa (tiled before)" in remark
     assert summary_table([row]).splitlines()[-1].startswith("sdpa     completed")

@@ -1,0 +1,46 @@
+"""`python ...` in a process of its own, for what a test cannot see from inside: signals, exit
+codes, memory, and what is imported.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SECONDS = 300  # that a process may take where several share a core
+
+
+class Process(subprocess.Popen):
+    """python ARGUMENTS. It writes to a file: a pipe that nobody reads would stop it."""
+
+    def __init__(self, *arguments: str, **options) -> None:
+        self.file = tempfile.TemporaryFile("a+")  # noqa: SIM115 - as long as the process
+        given = {"cwd": ROOT, "stdin": subprocess.DEVNULL}
+        given |= {"stdout": self.file, "stderr": subprocess.STDOUT}
+        super().__init__([sys.executable, *arguments], **(given | options))
+
+    def output(self) -> str:
+        """All that it has written so far."""
+        self.file.seek(0)
+        return self.file.read()
+
+    def end(self) -> str:
+        """Wait for its end; what it has written."""
+        self.wait(SECONDS)
+        return self.output()
+
+
+def run(*arguments: str, check: bool = False, **options) -> subprocess.CompletedProcess:
+    """python ARGUMENTS to its end, with what it writes."""
+    given = {"cwd": ROOT, "stdin": subprocess.DEVNULL, "text": True, "timeout": SECONDS}
+    given |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    done = subprocess.run([sys.executable, *arguments], **(given | options))
+    assert not (check and done.returncode), done.stderr
+    return done
+
+
+def python_path(folder: Path | str) -> str:
+    """PYTHONPATH with this folder before those that it has: packages may lie there."""
+    return os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
