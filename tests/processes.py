@@ -16,7 +16,8 @@ class Process(subprocess.Popen):
     """python ARGUMENTS. It writes to a file: a pipe that nobody reads would stop it."""
 
     def __init__(self, *arguments: str, **options) -> None:
-        self.file = tempfile.TemporaryFile("a+")  # noqa: SIM115 - as long as the process
+        # it stays open as long as this object lives
+        self.file = tempfile.TemporaryFile("a+")  # noqa: SIM115
         given = {"cwd": ROOT, "stdin": subprocess.DEVNULL}
         given |= {"stdout": self.file, "stderr": subprocess.STDOUT}
         super().__init__([sys.executable, *arguments], **(given | options))
