@@ -81,9 +81,9 @@ def pytest_report_header():
 def pytest_collection_modifyitems(config, items):
     if torch.cuda.is_available():
         return
-    on_gpu = [item for item in items if "gpu" in item.keywords]
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     config.hook.pytest_deselected(items=on_gpu)
-    items[:] = [item for item in items if "gpu" not in item.keywords]
+    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus):
