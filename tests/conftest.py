@@ -120,6 +120,14 @@ def seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def released(request):
+    """Give a GPU's memory back after each test: several workers share the GPU."""
+    yield
+    if request.node.get_closest_marker("gpu"):
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def conformance_record(request):
     """Call it with one case's row to add it to the report."""
