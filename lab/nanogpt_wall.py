@@ -11,7 +11,7 @@ tokens under the same learning rates. Their initial weights and batches differ.
     rounds       runs of each program at each length (3), in turns; nanoGPT is first
     attention    several, separated by commas: triton,sdpa:backend=cudnn
     eval_iters   passes of each evaluation of nanoGPT (20), on each of its two splits
-    out          the JSON file to write
+    out          the JSON file to write; a file of that name is replaced
     model, vocab_size, device    as in train.py; the vocabulary is nanoGPT's padded one
 
 Other arguments are settings of our train.py. The defaults are data=torch_source tokenizer=bpe.
