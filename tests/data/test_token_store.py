@@ -527,8 +527,7 @@ def test_building_shows_one_progress_bar_on_a_terminal(config):
         f"from config import *; from data import build_data; build_data({config!r}, "
         "TokenizerConfig('byte'), seq_len=8, seed=0)"
     )
-    streams = {"stderr": terminal}
-    assert processes.Process("-c", code, env=dict(os.environ), **streams).wait() == 0
+    assert processes.Process("-c", code, stderr=terminal).wait() == 0
     shown = os.read(master, 1 << 16).decode()
     os.close(terminal)
     os.close(master)
