@@ -60,8 +60,8 @@ class QueryTile(NamedTuple):
 class VisibleKeys:
     """Query i of sequence b sees keys lo[b, i] <= j < hi[b, i]."""
 
-    lo: Tensor  # (B or 1, N) int64
-    hi: Tensor  # (B or 1, N) int64, hi >= lo
+    lo: Tensor  # (B or 1, N) int32
+    hi: Tensor  # (B or 1, N) int32, hi >= lo
     num_keys: int
     # what the host knows: True for a causal mask whose last query sees all keys, False if every
     # query sees every key, None if neither is known
@@ -128,16 +128,16 @@ def intervals(
     the keys. Attention stays inside a sequence, and M and N above are its own. cache_lengths (B,):
     the number of keys of sequence b, used as M above; the queries are its last tokens.
     """
-    i = torch.arange(num_queries, device=device)[None]  # (1, N)
+    i = torch.arange(num_queries, dtype=torch.int32, device=device)[None]  # (1, N)
     first, last = torch.zeros_like(i), torch.full_like(i, num_keys)  # of the query's sequence
     position = i + num_keys - num_queries
     if cu_seqlens is not None:
-        of_queries, of_keys = cu_seqlens.long()
+        of_queries, of_keys = cu_seqlens.int()
         end = torch.searchsorted(of_queries, i, right=True)
         first, last = of_keys[end - 1], of_keys[end]
         position = i + last - of_queries[end]
     if cache_lengths is not None:
-        last = cache_lengths.long()[:, None].expand(-1, num_queries)  # (B, N)
+        last = cache_lengths.int()[:, None].expand(-1, num_queries)  # (B, N)
         position = i + last - num_queries
     left, right = sides(window, causal=causal)
     lo = first if left is None else (position - left).clamp(first, last)
@@ -155,6 +155,6 @@ def intervals(
         end = torch.where(is_last, i + 1, num_keys).flip(1).cummin(1).values.flip(1)
         lo, hi = torch.maximum(lo, start), torch.minimum(hi, end)
     if key_lengths is not None:
-        hi = torch.minimum(hi, key_lengths[:, None])
+        hi = torch.minimum(hi, key_lengths[:, None].int())
         lo = torch.minimum(lo, hi)
     return VisibleKeys(lo, hi, num_keys)

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from attention.kernels.launch import multiprocessors
+from attention.kernels.tiles import multiprocessors
 from model.loss_kernel import LOG2_E, add_to_sums, expm1
 
 # releases after 3.6 have a shorter name

@@ -12,8 +12,6 @@ numbers wait in registers, rounded, two in a register.
 Dimensions: T tokens, K features of x or d_y, F features of hidden.
 """
 
-from functools import lru_cache, partial
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -35,7 +33,7 @@ from attention.kernels.hopper.primitives import (
     rounded,
     store_box,
 )
-from attention.kernels.launch import Launch, multiprocessors, place_of, tiles_of
+from attention.kernels.tiles import multiprocessors, tiles_of
 
 ROWS = gl.constexpr(64)  # tokens of a consumer
 CONSUMERS = gl.constexpr(2)
@@ -379,23 +377,26 @@ def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     )
 
 
-@lru_cache(maxsize=1024)
-def launcher(
-    rows: int, width_in: int, width_out: int, kind: tuple, place: tuple, *, backward: bool
-) -> Launch:
-    """The launch for inputs of this size and kind (dtypes and alignment). place: see place_of()."""
-    height, step, width = ROWS.value, STEP.value, COLUMNS.value
-    blocks, columns = tiles_of(rows, height * CONSUMERS.value), width_out // width
-    groups = min(blocks, max(1, multiprocessors(place[0]) // columns))
-    of_x = partial(descriptor, rows=height, columns=step)
-    of_hidden = partial(descriptor, rows=height, columns=QUARTER.value)
-    box = (step, width) if backward else (width, step)
-    of_weight = partial(descriptor, rows=box[0], columns=box[1])
-    return Launch(
-        mlp_kernel, (columns, groups), (width_out, blocks),
-        describe=(of_x, of_weight, of_hidden, of_hidden),
-        K=width_in, STAGES=3 if backward else 4, BACKWARD=backward, num_warps=4,
-    )  # fmt: skip
+def grid_of(rows: int, width_out: int, device: torch.device) -> tuple[int, int]:
+    """Programs along the features and along the tokens."""
+    columns = width_out // COLUMNS.value
+    return columns, min(blocks_of(rows), max(1, multiprocessors(device) // columns))
+
+
+def blocks_of(rows: int) -> int:
+    return tiles_of(rows, ROWS.value * CONSUMERS.value)
+
+
+def descriptors(
+    x: Tensor, weight: Tensor, hidden: Tensor, out: Tensor, box: tuple[int, int]
+) -> list[TensorDescriptor]:
+    height, step, quarter = ROWS.value, STEP.value, QUARTER.value
+    return [
+        descriptor(x, height, step),
+        descriptor(weight, *box),
+        descriptor(hidden, height, quarter),
+        descriptor(out, height, quarter),
+    ]
 
 
 def readable(x: Tensor) -> Tensor:
@@ -412,9 +413,12 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
     x, weight = readable(x), readable(weight)
     hidden = x.new_empty(len(x), len(weight))
     activated = torch.empty_like(hidden)
-    kind = (x.dtype, bias.dtype, bias.data_ptr() % 16)
-    launch = launcher(len(x), *weight.shape[::-1], kind, place_of(x.device), backward=False)
-    launch(x, weight, hidden, activated, bias.contiguous(), None)
+    width_out, width_in = weight.shape
+    mlp_kernel[grid_of(len(x), width_out, x.device)](
+        *descriptors(x, weight, hidden, activated, (COLUMNS.value, STEP.value)),
+        bias.contiguous(), None, width_out, blocks_of(len(x)),
+        K=width_in, STAGES=4, BACKWARD=False, num_warps=4,
+    )  # fmt: skip
     return [hidden.unflatten(0, shape), activated.unflatten(0, shape)]
 
 
@@ -425,8 +429,12 @@ def backward(d_y: Tensor, weight: Tensor, hidden: Tensor) -> list[Tensor]:
     shape = hidden.shape[:-1]
     d_y, weight, hidden = readable(d_y), readable(weight), readable(hidden)
     d_hidden = torch.empty_like(hidden)
-    kind, place = (d_y.dtype,), place_of(d_y.device)
-    launch = launcher(len(d_y), *weight.shape, kind, place, backward=True)
-    sums = d_y.new_empty(4 * CONSUMERS.value * launch.grid[1], weight.shape[1], dtype=torch.float32)
-    launch(d_y, weight, hidden, d_hidden, None, sums)
+    width_in, width_out = weight.shape
+    grid = grid_of(len(d_y), width_out, d_y.device)
+    sums = d_y.new_empty(4 * CONSUMERS.value * grid[1], width_out, dtype=torch.float32)
+    mlp_kernel[grid](
+        *descriptors(d_y, weight, hidden, d_hidden, (STEP.value, COLUMNS.value)),
+        None, sums, width_out, blocks_of(len(d_y)),
+        K=width_in, STAGES=3, BACKWARD=True, num_warps=4,
+    )  # fmt: skip
     return [d_hidden.unflatten(0, shape), sums.sum(0)]

@@ -20,17 +20,21 @@ is timed again with every candidate.
 import itertools
 import json
 import os
+import re
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import geometric_mean, median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from attention.kernels.launch import TILES, VARIANTS, Tile, table_for, tables
+from attention.decoding import FIXED_SPLITS
+from attention.kernels.tiles import TILES, VARIANTS, Tile, padded_head_dim, table_for, tables
 from scripts.arguments import command, default
 from scripts.attention_call import seconds
 
@@ -67,12 +71,140 @@ def candidates(kernel: str, head_dim: int) -> Iterator[Tile]:
             yield Tile(block_q, block_kv, warps, stages)
 
 
+class Compiled(NamedTuple):
+    variant: str
+    registers: int  # per thread
+    spilled: int  # bytes per thread
+    shared: int  # bytes per program
+    warnings: list[str]  # ptxas' warning numbers for products that it serialises
+
+
+def signature(
+    kernel: str, function: Any, dtype: str, head_dim: int, variant: str, tile: Tile
+) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any]]:
+    """Types, constants and alignments of the kernel's arguments, as a launch gives them."""
+    from attention.kernels.launch import SOFTMAXES
+    from attention.kernels.score_mods import find_score_mod
+
+    (block_q, block_kv, *_), block_d = tile, padded_head_dim(head_dim)
+    softmax = SOFTMAXES.get(variant, SOFTMAXES["online"])
+    constants = {
+        "CAUSAL": variant != "full",
+        "INTERVALS": variant == "intervals",
+        "SCORE_MOD": find_score_mod(
+            "attention.kernels.score_mods:softcap_alibi" if variant == "score_mod" else ""
+        ),
+        "GROUPS": 4 if variant == "grouped" else 1,
+        **{name.upper(): step for name, step in softmax._asdict().items()},
+        **{
+            "D": head_dim,
+            "BLOCK_Q": block_q,
+            "BLOCK_KV": block_kv,
+            "BLOCK_D": block_d,
+            "PRECISION": "ieee",
+        },
+        **({} if variant == "intervals" else dict.fromkeys(("lo_ptr", "hi_ptr", "ranges_ptr"))),
+        **({} if variant == "score_mod" else {"params_ptr": None}),
+        **({} if variant == "top" else {"top_ptr": None}),
+        **({} if variant == "pages" else {"table_ptr": None}),
+        **{"SPLITS": FIXED_SPLITS, "PAGE_SIZE": 64 if variant == "pages" else 0},
+    }
+    types, values, aligned = {}, {}, {}
+    for i, name in enumerate(function.arg_names):
+        if name in constants:
+            types[name], values[i,] = "constexpr", constants[name]
+        elif name.endswith("_desc"):
+            types[name] = (
+                f"tensordesc<{dtype}[1, 1, "
+                f"{block_q if name in ('q_desc', 'do_desc') else block_kv}, {block_d}]>"
+            )
+        elif name.endswith("_ptr"):
+            statistics = ("lse_ptr", "top_ptr", "delta_ptr", "params_ptr")
+            wide = name in statistics or (kernel == "decoding" and name == "out_ptr")
+            types[name] = "*fp32" if wide else f"*{dtype}"
+            if name in ("lo_ptr", "hi_ptr", "ranges_ptr", "lengths_ptr", "table_ptr"):
+                types[name] = "*i32"
+        else:
+            types[name] = "fp32" if name.startswith("scale") else "i32"
+        if name not in constants and (name.endswith("_ptr") or name.startswith("stride")):
+            aligned[i,] = [["tt.divisibility", 16]]
+    return types, values, aligned
+
+
+class Assembled(NamedTuple):
+    """The output of ptxas for a kernel, and its report."""
+
+    cubin: bytes
+    registers: int  # per thread
+    spilled: int  # bytes per thread
+    stack: int  # bytes per thread
+    warnings: list[str]  # warning numbers for products that ptxas serialises
+
+
+def assemble(ptx: str, capability: int) -> Assembled:
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.ptx"
+        file.write_text(ptx)
+        architecture = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
+        command = [
+            get_ptxas(capability).path,
+            "-v",
+            f"--gpu-name={architecture}",
+            file,
+            "-o",
+            file.with_suffix(".cubin"),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True)
+        said = done.stderr
+        if done.returncode:
+            raise RuntimeError(f"ptxas refuses it ({done.returncode}): {said or done.stdout}")
+        cubin = file.with_suffix(".cubin").read_bytes()
+    figures = (
+        int(re.search(pattern, said)[1])
+        for pattern in (
+            r"Used (\d+) registers",
+            r"(\d+) bytes spill stores",
+            r"(\d+) bytes stack frame",
+        )
+    )
+    return Assembled(cubin, *figures, sorted(set(re.findall(r"C75\d\d", said))))
+
+
+def compile_tile(
+    kernel: str, dtype: str, head_dim: int, variant: str, tile: Tile, *, capability: int = 90
+) -> Compiled:
+    """Compile one variant with Triton's own compiler and ptxas; no GPU is needed. dtype as Triton
+    writes it: bf16, fp16 or fp32. Raises Triton's error if the tile cannot be compiled.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from attention.kernels import backward, decoding, forward
+
+    functions = {
+        "forward": forward.forward_kernel,
+        "dkdv": backward.dkdv_kernel,
+        "dkdv_general": backward.dkdv_kernel,
+        "dq": backward.dq_kernel,
+        "decoding": decoding.split_kernel,
+    }
+    function = functions[kernel]
+    types, values, aligned = signature(kernel, function, dtype, head_dim, variant, tile)
+    source = ASTSource(function, types, constexprs=values, attrs=aligned)
+    stages = decoding.stages_of(tile, paged=variant == "pages")
+    options = {"num_warps": tile.num_warps, "num_stages": stages}
+    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    made = assemble(binary.asm["ptx"], capability)
+    return Compiled(variant, made.registers, made.spilled, binary.metadata.shared, made.warnings)
+
+
 def why_not(
     kernel: str, head_dim: int, tile: Tile, capability: int, shared_memory: int
 ) -> str | None:
     """Why the tile is not timed, or None."""
-    from attention.kernels.offline import compile_tile
-
     for variant in VARIANTS[kernel]:
         if variant == "no_rescale":  # the user chooses its tiles
             continue
@@ -107,9 +239,9 @@ def decoding_workloads(head_dim: int) -> list[Callable[[], Any]]:
             torch.randn(batch, number, tokens, head_dim, device="cuda", dtype=torch.bfloat16)
             for number, tokens in ((heads, 1), *[(max(heads // groups, 1), length)] * 2)
         )
-        none = (None,) * 5
-        settings = (True, None, head_dim**-0.5, "", "auto")
-        calls.append(partial(split_attention, q, k, v, *none, *settings))
+        lengths = torch.full((batch,), length, dtype=torch.int32, device="cuda")
+        settings = (length, 0, head_dim**-0.5, "", "auto")
+        calls.append(partial(split_attention, q, k, v, lengths, None, None, *settings))
     return calls
 
 
@@ -117,7 +249,7 @@ def workloads(kernel: str, head_dim: int) -> list[Callable[[], Any]]:
     """Calls whose time depends on the kernel's tile."""
     if kernel == "decoding":
         return decoding_workloads(head_dim)
-    from attention.kernels.op import flash_attention, flash_attention_backward
+    from attention.kernels.launch import Settings, backward, forward
     from attention.mask import visible_keys
 
     calls, general = [], kernel == "dkdv_general"
@@ -132,14 +264,14 @@ def workloads(kernel: str, head_dim: int) -> list[Callable[[], Any]]:
         if general:
             k, v = (x[:, :: min(GROUPS, heads)] for x in (k, v))
             visible = visible_keys(q, k, causal=True, window=WINDOW)
-            lo, hi = visible.lo.int(), visible.hi.int()
-        arguments = (lo, hi, None, causal, head_dim**-0.5, "", "online", 0, 0)
+            lo, hi = visible.lo, visible.hi
+        settings = Settings(causal, head_dim**-0.5)
+        others = lo, hi, None, None, False, settings
         if kernel == "forward":
-            calls.append(partial(flash_attention, q, k, v, *arguments))
+            calls.append(partial(forward, q, k, v, *others))
         else:
-            out, lse, _ = flash_attention(q, k, v, *arguments)
-            tensors = (d_out, None, q, k, v, out, lse)
-            calls.append(partial(flash_attention_backward, *tensors, *arguments))
+            out, lse, _ = forward(q, k, v, *others)
+            calls.append(partial(backward, d_out, None, q, k, v, out, lse, *others))
     return calls
 
 

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 
 from attention import Backend, build_module
-from attention.kernels.launch import shares_of
+from attention.kernels.tiles import shares_of
 from config import ModelConfig
 from model.gpt import count_parameters, mlp_width
 from model.loss import chunk_rows, padded_vocab

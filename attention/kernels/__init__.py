@@ -33,16 +33,11 @@ from attention.kernels.select import (
     choose_kernel,
     why_not_hopper,
 )
-from attention.mask import VisibleKeys, Window, visible_keys
-from attention.mask import intervals as intervals_of
-from attention.online_softmax import OnlineSoftmax
-from attention.ring import Fused, Ring
-from attention.sinks import with_sinks
+from attention.mask import Window, sides, visible_keys
 
 # looked up once: torch.compile cannot trace the look-up
 INSTALLED = importlib.util.find_spec("triton") is not None
 TILE_SIZES = (16, 32, 64, 128)
-MOST_QUERIES = 16  # in a decoding step
 
 
 def triton_attention(
@@ -74,10 +69,10 @@ def triton_attention(
     width of the wider.
 
     kernel: "portable", "hopper", or "auto" for whichever the device and the inputs allow; see
-    attention/kernels/select.py. Calls of few queries, more keys and no gradient use the split
-    kernel, unless kernel is "hopper". splits: see attention_with_cache().
+    attention/kernels/select.py. splits: of attention_with_cache().
     """
     from attention.kernels import op
+    from attention.kernels.launch import Settings, forward
 
     value_dim = v.shape[-1]
     if (narrower := q.shape[-1] - value_dim) > 0:
@@ -85,95 +80,31 @@ def triton_attention(
     elif narrower:  # zero columns change no score
         q, k = pad(q, (0, -narrower)), pad(k, (0, -narrower))
     mod, params = score_change(q.device, softcap, alibi_slopes, score_mod)
-    few = kernel != "hopper" and return_max_score is False and not (block_q or block_kv)
-    few = few and softmax == "online" and cu_seqlens is None and has_few_queries(q, k, v)
-    mask = {"document_ids": document_ids, "key_lengths": key_lengths, "cu_seqlens": cu_seqlens}
-    packed = window is None and (document_ids is not None or cu_seqlens is not None)
-    lo, hi, causal, window = key_intervals(q, k, causal, window, few, **mask)
-    if few:
-        masks = lo, hi, params, causal, window
-        out, lse = split(q, k, v, None, None, *masks, scale, mod, splits)
-        if sinks is not None:
-            out, lse = with_sinks(out, lse, sinks)
-        return AttentionOutput(out[..., :value_dim] if narrower else out, lse)
+    lo = hi = None
+    mask = {"window": window, "document_ids": document_ids}
+    by_position = {"key_lengths": key_lengths, "cu_seqlens": cu_seqlens}
+    if any(x is not None for x in (*mask.values(), *by_position.values())):
+        visible = visible_keys(q, k, causal=causal, **mask, **by_position)
+        lo, hi = (x.int().contiguous() for x in torch.broadcast_tensors(visible.lo, visible.hi))
+        # these contain it in a form of their own
+        causal = causal and key_lengths is None and cu_seqlens is None
+    packed = document_ids is not None or cu_seqlens is not None
+    settings = Settings(
+        causal, scale, mod, softmax, block_q, block_kv, kernel, packed and window is None
+    )
     sinks = None if sinks is None else sinks.float().contiguous()
-    starts = None
-    if packed and may_use_starts(q, k, lo, kernel):
-        from attention.kernels.intervals import block_starts
-
-        starts = block_starts(lo)
-    tensors = q, k, v, lo, hi, params
-    settings = causal, scale, mod, softmax, block_q, block_kv, kernel, flag(return_max_score)
+    tensors = q, k, v, lo, hi, params, sinks
     if torch.compiler.is_compiling():
-        out, lse, max_score = op.flash_attention(*tensors, *settings, False, sinks, starts)
-    elif torch.is_grad_enabled():
-        out, lse, max_score = op.FlashAttention.apply(*tensors, sinks, starts, settings)
+        out, lse, max_score = op.flash_attention(*tensors, flag(return_max_score), *settings)
     else:
-        out, lse, max_score = op.flash_attention_forward(
-            *tensors, *settings, sinks=sinks, starts=starts
-        )
+        run = op.FlashAttention.apply if needs_gradient(*tensors) else forward
+        out, lse, top = run(*tensors, bool(return_max_score), settings)
+        max_score = None if top is None else top.amax(-1)
     if narrower:
         out = out[..., :value_dim]
     if return_max_score is False:
         return AttentionOutput(out, lse)
     return ScoredOutput(out, lse, max_score)
-
-
-def key_intervals(
-    q: Tensor,
-    k: Tensor,
-    causal: bool,
-    window: Window,
-    few: bool,
-    document_ids: Tensor | None,
-    key_lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None, bool, Window]:
-    """lo and hi (B or 1, N) int32, or None if the kernel needs none, and the causal and window that
-    it still has to apply. few: for the split kernel, which computes the intervals of a causal
-    window itself.
-    """
-    by_length = key_lengths is not None or cu_seqlens is not None
-    sided = isinstance(window, tuple)
-    if not (sided or by_length) and (few or (window is None and document_ids is None)):
-        return None, None, causal, window
-    from attention.kernels.intervals import intervals, kept_intervals
-
-    sizes = q.shape[2], k.shape[2]
-    if document_ids is None and not by_length and not torch.compiler.is_compiling():
-        sides = list(window) if sided else [window]
-        lo, hi = kept_intervals(*sizes, causal, sides, q.device)
-    elif sided or by_length:
-        wide = {"key_lengths": key_lengths, "cu_seqlens": cu_seqlens}
-        mask = {"window": window, "document_ids": document_ids, **wide}
-        visible = visible_keys(q, k, causal=causal, **mask)
-        lo, hi = visible.lo.int(), visible.hi.int()
-    else:
-        lo, hi = intervals(document_ids, *sizes, causal, window, q.device)
-    # the intervals already contain a two-sided window and lengths, so causal must not add to them
-    return lo, hi, causal and not sided and not by_length, None
-
-
-def may_use_starts(q: Tensor, k: Tensor, lo: Tensor, kernel: str) -> bool:
-    """Whether the kernels may use block_starts() of this call's intervals."""
-    fits = lo.shape[0] == q.shape[0] and q.shape[2] == k.shape[2]
-    return fits and q.is_cuda and kernel != "portable"
-
-
-def has_few_queries(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether this is a decoding step: at most MOST_QUERIES queries, more keys, and no gradient."""
-    few = q.shape[2] <= MOST_QUERIES and q.shape[2] < k.shape[2]
-    return few and not needs_gradient(q, k, v)
-
-
-def split(*arguments: Any) -> AttentionOutput:
-    """split_attention() of attention/kernels/decoding.py, as an operator under torch.compile."""
-    from attention.kernels.decoding import split_attention, split_attention_op
-
-    *others, splits = arguments
-    # eager mode needs no operator, and calling one takes longer than the kernel
-    function = split_attention_op if torch.compiler.is_compiling() else split_attention
-    return AttentionOutput(*function(*others, str(splits)))
 
 
 def decode(
@@ -190,21 +121,23 @@ def decode(
     splits: str | int,
 ) -> AttentionOutput:
     """attention.decoding.decode() by the split kernel."""
+    from attention.kernels.decoding import split_attention, split_attention_op
+
     if q.shape[-1] != v.shape[-1]:
         raise Refusal(
             f"attention=triton decodes over values as wide as the keys, {q.shape[-1]}, not "
             f"{v.shape[-1]}: make the cache with columns of zeros"
         )
-    lo = hi = None
-    if isinstance(window, tuple):
-        room = k.shape[2] * (1 if block_table is None else block_table.shape[1])
-        mask = {"causal": causal, "window": window, "cache_lengths": cache_lengths}
-        visible = intervals_of(q.shape[2], room, q.device, **mask)
-        ends = torch.broadcast_tensors(visible.lo, visible.hi)  # (B, N)
-        (lo, hi), window = (x.to(torch.int32).contiguous() for x in ends), None
+    room = k.shape[2] * (1 if block_table is None else block_table.shape[1])
+    reach = room + q.shape[2]  # a window that hides nothing
+    left, right = (
+        reach if side is None else min(side, reach) for side in sides(window, causal=causal)
+    )
     mod, params = score_change(q.device, softcap, None, None)
-    masks = (lo, hi, params, causal, window)
-    return split(q, k, v, cache_lengths, block_table, *masks, scale, mod, splits)
+    # eager mode needs no operator, and calling one takes longer than the kernel
+    run = split_attention_op if torch.compiler.is_compiling() else split_attention
+    masks = cache_lengths, block_table, params, left, right
+    return AttentionOutput(*run(q, k, v, *masks, scale, mod, str(splits)))
 
 
 def score_change(
@@ -310,65 +243,6 @@ def kernel_choice(backend: Backend, **inputs: Any) -> Choice | None:
     return None if kernel is None else choose_kernel(kernel, **inputs)
 
 
-class TritonBlocks:
-    """The kernels on one block of the keys; see attention.ring.Blockwise."""
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, *, look: bool, **settings: Any
-    ) -> tuple[OnlineSoftmax, Tensor | None]:
-        from attention.kernels.op import flash_attention_forward
-
-        arguments = self.arguments(q, visible, **settings)
-        out, lse, max_score = flash_attention_forward(q, k, v, *arguments, flag(look), wide=True)
-        # a valid state: row_max = lse, row_sum = exp(lse - lse) = 1, acc = out
-        lse = lse.unsqueeze(-1)
-        state = OnlineSoftmax(lse, torch.ones_like(lse), out)
-        return state, max_score if look else None
-
-    def backward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        d_out: Tensor,
-        d_lse: Tensor,
-        visible: VisibleKeys,
-        **settings: Any,
-    ) -> tuple[Tensor, ...]:
-        from attention.kernels.op import flash_attention_backward
-
-        known = (d_out, d_lse, q, k, v, out, lse.contiguous())
-        arguments = self.arguments(q, visible, **settings)
-        return tuple(flash_attention_backward(*known, *arguments, wide=True))
-
-    def arguments(
-        self,
-        q: Tensor,
-        visible: VisibleKeys,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        block_q: int = 0,
-        block_kv: int = 0,
-        kernel: str = "portable",
-    ) -> tuple[Any, ...]:
-        """The operators' arguments after q, k and v, up to the choice of kernels."""
-        lo = hi = None
-        if visible.causal is None:
-            lo, hi = (x.to(torch.int32).contiguous() for x in (visible.lo, visible.hi))
-        mod, params = score_change(q.device, softcap, None, None)
-        causal = visible.causal is True
-        return lo, hi, params, causal, scale, mod, "online", block_q, block_kv, kernel
-
-
-def fused_parts() -> Fused:
-    from attention.kernels import parts
-
-    return parts
-
-
 TRITON = Backend(
     "triton",
     triton_attention,
@@ -395,7 +269,6 @@ TRITON = Backend(
     ),
     options={"kernel": "auto", "splits": "auto"},
     requirements=refusals,
-    ring=Ring(TritonBlocks(), fused=fused_parts),
     decode=decode,
 )
 

@@ -4,8 +4,8 @@ The specification is attention/decoding.py; the softmax steps are those of softm
 owns the queries of one key/value head, with a row for each query head of the group. It reads each
 key of its part once, so memory bandwidth limits it. A second kernel merges the parts of a row.
 
-The keys of a cache are contiguous or in pages. Query i sees keys lo[i] <= j < hi[i]. With INTERVALS
-the kernel loads both ends; otherwise they follow from the sequence's length, CAUSAL and the window.
+The keys of a cache are contiguous or in pages. A query at position p sees the sequence's keys p - left
+<= j <= p + right.
 
 Dimensions: B batch, H = H_kv * GROUPS query heads, N queries, M keys, D head dim (padded to
 BLOCK_D); S splits; a tile is BLOCK_Q rows by BLOCK_KV keys.
@@ -19,10 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.decoding import num_splits
-from attention.interface import Plans, empty_heads, operator
+from attention.interface import empty_heads, operator
 from attention.kernels.forward import scores_of
-from attention.kernels.launch import (
-    Launch,
+from attention.kernels.score_mods import find_score_mod
+from attention.kernels.softmax import move_max
+from attention.kernels.tiles import (
     Tile,
     batch_stride,
     multiprocessors,
@@ -31,34 +32,10 @@ from attention.kernels.launch import (
     properties,
     tiles_of,
 )
-from attention.kernels.op import differ, kind_of
-from attention.kernels.portable import find_score_mod
-from attention.kernels.softmax import move_max
 
 MERGED = 32  # parts of a row that a program merges at a time
 CHECKED = tl.constexpr(128)  # pages that a program checks at a time
 SLOTS_OF_A_CPU = 8  # the interpreter runs programs one by one; several make tests merge parts
-
-
-@triton.jit
-def interval_of_rows(
-    n, first_n, last_n, lo_ptr, hi_ptr, length, N, window,
-    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr,
-):  # fmt: skip
-    """lo, hi: the keys that queries n see; first, last: the keys that any of them sees. Both ends
-    are non-decreasing, so first and last come from the first and the last query."""
-    if INTERVALS:
-        lo = tl.load(lo_ptr + n, mask=n < N, other=0)
-        hi = tl.load(hi_ptr + n, mask=n < N, other=0)
-        first = tl.load(lo_ptr + first_n)
-        last = tl.load(hi_ptr + last_n)
-    else:
-        past = length - N  # the position of query 0
-        lo = tl.maximum(past + n + 1 - window, 0)
-        hi = tl.minimum(past + n + 1, length) if CAUSAL else tl.zeros_like(n) + length
-        first = tl.maximum(past + first_n + 1 - window, 0)
-        last = past + last_n + 1 if CAUSAL else length
-    return lo, hi, first, tl.maximum(first, last)
 
 
 @triton.jit
@@ -76,15 +53,16 @@ def load_keys(
     return tl.load(row[:, None] + column[None, :], mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=["M", "num_pages", "window"])  # do not recompile for each length
+# do not recompile for each length
+@triton.jit(do_not_specialize=["M", "num_pages", "left", "right"])
 def split_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, lengths_ptr, table_ptr, lo_ptr, hi_ptr, params_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, lengths_ptr, table_ptr, params_ptr,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn,
     stride_vb, stride_vh, stride_vn, stride_ob, stride_oh, stride_on, stride_os,
-    stride_table, stride_interval, num_kv_heads, N, M, num_pages, window, scale, scale_log2,
-    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, SCORE_MOD: tl.constexpr, GROUPS: tl.constexpr,
-    SPLITS: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    stride_table, num_kv_heads, N, M, num_pages, left, right, scale, scale_log2,
+    SCORE_MOD: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """lengths_ptr: how many keys each sequence has, or None for M keys; table_ptr: its pages.
 
@@ -106,12 +84,12 @@ def split_kernel(
         given = tl.load(lengths_ptr + batch)
         length = tl.minimum(given.to(tl.int32), M)
         broken = (given > M) | (given < 0)
-    if INTERVALS:
-        lo_ptr += batch * stride_interval
-        hi_ptr += batch * stride_interval
-    lo, hi, first, last = interval_of_rows(
-        n, first_n, last_n, lo_ptr, hi_ptr, length, N, window, CAUSAL, INTERVALS
-    )
+    past = length - N  # the position of query 0
+    lo = tl.maximum(past + n - left, 0)
+    hi = tl.minimum(past + n + right + 1, length)
+    # both ends are non-decreasing
+    first = tl.maximum(past + first_n - left, 0)
+    last = tl.maximum(first, tl.minimum(past + last_n + right + 1, length))
     # tiles lie on a fixed grid, so that a page holds whole tiles, or a tile whole pages
     grid = first // BLOCK_KV * BLOCK_KV
     tiles = tl.cdiv(last - grid, BLOCK_KV)
@@ -145,9 +123,9 @@ def split_kernel(
             page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
         k = load_keys(k_ptr, stride_kb, stride_kn, page, keys, inside, PAGE_SIZE, D, BLOCK_D)
         scores, _ = scores_of(
-            tl.dot(q, tl.trans(k), input_precision=PRECISION), (n + length - N)[:, None],
+            tl.dot(q, tl.trans(k), input_precision=PRECISION), (past + n)[:, None],
             keys[None, :], lo[:, None], hi[:, None], batch, head[:, None], M, scale, scale_log2,
-            params_ptr, CAUSAL, True, True, SCORE_MOD,
+            params_ptr, False, True, True, SCORE_MOD,
         )  # fmt: skip
         row_max, shift, alpha = move_max(row_max, tl.max(scores, 1), True)
         p = tl.exp2(scores - shift[:, None])
@@ -226,6 +204,64 @@ def stages_of(tile: Tile, *, paged: bool) -> int:
     return 2 * tile.num_stages - 1 if paged else tile.num_stages
 
 
+def split_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_lengths: Tensor,
+    block_table: Tensor | None,
+    params: Tensor | None,
+    left: int,
+    right: int,
+    scale: float,
+    score_mod: str,
+    splits: str,
+) -> tuple[Tensor, Tensor]:
+    """out (B, H, N, D) and lse (B, H, N) float32, for q (B, H, N, D); k, v (B, H_kv, M, D), or (P,
+    H_kv, page_size, D) with a block_table (B, max_pages).
+
+    cache_lengths: (B,). left, right: how many keys a query sees before and after its position.
+    score_mod, params: as in launch.py. splits: auto, fixed or a number.
+    """
+    dtype, device = q.dtype, q.device
+    q, k, v = map(by_rows, (q, k, v))
+    block_table = None if block_table is None else block_table.contiguous()
+    (batch, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
+    page_size = 0
+    if block_table is not None:
+        page_size, num_keys = num_keys, num_keys * block_table.shape[1]
+    rows, block_d = num_queries * num_heads // num_kv_heads, padded_head_dim(head_dim)
+    tile = pick_tile("decoding", head_dim, q.dtype, device)
+    block_q = min(tile.block_q, padded_head_dim(rows))  # a power of two that holds the rows
+    programs = batch * num_kv_heads * tiles_of(rows, block_q)
+    memory = 2 * tile.num_stages * tile.block_kv * block_d * q.element_size()
+    seen = min(num_keys, left + num_queries + right)
+    busy = {"tiles": tiles_of(seen, tile.block_kv), "slots": slots_of(device, memory)}
+    count = num_splits(splits, programs=programs, **busy)
+
+    out = empty_heads(q.shape, q)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    part, part_lse, strides = out, lse, (*out.stride()[:3], 0)
+    if count > 1:
+        part = lse.new_empty(*q.shape[:3], count, head_dim)
+        part_lse, strides = lse.new_empty(part.shape[:-1]), part.stride()[:4]
+    split_kernel[(programs, count)](
+        q, k, v, part, part_lse, cache_lengths.contiguous(), block_table, params,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *strides, batch_stride(block_table),
+        num_kv_heads, num_queries, num_keys, len(k), left, right, scale, scale * math.log2(math.e),
+        SCORE_MOD=find_score_mod(score_mod), GROUPS=num_heads // num_kv_heads, SPLITS=count,
+        PAGE_SIZE=page_size, D=head_dim, BLOCK_Q=block_q, BLOCK_KV=tile.block_kv,
+        BLOCK_D=block_d, PRECISION="ieee",
+        num_warps=tile.num_warps, num_stages=stages_of(tile, paged=page_size > 0),
+    )  # fmt: skip
+    if count > 1:
+        merge_kernel[(batch * num_heads * num_queries,)](
+            part, part_lse, out, lse, *out.stride()[:3], num_heads, num_queries, SPLITS=count,
+            D=head_dim, BLOCK_S=min(MERGED, triton.next_power_of_2(count)), BLOCK_D=block_d,
+        )  # fmt: skip
+    return out.to(dtype), lse
+
+
 def by_rows(x: Tensor) -> Tensor:
     """x, or a copy that is contiguous along D, as the kernel needs. The interpreter computes
     bfloat16 on raw bits, so there x becomes float32.
@@ -235,128 +271,9 @@ def by_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def in_one_piece(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
-
-
-# for each kind of call: whether a tensor must be copied, and the launches
-plans: Plans = Plans()
-
-
-class SplitAttention:
-    """The launches for one kind of call: the split kernel and, with several splits, the merge
-    kernel.
-
-    The tensors are those of split_attention() after by_rows() and in_one_piece().
-    """
-
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, cache_lengths: Tensor | None,
-        block_table: Tensor | None, lo: Tensor | None, out: Tensor, causal: bool,
-        window: int | None, scale: float, score_mod: str, splits: str,
-    ):  # fmt: skip
-        (batch, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
-        page_size = 0
-        if block_table is not None:
-            page_size, num_keys = num_keys, num_keys * block_table.shape[1]
-        rows, block_d = num_queries * num_heads // num_kv_heads, padded_head_dim(head_dim)
-        tile = pick_tile("decoding", head_dim, q.dtype, q.device)
-        block_q = min(tile.block_q, padded_head_dim(rows))  # a power of two that holds the rows
-        seen = num_keys if window is None else min(num_keys, window + num_queries)
-        programs = batch * num_kv_heads * tiles_of(rows, block_q)
-        memory = 2 * tile.num_stages * tile.block_kv * block_d * q.element_size()
-        self.splits = num_splits(
-            splits,
-            programs=programs,
-            tiles=tiles_of(seen, tile.block_kv),
-            slots=slots_of(q.device, memory),
-        )
-        strides = (*out.stride()[:3], 0)
-        if self.splits > 1:
-            strides = self.parts(q).stride()[:4]
-        self.split = Launch(
-            split_kernel, (programs, self.splits),
-            (
-                *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *strides,
-                batch_stride(block_table), batch_stride(lo), num_kv_heads, num_queries, num_keys,
-                len(k), num_keys + num_queries if window is None else window, scale,
-                scale * math.log2(math.e),
-            ),
-            CAUSAL=causal, INTERVALS=lo is not None, SCORE_MOD=find_score_mod(score_mod),
-            GROUPS=num_heads // num_kv_heads, SPLITS=self.splits, PAGE_SIZE=page_size, D=head_dim,
-            BLOCK_Q=block_q, BLOCK_KV=tile.block_kv, BLOCK_D=block_d, PRECISION="ieee",
-            num_warps=tile.num_warps, num_stages=stages_of(tile, paged=page_size > 0),
-        )  # fmt: skip
-        self.merge = Launch(
-            merge_kernel, (batch * num_heads * num_queries,),
-            (*out.stride()[:3], num_heads, num_queries),
-            SPLITS=self.splits, D=head_dim,
-            BLOCK_S=min(MERGED, triton.next_power_of_2(self.splits)), BLOCK_D=block_d,
-        )  # fmt: skip
-
-    def parts(self, q: Tensor) -> Tensor:
-        """Memory for the results of all splits, (B, H, N, S, D) float32."""
-        *rows, head_dim = q.shape
-        return q.new_empty(*rows, self.splits, head_dim, dtype=torch.float32)
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, cache_lengths: Tensor | None,
-        block_table: Tensor | None, lo: Tensor | None, hi: Tensor | None, params: Tensor | None,
-        out: Tensor, lse: Tensor,
-    ) -> None:  # fmt: skip
-        """Fill out (B, H, N, D) and lse (B, H, N)."""
-        of_splits = out, lse
-        if self.splits > 1:
-            parts = self.parts(q)
-            of_splits = parts, parts.new_empty(parts.shape[:-1])
-        self.split(q, k, v, *of_splits, cache_lengths, block_table, lo, hi, params)
-        if self.splits > 1:
-            self.merge(*of_splits, out, lse)
-
-
-def split_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache_lengths: Tensor | None,
-    block_table: Tensor | None,
-    lo: Tensor | None,
-    hi: Tensor | None,
-    params: Tensor | None,
-    causal: bool,
-    window: int | None,
-    scale: float,
-    score_mod: str,
-    splits: str,
-) -> tuple[Tensor, Tensor]:
-    """out (B, H, N, D) and lse (B, H, N) float32, for q (B, H, N, D); k, v (B, H_kv, M, D), or (P,
-    H_kv, page_size, D) with a block_table (B, max_pages).
-
-    cache_lengths: (B,), or None where all M keys are there. lo, hi: (B or 1, N) int32, the interval
-    of keys that each query sees, instead of causal and window. score_mod, params: as in
-    flash_attention() of op.py. splits: auto, fixed or a number.
-    """
-    given = q, k, v, cache_lengths, block_table
-    settings = causal, window, scale, score_mod, splits
-    kind = kind_of(q.device, (*given, lo, hi, params), *settings)
-    copies, launch = plans.get(kind, (True, None))
-    out, tensors = empty_heads(q.shape, q), given
-    if copies:
-        tensors = *map(by_rows, given[:3]), *map(in_one_piece, given[3:])
-    if tensors[0].dtype != q.dtype:
-        out = out.to(tensors[0].dtype)
-    batch, num_heads, num_queries, _ = q.shape
-    lse = q.new_empty(batch, num_heads, num_queries, dtype=torch.float32)
-    if launch is None:
-        launch = SplitAttention(*tensors, lo, out, *settings)
-        plans[kind] = differ(given, tensors), launch
-    launch(*tensors, lo, hi, params, out, lse)
-    return out if out.dtype == q.dtype else out.to(q.dtype), lse
-
-
 split_attention_op = operator("split_attention")(split_attention)
 
 
 @torch.library.register_fake("tilegpt::split_attention")
-def _(q: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return empty_heads(q.shape, q), q.new_empty(q.shape[:3], dtype=torch.float32)

@@ -1,236 +1,310 @@
-"""Launch kernels: choose their tiles, and take little time on the host.
+"""Launch the kernels of forward.py and backward.py, or those for Hopper.
 
-Tiles come from a table by device, dtype and head dim, so that no first call stalls on autotuning.
-
-tiles.json has one table per compute capability: kernel -> padded head dim -> [block_q, block_kv,
-num_warps, num_stages]. The kernel dkdv_general is dkdv with intervals, a score modifier or grouped
-heads, which take registers. decoding is the split kernel; its block_q is the most rows that a
-program takes. `python -m scripts.tune` measures a table for the device of this machine.
+Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
 
-import json
-from collections.abc import Callable
-from functools import cache
-from pathlib import Path
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-TILES = Path(__file__).with_name("tiles.json")
-# the variants that run with a kernel's tile
-VARIANTS = {
-    "forward": ("causal", "full", "intervals", "score_mod", "no_rescale"),
-    "dkdv": ("causal", "full"),
-    "dkdv_general": ("intervals", "score_mod", "grouped"),
-    "dq": ("causal", "full", "intervals", "score_mod"),
-    "decoding": ("cache", "pages", "intervals", "score_mod"),
+from attention.interface import empty_heads
+from attention.kernels import defects
+from attention.kernels.backward import delta_kernel, dkdv_kernel, dq_kernel
+from attention.kernels.forward import forward_kernel
+from attention.kernels.score_mods import find_score_mod
+from attention.kernels.select import choose_kernel
+from attention.kernels.softmax import ONLINE
+from attention.kernels.tiles import (
+    batch_stride,
+    bytes_of_a_head,
+    descriptor_strides,
+    padded_head_dim,
+    pick_tile,
+    section_of,
+    tiles_of,
+)
+
+# by name, because an operator cannot take functions
+SOFTMAXES = {
+    "online": ONLINE,
+    "no_max": defects.NO_MAX,
+    "no_rescale": defects.NO_RESCALE,
+    "no_rescale_detached": defects.NO_RESCALE_DETACHED,
 }
+DELTA_BLOCK_Q = 32
 
 
-class Tile(NamedTuple):
-    """Tile shape and launch parameters of one kernel."""
+class Settings(NamedTuple):
+    """What an attention computes and how, beside its tensors. Operators take them one by one."""
 
-    block_q: int
-    block_kv: int
-    num_warps: int
-    num_stages: int
+    causal: bool
+    scale: float
+    score_mod: str = ""  # pkg.module:NAME of a @triton.jit function
+    softmax: str = "online"  # a name in SOFTMAXES
+    block_q: int = 0  # a tile size, 0 for the table's
+    block_kv: int = 0
+    kernel: str = "portable"  # or auto, hopper: see select.py
+    documents: bool = False  # whether lo and hi are those of packed documents, without a window
+
+    def choice(self, q: Tensor) -> str:
+        """portable or hopper."""
+        return choose_kernel(
+            self.kernel,
+            device=q.device,
+            dtype=q.dtype,
+            head_dim=q.shape[-1],
+            scale=self.scale,
+            score_mod=self.score_mod,
+            softmax=self.softmax,
+            tile=self.block_q or self.block_kv,
+        ).kernel
 
 
-class Launch:
-    """One kernel for one kind of call, with its grid and all arguments that are not tensors.
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lo: Tensor | None,
+    hi: Tensor | None,
+    params: Tensor | None,
+    sinks: Tensor | None,
+    look: bool,
+    settings: Settings,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """out (B, H, N, D), lse (B, H, N), and if `look` each row's largest score (B, H, N), for q (B,
+    H, N, D); k, v (B, H_kv, M, D). All but out are float32.
 
-    Triton's own launcher looks at every argument to find the compiled kernel. That takes longer
-    than all else in a call, so only the first call goes through it; later calls start the kernel
-    that it found. Their tensors must have the same dtypes and 16-byte alignment, and None in the
-    same places. Tensors with a descriptor (`describe`) must also have the same shape and strides:
-    see layout().
+    lo, hi: (B or 1, N) int32, the interval of keys that each query sees; if None, `causal` decides.
+    params: the numbers of the score modifier, float32. sinks: (H,) float32, a logit of each head in
+    the denominator.
     """
+    dtype = q.dtype
+    q, k, v = map(readable, (q, k, v))
+    out = empty_heads(q.shape, q)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    top = torch.empty_like(lse) if look else None
+    if settings.choice(q) == "hopper":
+        from attention.kernels.hopper import launch
 
-    def __init__(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        numbers: tuple[float, ...],
-        *,
-        describe: tuple[Callable[[Tensor], Any], ...] = (),
-        **constants: Any,
-    ):
-        """describe: functions that make the descriptors of the first tensors."""
-        self.kernel, self.grid = kernel, (*grid, 1, 1)[:3]
-        self.numbers, self.constants, self.describe = numbers, constants, describe
-        self.start: Callable[..., None] | None = None
-
-    def __call__(self, *tensors: Tensor | None) -> None:
-        if self.start is None:
-            return self.first(tensors)
-        templates = self.templates
-        descriptors = map(moved, templates, tensors)
-        self.start(*descriptors, *tensors[len(templates) :], *self.rest)
-
-    def first(self, tensors: tuple[Tensor | None, ...]) -> None:
-        descriptors = [make(x) for make, x in zip(self.describe, tensors, strict=False)]
-        pointers = tensors[len(descriptors) :]
-        compiled = self.kernel[self.grid](*descriptors, *pointers, *self.numbers, **self.constants)
-        if compiled is None:
-            return  # the interpreter compiles nothing
-        for descriptor in descriptors:
-            descriptor.base = None  # do not keep the tensor
-        constants = self.kernel.arg_names[len(tensors) + len(self.numbers) :]
-        self.templates = descriptors
-        self.rest = (*self.numbers, *(self.constants[name] for name in constants))
-        self.start = compiled[self.grid]  # set last: from now on another thread may launch
+        launch.forward(q, k, v, out, lse, top, lo, hi, params, sinks, settings)
+        return out, lse, top
+    batch, num_heads, num_queries, _ = q.shape
+    groups = num_heads // k.shape[1]
+    meta = constants("forward", q, lo, settings)
+    equal = lo is None and not settings.causal
+    forward_kernel[(tiles_of(num_queries, meta["BLOCK_Q"]) * batch * num_heads,)](
+        *descriptors(meta, q, k, v), out, lse, top, lo, hi, params, sinks,
+        *out.stride()[:3], batch_stride(lo), num_heads, groups, batch * num_heads,
+        section_of(k.device, 2 * bytes_of_a_head(k), heads=groups, equal=equal),
+        *sizes(q, k, settings), MOVE_MAX=SOFTMAXES[settings.softmax].move_max, **meta,
+    )  # fmt: skip
+    return out.to(dtype), lse, top
 
 
-def moved(template: Any, x: Tensor) -> Any:
-    """The template's descriptor for x. Making a new one would check the shape and strides again."""
-    descriptor = object.__new__(type(template))
-    descriptor.__dict__.update(template.__dict__, base=x)
-    return descriptor
-
-
-def layout(x: Tensor | None) -> tuple[Any, ...] | None:
-    """Everything about a tensor that a launch depends on, except its device."""
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
-
-
-def place_of(device: torch.device) -> tuple[torch.device, int | None]:
-    """The tensors' device, and the device on which Triton launches."""
-    return device, torch.cuda.current_device() if device.type == "cuda" else None
-
-
-# the interpreter's tile is so small that a short test crosses several
-INTERPRETER = Tile(32, 16, 1, 1)
-
-
-def padded_head_dim(head_dim: int) -> int:
-    """The next power of two, at least 16, as a product of tiles needs."""
-    return max(16, 1 << (head_dim - 1).bit_length())
-
-
-@cache
-def tables() -> dict[str, dict[str, Any]]:
-    return json.loads(TILES.read_text())
-
-
-@cache
-def table_for(capability: tuple[int, int], shared_memory: int) -> dict[str, Any]:
-    """The table of this compute capability. If there is none, the largest table whose tiles fit
-    into a program's shared memory (bytes).
+def backward(
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lo: Tensor | None,
+    hi: Tensor | None,
+    params: Tensor | None,
+    sinks: Tensor | None,
+    packed: bool,
+    settings: Settings,
+) -> list[Tensor]:
+    """dq, dk, dv in the dtype of q, or if `packed` the one tensor of empty_gradients(); then, with
+    sinks, d_sinks (H,) float32.
     """
-    own = tables().get(f"sm_{capability[0]}{capability[1]}")
-    if own is not None:
-        return own
-    fitting = [table for table in tables().values() if table["shared_memory"] <= shared_memory]
-    if not fitting:
-        least = min(table["shared_memory"] for table in tables().values())
-        raise ValueError(
-            f"attention=triton needs {least} bytes of shared memory a program, this GPU has "
-            f"{shared_memory}: use attention=sdpa"
-        )
-    return max(fitting, key=lambda table: table["shared_memory"])
+    dtype = q.dtype
+    d_lse = None if d_lse is None else d_lse.contiguous()
+    d_out, q, k, v, out = map(readable, (d_out, q, k, v, out))
+    gradients = empty_gradients(q, k, v, packed)
+    dq, dk, dv = unpacked(gradients, q.shape[1], k.shape[1])
+    tensors = d_out, d_lse, q, k, v, out, lse, dq, dk, dv, lo, hi, params, settings
+    # the Hopper kernels sum dq in any order
+    any_order = not torch.are_deterministic_algorithms_enabled()
+    if any_order and settings.choice(q) == "hopper":
+        from attention.kernels.hopper import launch
+
+        delta = launch.backward(*tensors)
+    else:
+        delta = portable_backward(*tensors)
+    gradients = [x.to(dtype) for x in gradients]
+    return gradients if sinks is None else [*gradients, gradient_of_sinks(sinks, lse, delta)]
 
 
-@cache
-def properties(device: torch.device) -> Any:
-    """torch.cuda.get_device_properties, cached: a launch needs them several times."""
-    return torch.cuda.get_device_properties(device)
+def portable_backward(
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    lo: Tensor | None,
+    hi: Tensor | None,
+    params: Tensor | None,
+    settings: Settings,
+) -> Tensor:
+    """Fill dq, dk and dv. Returns delta (B, H, N), the sum over keys of p * dp."""
+    (batch, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
+    groups, equal = num_heads // num_kv_heads, lo is None and not settings.causal
+    softmax = SOFTMAXES[settings.softmax]
+    steps = {"PROBABILITY": softmax.probability, "SCORE_GRADIENT": softmax.score_gradient}
+
+    delta = torch.empty_like(lse)
+    delta_kernel[(tiles_of(num_queries, DELTA_BLOCK_Q), batch * num_heads)](
+        out, d_out, d_lse, delta, *out.stride()[:3], *d_out.stride()[:3], num_heads, num_queries,
+        D=head_dim, BLOCK_Q=DELTA_BLOCK_Q, BLOCK_D=padded_head_dim(head_dim),
+    )  # fmt: skip
+
+    plain = groups == 1 and lo is None and not settings.score_mod
+    meta = constants("dkdv" if plain else "dkdv_general", q, lo, settings)
+    ranges = None if lo is None else query_ranges(lo, hi, *tile_edges(lo, k, meta["BLOCK_KV"]))
+    dkdv_kernel[(tiles_of(num_keys, meta["BLOCK_KV"]) * batch * num_kv_heads,)](
+        *descriptors(meta, q, k, v, d_out), lse, delta, dk, dv, lo, hi, ranges, params,
+        *dk.stride()[:3], *dv.stride()[:3], batch_stride(lo), batch_stride(ranges),
+        num_kv_heads, batch * num_kv_heads,
+        section_of(q.device, groups * 2 * bytes_of_a_head(q), equal=equal),
+        *sizes(q, k, settings), GROUPS=groups, **steps, **meta,
+    )  # fmt: skip
+
+    meta = constants("dq", q, lo, settings)
+    dq_kernel[(tiles_of(num_queries, meta["BLOCK_Q"]) * batch * num_heads,)](
+        *descriptors(meta, q, k, v, d_out), lse, delta, dq, lo, hi, params,
+        *dq.stride()[:3], batch_stride(lo), num_heads, groups, batch * num_heads,
+        section_of(k.device, 2 * bytes_of_a_head(k), heads=groups, equal=equal),
+        *sizes(q, k, settings), **steps, **meta,
+    )  # fmt: skip
+    return delta
 
 
-def multiprocessors(device: torch.device) -> int:
-    return properties(device).multi_processor_count
+def constants(kernel: str, q: Tensor, lo: Tensor | None, settings: Settings) -> dict[str, Any]:
+    """What every kernel is compiled with."""
+    head_dim, sizes = q.shape[-1], {"block_q": settings.block_q, "block_kv": settings.block_kv}
+    tile = pick_tile(kernel, head_dim, q.dtype, q.device, **sizes)
+    return {
+        "CAUSAL": settings.causal,
+        "INTERVALS": lo is not None,
+        "SCORE_MOD": find_score_mod(settings.score_mod),
+        "D": head_dim,
+        "BLOCK_Q": tile.block_q,
+        "BLOCK_KV": tile.block_kv,
+        "BLOCK_D": padded_head_dim(head_dim),
+        # Triton's default for float32 is TF32, which has fewer bits
+        "PRECISION": "ieee",
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
 
 
-def tiles_of(length: int, block: int) -> int:
-    """length / block, rounded up. triton.cdiv takes two microseconds for it."""
-    return -(-length // block)
+def sizes(q: Tensor, k: Tensor, settings: Settings) -> tuple[int, int, float, float]:
+    """N, M, and the scale of the scores, also in base 2."""
+    return q.shape[2], k.shape[2], settings.scale, settings.scale * math.log2(math.e)
 
 
-def shares_of(
-    groups: int, blocks: int, programs: int, *, equal: bool, streamed: int, cache: int
-) -> int:
-    """How many shares the query heads of each key/value head are divided into in the backward pass,
-    a divisor of `groups`. Every program should have work, and find in the L2 cache what another has
-    read.
-
-    blocks: blocks of keys in all key/value heads. programs: how many run at a time. equal: whether
-    all blocks take the same amount of work.
-
-    Unequal blocks run longest first, and end evenly if there are at least twice as many as
-    programs. Their programs are at different heads of their shares. So a share has at most as many
-    heads as fit into half of the `cache`, at `streamed` bytes a head; two are always allowed.
+def descriptors(meta: dict[str, Any], *tensors: Tensor) -> list[TensorDescriptor]:
+    """Descriptors of q, k, v and d_out (B, H, N, D), which load the rows of a tile of one head, and
+    zeros past the end.
     """
-    divisors = [n for n in range(1, groups + 1) if groups % n == 0]
-    if not equal:
-        heads = max(2, cache // 2 // streamed)
-        enough = (n for n in divisors if n * blocks >= 2 * programs and groups // n <= heads)
-        return next(enough, groups)
-    used = {n: n * blocks / tiles_of(n * blocks, programs) for n in divisors}  # slots in use
-    return next(n for n in divisors if used[n] >= 0.95 * max(used.values()))
-
-
-def section_of(
-    device: torch.device, streamed: int, *, heads: int = 1, equal: bool, at_least: int = 1
-) -> int:
-    """How many heads to work on at a time, so that what they read stays in the L2 cache: `streamed`
-    bytes, which `heads` heads share.
-
-    equal: whether all programs take the same amount of work. If not, a section has several heads,
-    at least heads * at_least, and their longest programs run first.
-    """
-    if equal:
-        return heads
-    if device.type == "cpu":
-        return 2 * heads  # interpreter: no cache and few heads; this makes several sections
-    # about half of the cache; the rest is for data that is read once or written
-    return heads * max(1, at_least, round(properties(device).L2_cache_size / 2 / streamed))
-
-
-def bytes_of_a_head(x: Tensor) -> int:
-    """Bytes of one head of x (B, H, N, D)."""
-    return x.shape[2] * x.shape[3] * x.element_size()
-
-
-def descriptor_strides(x: Tensor) -> list[int]:
-    """Strides of x (B, H, N, D) for a tensor descriptor."""
-    # Triton checks the stride of a dimension of size 1, though it never uses it
+    of_queries, of_keys = meta["BLOCK_Q"], meta["BLOCK_KV"]
     return [
-        stride if size > 1 else 16 for size, stride in zip(x.shape, x.stride()[:3], strict=False)
-    ] + [1]
+        TensorDescriptor(x, list(x.shape), descriptor_strides(x), [1, 1, rows, meta["BLOCK_D"]])
+        for x, rows in zip(tensors, (of_queries, of_keys, of_keys, of_queries), strict=False)
+    ]
 
 
-def batch_stride(x: Tensor | None) -> int:
-    """The stride along B of a tensor (B or 1, ...); 0 if all sequences share it, or for None."""
-    return 0 if x is None or x.shape[0] == 1 else x.stride(0)
+def tile_edges(lo: Tensor, k: Tensor, block_kv: int) -> tuple[Tensor, Tensor]:
+    """Where each tile of keys starts and stops, (B or 1, tiles), for lo (B or 1, N)."""
+    start = torch.arange(0, k.shape[2], block_kv, dtype=lo.dtype, device=lo.device)
+    start = start.expand(len(lo), -1).contiguous()
+    return start, start + block_kv
 
 
-def pick_tile(
-    kernel: str,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    block_q: int = 0,
-    block_kv: int = 0,
-) -> Tile:
-    """The table's tile, or one of block_q by block_kv if the user chose these. They matter for a
-    defect: its result depends on where a tile of keys ends, but not on block_q.
+def query_ranges(
+    lo: Tensor, hi: Tensor, start: Tensor, stop: Tensor, own_stop: Tensor | None = None
+) -> Tensor:
+    """For each tile of keys start : stop (B or 1, tiles), the queries that see it: first,
+    full_first, full_last, last, (B or 1, tiles, 4) int32. Queries first : last see some of its
+    keys, full_first : full_last all of them. Keys from own_stop on belong to another tile.
+
+    lo, hi (B or 1, N) are non-decreasing, so each is a binary search.
     """
-    if block_q and block_kv:
-        # the registers limit it; in float32 larger tiles take minutes to compile
-        if dtype == torch.float32:
-            block_q = min(block_q, 32 if head_dim <= 64 else 16)
-        elif kernel.startswith("dkdv"):
-            block_q = min(block_q, 64 if head_dim <= 64 else 32)
-        return Tile(
-            block_q,
-            block_kv,
-            num_warps=8 if block_q * block_kv > 64 * 64 else 4,
-            num_stages=2 if dtype.itemsize == 2 else 1,
-        )
-    if device.type == "cpu":
-        return INTERPRETER
-    gpu = properties(device)
-    table = table_for((gpu.major, gpu.minor), gpu.shared_memory_per_block_optin)
-    tiles = table["float32" if dtype == torch.float32 else "16-bit"][kernel]
-    return Tile(*tiles[str(max(64, padded_head_dim(head_dim)))])
+    bounds = (
+        torch.searchsorted(hi, start, right=True, out_int32=True),
+        torch.searchsorted(hi, stop, out_int32=True),
+        torch.searchsorted(lo, start, right=True, out_int32=True),
+        torch.searchsorted(lo, stop if own_stop is None else own_stop, out_int32=True),
+    )
+    return torch.stack(bounds, -1)
+
+
+def readable(x: Tensor) -> Tensor:
+    """x, or a copy that a tensor descriptor can point at: contiguous along D, every other stride a
+    positive multiple of 16 bytes.
+
+    A view of a packed qkv projection needs no copy. The interpreter computes bfloat16 on raw bits,
+    so there x becomes float32.
+    """
+    if x.is_cpu and x.dtype == torch.bfloat16:
+        x = x.float()
+    granule = 16 // x.element_size()
+    *outer, last = x.stride()
+    aligned = [
+        size == 1 or (stride > 0 and stride % granule == 0)
+        for size, stride in zip(x.shape, outer, strict=False)
+    ]
+    if last == 1 and all(aligned) and x.data_ptr() % 16 == 0:
+        return x
+    head_dim = x.shape[-1]
+    return x.new_empty(*x.shape[:3], head_dim + -head_dim % granule)[..., :head_dim].copy_(x)
+
+
+def is_packed(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether q, k, v are parts of one projection (B, N, H + 2 H_kv, D). Their gradients should
+    have the same layout.
+    """
+    _, num_heads, length, head_dim = q.shape
+    row = (num_heads + 2 * k.shape[1]) * head_dim
+    # compare sizes last: comparing symbolic sizes costs a guard
+    return (
+        q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (head_dim, row, 1)
+        and k.shape[2] == length
+    )
+
+
+def empty_gradients(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> list[Tensor]:
+    """Memory for dq, dk, dv; if packed, one tensor (B, N, H + 2 H_kv, D) that they are views of,
+    because an operator may not return views of one tensor. A compiler can then see that it is the
+    gradient of a projection to q, k and v.
+    """
+    if not packed:
+        return [empty_heads(x.shape, x) for x in (q, k, v)]
+    batch, num_heads, length, head_dim = q.shape
+    return [q.new_empty(batch, length, num_heads + 2 * k.shape[1], head_dim)]
+
+
+def unpacked(gradients: Sequence[Tensor], num_heads: int, num_kv_heads: int) -> Sequence[Tensor]:
+    """dq, dk, dv (B, H or H_kv, N, D) from the memory of empty_gradients()."""
+    if len(gradients) == 3:
+        return gradients
+    # split before transposing: Inductor copies to make the gradient of a transposed tensor's parts
+    parts = gradients[0].split_with_sizes((num_heads, num_kv_heads, num_kv_heads), 2)
+    return [x.transpose(1, 2) for x in parts]
+
+
+def gradient_of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """d_sinks (H,) from p (dp - delta), as of any score. A sink's dp is 0, because its value is."""
+    p = (sinks[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf)).exp()
+    return -(p * delta).sum((0, 2))

@@ -6,6 +6,10 @@ keys, and of the key. Both broadcast to the tile, and either may run along the r
 modifier's own float32 numbers.
 """
 
+import importlib
+from functools import cache
+from types import FunctionType
+
 import triton
 import triton.language as tl
 
@@ -66,3 +70,34 @@ def every_index(score, b, h, i, j, params_ptr):
     return gain * (score + score * score / 8) - tl.load(params_ptr + h) * (i - j), gain * (
         1 + score / 4
     )
+
+
+@cache
+def find_score_mod(name: str) -> triton.JITFunction | None:
+    """The @triton.jit function at pkg.module:NAME; "" is none. pkg.module:NAME+8 is the function
+    for a call whose first head is head 8.
+    """
+    if not name:
+        return None
+    name, _, first_head = name.partition("+")
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+        return from_head(found, int(first_head)) if first_head else found
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"the score_mod's kernel={name} must read pkg.module:NAME of a @triton.jit "
+            f"function: {error}"
+        ) from error
+
+
+def from_head(score_mod: triton.JITFunction, first_head: int) -> triton.JITFunction:
+    """score_mod for a call whose first head is head `first_head`."""
+    constants = {"SCORE_MOD": score_mod, "FIRST_HEAD": tl.constexpr(first_head)}
+    # not a closure: Triton's interpreter sees only the globals of a function
+    return triton.jit(FunctionType(moved_score_mod.__code__, globals() | constants))
+
+
+def moved_score_mod(score, b, h, i, j, params_ptr):
+    """from_head() gives it the globals SCORE_MOD and FIRST_HEAD."""
+    return SCORE_MOD(score, b, h + FIRST_HEAD, i, j, params_ptr)  # noqa: F821

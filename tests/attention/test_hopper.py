@@ -22,7 +22,7 @@ from attention import BACKENDS, AttentionOutput, Backend, attention, get_backend
 from attention.interface import OWN_SINKS, ScoreMod
 from attention.kernels import score_change
 from attention.kernels.intervals import block_starts
-from attention.kernels.launch import shares_of
+from attention.kernels.tiles import shares_of
 from attention.kernels.op import (
     empty_gradients,
     flash_attention_backward,
@@ -734,7 +734,7 @@ def test_sm_90_compiles(kernel, head_dim):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("kernel", ["forward", "backward"])
 def test_sm_90_compiles_the_other_variants(kernel, head_dim, dtype):
-    from attention.kernels.hopper.offline import VARIANTS
+    from hopper_offline import VARIANTS
 
     names = [
         name

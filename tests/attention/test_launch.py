@@ -28,7 +28,7 @@ from attention import (
     get_backend,
 )
 from attention.kernels import decoding, intervals, op
-from attention.kernels.launch import Launch, layout
+from attention.kernels.tiles import Launch, layout
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tensors of the interpreter")
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention.kernels.launch import VARIANTS, padded_head_dim, pick_tile, table_for, tables
+from attention.kernels.tiles import VARIANTS, padded_head_dim, pick_tile, table_for, tables
 
 DTYPES = ("16-bit", "float32")
 HEAD_DIMS = (64, 128, 256)
@@ -89,8 +89,8 @@ SPILLS = {
 # one process for several: it takes seconds to load
 COMPILE = """
 import json, sys
-from attention.kernels.launch import Tile
-from attention.kernels.offline import compile_tile
+from attention.kernels.tiles import Tile
+from scripts.tune import compile_tile
 for *problem, tile in json.loads(sys.argv[1]):
     print(json.dumps(compile_tile(*problem, Tile(*tile))._asdict()))
 """

@@ -89,8 +89,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from attention.kernels.hopper.offline import disassemble, tensordesc
-from attention.kernels.offline import assemble
+from hopper_offline import disassemble, tensordesc
+from scripts.tune import assemble
 from model.mlp_kernel import mlp_kernel
 
 names = mlp_kernel.arg_names
@@ -125,7 +125,7 @@ from itertools import product
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from attention.kernels.offline import assemble
+from scripts.tune import assemble
 from model.loss_hopper_kernel import BLOCK, LARGEST, WARPS, cross_entropy_rows_kernel
 
 names = cross_entropy_rows_kernel.arg_names

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attention.kernels.launch import TILES, VARIANTS, tables
+from attention.kernels.tiles import TILES, VARIANTS, tables
 from scripts.tune import candidates, main, write_tables
 
 

@@ -5,7 +5,7 @@ Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D h
 
 import math
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +15,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
 from attention.kernels.hopper.backward import backward_kernel
+from attention.kernels.hopper.documents import ALIGNED, block_starts
 from attention.kernels.hopper.forward import forward_kernel
 from attention.kernels.hopper.pre_post import convert_dq_kernel, join_shares_kernel, prepare_kernel
-from attention.kernels.intervals import ALIGNED, QueryRanges
-from attention.kernels.launch import (
-    Launch,
+from attention.kernels.launch import Settings, query_ranges, tile_edges
+from attention.kernels.score_mods import find_score_mod
+from attention.kernels.tiles import (
     batch_stride,
     bytes_of_a_head,
     descriptor_strides,
@@ -29,7 +30,6 @@ from attention.kernels.launch import (
     shares_of,
     tiles_of,
 )
-from attention.kernels.portable import find_score_mod
 
 BLOCK_Q = 64  # queries of a forward consumer
 BLOCK_KV = 128  # keys of a block of the backward
@@ -179,142 +179,136 @@ def in_base_2(scale: float, score_mod: str) -> float:
     return (1 if score_mod else scale) * math.log2(math.e)
 
 
-class Forward:
-    """The forward pass for one kind of call. q, k and v must suit a descriptor; lo, hi (B or 1, N)
-    int32.
+def starts_of(q: Tensor, k: Tensor, lo: Tensor | None, settings: Settings) -> Tensor | None:
+    """Where blocks of rows start, for packed documents; None if they start at multiples."""
+    if lo is None or not settings.documents:
+        return None
+    fits = len(lo) == len(q) and q.shape[2] == k.shape[2]
+    return block_starts(lo) if fits else None
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    top: Tensor | None,
+    lo: Tensor | None,
+    hi: Tensor | None,
+    params: Tensor | None,
+    sinks: Tensor | None,
+    settings: Settings,
+) -> None:
+    """Fill out (B, H, N, D) and lse (B, H, N); fill top (B, H, N), if given, with each row's
+    largest score. q, k and v must suit a descriptor; lo, hi (B or 1, N) int32; sinks (H,) float32.
     """
-
-    def __init__(
-        self, q: Tensor, k: Tensor, out: Tensor, top: Tensor | None, lo: Tensor | None,
-        starts: Tensor | None, causal: bool, scale: float, score_mod: str = "", *_: Any,
-    ):  # fmt: skip
-        """_: settings of the portable kernels."""
-        batch, num_heads, num_queries, head_dim = q.shape
-        num_kv_heads, num_keys = k.shape[1:3]
-        groups, batch_heads = num_heads // num_kv_heads, batch * num_heads
-        meta = forward_constants(q.shape, num_keys, causal, lo is not None, score_mod)
-        block = BLOCK_Q * meta["CONSUMERS"]
-        self.by_start = starts is not None and block == ALIGNED
-        work = batch_heads * tiles_of(num_queries, block)
-        of_queries, of_keys = (
-            partial(descriptor, rows=rows) for rows in (BLOCK_Q, meta["BLOCK_KV"])
-        )
-        self.launch = Launch(
-            forward_kernel, (min(work, multiprocessors(q.device)),),
-            (
-                *(out.stride()[:3] if self.by_start else (None,) * 3),
-                batch_stride(lo), num_heads, groups, batch_heads,
-                section_of(k.device, 2 * bytes_of_a_head(k), heads=groups, equal=not causal),
-                num_queries, num_keys, in_base_2(scale, score_mod), scale if score_mod else None,
-            ),
-            describe=(of_queries, of_keys, of_keys, of_queries),
-            **meta, TOP=top is not None, num_warps=4,
-        )  # fmt: skip
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, top: Tensor | None,
-        lo: Tensor | None, hi: Tensor | None, starts: Tensor | None = None,
-        params: Tensor | None = None, sinks: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """Fill out (B, H, N, D) and lse (B, H, N); fill top (B, H, N), if given, with each row's
-        largest score. starts: of block_starts(). sinks: (H,) float32.
-        """
-        again = out if self.by_start else None  # incomplete blocks are written without descriptor
-        starts = starts if self.by_start else None
-        self.launch(
-            q, k, v, out, again, lse, top, lo, hi, starts, params, sinks, counters(q.device)
-        )
+    (batch, num_heads, num_queries, _), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
+    groups, batch_heads = num_heads // num_kv_heads, batch * num_heads
+    causal, scale, score_mod = settings[:3]
+    meta = forward_constants(q.shape, num_keys, causal, lo is not None, score_mod)
+    block, keys = BLOCK_Q * meta["CONSUMERS"], meta["BLOCK_KV"]
+    starts = starts_of(q, k, lo, settings) if block == ALIGNED else None
+    by_start = starts is not None
+    work = batch_heads * tiles_of(num_queries, block)
+    forward_kernel[(min(work, multiprocessors(q.device)),)](
+        descriptor(q, BLOCK_Q), descriptor(k, keys), descriptor(v, keys), descriptor(out, BLOCK_Q),
+        out if by_start else None,  # incomplete blocks are written without a descriptor
+        lse, top, lo, hi, starts, params, sinks, counters(q.device),
+        *(out.stride()[:3] if by_start else (None,) * 3),
+        batch_stride(lo), num_heads, groups, batch_heads,
+        section_of(k.device, 2 * bytes_of_a_head(k), heads=groups, equal=not causal),
+        num_queries, num_keys, in_base_2(scale, score_mod), scale if score_mod else None,
+        **meta, TOP=top is not None, num_warps=4,
+    )  # fmt: skip
 
 
-class Backward:
-    """The backward pass for one kind of call."""
+def backward(
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    lo: Tensor | None,
+    hi: Tensor | None,
+    params: Tensor | None,
+    settings: Settings,
+) -> Tensor:
+    """Fill dq, dk and dv. Returns delta (B, H, N)."""
+    (batch, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
+    groups, batch_heads = num_heads // num_kv_heads, batch * num_heads
+    causal, scale, score_mod = settings[:3]
+    starts = starts_of(q, k, lo, settings)
+    padded = tiles_of(num_queries, 128) * 128
+    if starts is not None:  # a step may start at any group and end past the sequence
+        padded += 128
+    head_groups, rows = padded // GROUP, 4096 // head_dim
+    delta, lse_log2 = torch.empty_like(lse), torch.empty_like(lse)
+    dq_sum = lse.new_empty(batch_heads * head_groups, head_dim // 2, 32)
+    prepare_kernel[(padded // rows, batch_heads)](
+        out, d_out, lse, d_lse, delta, lse_log2, dq_sum,
+        *out.stride()[:3], *d_out.stride()[:3], num_heads, num_queries,
+        D=head_dim, BLOCK_Q=rows, num_warps=4,
+    )  # fmt: skip
 
-    def __init__(
-        self, d_out: Tensor, q: Tensor, k: Tensor, out: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
-        lo: Tensor | None, starts: Tensor | None, causal: bool, scale: float, score_mod: str = "",
-        *_: Any,
-    ):  # fmt: skip
-        """_: settings of the portable kernels."""
-        batch, num_heads, num_queries, head_dim = q.shape
-        num_kv_heads, num_keys = k.shape[1:3]
-        groups, batch_heads = num_heads // num_kv_heads, batch * num_heads
-        padded = tiles_of(num_queries, 128) * 128
-        if starts is not None:  # a step may start at any group and end past the sequence
-            padded += 128
-        head_groups = padded // GROUP
-        self.sum_shape = (batch_heads * head_groups, head_dim // 2, 32)
-        rows = 4096 // head_dim
-        self.prepare = Launch(
-            prepare_kernel, (padded // rows, batch_heads),
-            (*out.stride()[:3], *d_out.stride()[:3], num_heads, num_queries),
-            D=head_dim, BLOCK_Q=rows, num_warps=4,
-        )  # fmt: skip
-        blocks, programs = tiles_of(num_keys, BLOCK_KV), multiprocessors(q.device)
-        # bytes of q and d_out, and of dq in float32
-        streamed = 2 * bytes_of_a_head(q) + 4 * num_queries * head_dim
-        shares = shares_of(
-            groups, batch * num_kv_heads * blocks, programs, equal=not causal or lo is not None,
-            streamed=streamed, cache=cache_bytes(q.device),
-        )  # fmt: skip
-        groups //= shares  # query heads of a share
-        meta = backward_constants(q.shape, k.shape, causal, lo is not None, shares, score_mod)
-        block_q = meta["BLOCK_Q"]
-        batch_shares = batch * num_kv_heads * shares
-        work = blocks * batch_shares
-        # memory for dv and dk of each share, in float32
-        self.shares_shape = (work, 2, BLOCK_KV, head_dim) if shares > 1 else None
-        self.by_start = starts is not None and shares == 1
-        starts = starts if self.by_start else None
-        self.ranges = None if lo is None else QueryRanges(lo, num_keys, BLOCK_KV, starts)
-        of_queries, of_keys = (partial(descriptor, rows=rows) for rows in (block_q, BLOCK_KV // 2))
-        of_gradient = partial(of_keys, columns=gradient_columns(dk.dtype, head_dim, block_q))
-        of_sum = partial(sum_descriptor, block=sum_block(head_dim, block_q))
-        self.launch = Launch(
-            backward_kernel, (min(work, programs) if meta["STAY"] else work,),
-            (
-                *((*dk.stride()[:3], *dv.stride()[:3]) if self.by_start else (None,) * 6),
-                batch_stride(lo), 0 if self.ranges is None else self.ranges.batch_stride,
-                num_kv_heads, shares, groups, batch_shares,
-                section_of(
-                    q.device, groups * streamed, equal=not causal,
-                    # with fewer, the longest blocks of the last section would end alone
-                    at_least=round(2 * programs / blocks),
-                ),
-                num_queries, num_keys, head_groups, scale, in_base_2(scale, score_mod),
-                *((num_keys - num_queries, num_heads) if score_mod else (None, None)),
-            ),
-            describe=(of_queries, of_keys, of_keys, of_queries, of_sum, of_gradient, of_gradient),
-            **meta, num_warps=4,
-        )  # fmt: skip
-        self.join = Launch(
-            join_shares_kernel, (tiles_of(num_keys, 32), batch * num_kv_heads),
-            (*dk.stride()[:3], *dv.stride()[:3], num_kv_heads, num_keys, shares),
+    blocks, programs = tiles_of(num_keys, BLOCK_KV), multiprocessors(q.device)
+    # bytes of q and d_out, and of dq in float32
+    streamed = 2 * bytes_of_a_head(q) + 4 * num_queries * head_dim
+    shares = shares_of(
+        groups, batch * num_kv_heads * blocks, programs, equal=not causal or lo is not None,
+        streamed=streamed, cache=cache_bytes(q.device),
+    )  # fmt: skip
+    groups //= shares  # query heads of a share
+    meta = backward_constants(q.shape, k.shape, causal, lo is not None, shares, score_mod)
+    block_q = meta["BLOCK_Q"]
+    batch_shares = batch * num_kv_heads * shares
+    work = blocks * batch_shares
+    # dv and dk of each share, in float32
+    parts = lse.new_empty(work, 2, BLOCK_KV, head_dim) if shares > 1 else None
+    starts = None if shares > 1 else starts
+    by_start = starts is not None
+    ranges = None if lo is None else ranges_of_queries(lo, hi, k, starts)
+    queries, keys = [block_q, 128], [BLOCK_KV // 2, 128]
+    gradient = [BLOCK_KV // 2, gradient_columns(dk.dtype, head_dim, block_q)]
+    backward_kernel[(min(work, programs) if meta["STAY"] else work,)](
+        descriptor(q, *queries), descriptor(k, *keys), descriptor(v, *keys),
+        descriptor(d_out, *queries), sum_descriptor(dq_sum, sum_block(head_dim, block_q)),
+        descriptor(dk, *gradient), descriptor(dv, *gradient),
+        *((dk, dv) if by_start else (None, None)), lse_log2, delta, lo, hi, ranges, starts,
+        parts, params, counters(q.device),
+        *((*dk.stride()[:3], *dv.stride()[:3]) if by_start else (None,) * 6),
+        batch_stride(lo), batch_stride(ranges), num_kv_heads, shares, groups, batch_shares,
+        section_of(
+            q.device, groups * streamed, equal=not causal,
+            # with fewer, the longest blocks of the last section would end alone
+            at_least=round(2 * programs / blocks),
+        ),
+        num_queries, num_keys, head_groups, scale, in_base_2(scale, score_mod),
+        *((num_keys - num_queries, num_heads) if score_mod else (None, None)),
+        **meta, num_warps=4,
+    )  # fmt: skip
+    if parts is not None:
+        join_shares_kernel[(tiles_of(num_keys, 32), batch * num_kv_heads)](
+            parts, dk, dv, *dk.stride()[:3], *dv.stride()[:3], num_kv_heads, num_keys, shares,
             D=head_dim, BLOCK_KV=BLOCK_KV, ROWS=32, num_warps=4,
         )  # fmt: skip
-        self.convert = Launch(
-            convert_dq_kernel, (tiles_of(num_queries, 64), batch_heads),
-            (*dq.stride()[:3], num_heads, head_groups, num_queries, scale),
-            D=head_dim, num_warps=8,
-        )  # fmt: skip
+    convert_dq_kernel[(tiles_of(num_queries, 64), batch_heads)](
+        dq_sum, dq, *dq.stride()[:3], num_heads, head_groups, num_queries, scale,
+        D=head_dim, num_warps=8,
+    )  # fmt: skip
+    return delta
 
-    def __call__(
-        self, d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-        lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, lo: Tensor | None, hi: Tensor | None,
-        starts: Tensor | None = None, params: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Fill dq, dk and dv. Returns delta (B, H, N). starts: of block_starts()."""
-        starts = starts if self.by_start else None
-        again = (dk, dv) if self.by_start else (None, None)
-        delta, lse_log2 = torch.empty_like(lse), torch.empty_like(lse)
-        dq_sum = lse.new_empty(self.sum_shape)
-        self.prepare(out, d_out, lse, d_lse, delta, lse_log2, dq_sum)
-        ranges = None if self.ranges is None else self.ranges(lo, hi, starts)
-        parts = None if self.shares_shape is None else lse.new_empty(self.shares_shape)
-        self.launch(
-            q, k, v, d_out, dq_sum, dk, dv, *again, lse_log2, delta, lo, hi, ranges, starts,
-            parts, params, counters(q.device),
-        )  # fmt: skip
-        if parts is not None:
-            self.join(parts, dk, dv)
-        self.convert(dq_sum, dq)
-        return delta
+
+def ranges_of_queries(lo: Tensor, hi: Tensor, k: Tensor, starts: Tensor | None) -> Tensor:
+    """query_ranges() of each block of keys, or of each number of block_starts(): such a block stops
+    where the next one starts. The last number of four starts none.
+    """
+    if starts is None:
+        return query_ranges(lo, hi, *tile_edges(lo, k, BLOCK_KV))
+    start = starts.flatten(1)
+    return query_ranges(lo, hi, start, start + BLOCK_KV, starts.roll(-1, 2).flatten(1))

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from attention.kernels.portable import find_score_mod
+from attention.kernels.score_mods import find_score_mod
 
 
 @gluon.jit

@@ -1,7 +1,7 @@
 """Compile the Hopper kernels without running them: spills, shared memory, and whether the machine
 code overlaps exponentials with products.
 
-    python -m attention.kernels.hopper.offline forward bf16 64 causal,full
+    python tests/attention/hopper_offline.py forward bf16 64 causal,full
 
 It prints a line of JSON for each variant and needs no GPU. TRITON_INTERPRET=1 must not be set: the
 interpreter compiles nothing.
@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from attention.kernels.hopper import backward, forward, launch
-from attention.kernels.offline import assemble
+from scripts.tune import assemble
 from attention.kernels.select import SHIPPED
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
