@@ -77,8 +77,8 @@ def has_product_kernel(x: Tensor, up: nn.Linear, down: nn.Linear) -> bool:
 
 def hopper_multiprocessors(device: torch.device) -> int:
     """0 where the kernels for Hopper cannot run."""
-    from attention.kernels.tiles import multiprocessors
     from attention.kernels.select import obstacle_of_the_place
+    from attention.kernels.tiles import multiprocessors
 
     return 0 if obstacle_of_the_place(device) else multiprocessors(device)
 

@@ -82,12 +82,10 @@ def triton_attention(
     mod, params = score_change(q.device, softcap, alibi_slopes, score_mod)
     lo = hi = None
     mask = {"window": window, "document_ids": document_ids}
-    by_position = {"key_lengths": key_lengths, "cu_seqlens": cu_seqlens}
-    if any(x is not None for x in (*mask.values(), *by_position.values())):
-        visible = visible_keys(q, k, causal=causal, **mask, **by_position)
-        lo, hi = (x.int().contiguous() for x in torch.broadcast_tensors(visible.lo, visible.hi))
-        # these contain it in a form of their own
-        causal = causal and key_lengths is None and cu_seqlens is None
+    by_length = {"key_lengths": key_lengths, "cu_seqlens": cu_seqlens}
+    if any(x is not None for x in (*mask.values(), *by_length.values())):
+        lo, hi = key_intervals(q, k, causal=causal, **mask, **by_length)
+        causal = causal and key_lengths is None and cu_seqlens is None  # lo and hi contain it
     packed = document_ids is not None or cu_seqlens is not None
     settings = Settings(
         causal, scale, mod, softmax, block_q, block_kv, kernel, packed and window is None
@@ -105,6 +103,21 @@ def triton_attention(
     if return_max_score is False:
         return AttentionOutput(out, lse)
     return ScoredOutput(out, lse, max_score)
+
+
+def key_intervals(q: Tensor, k: Tensor, *, causal: bool, **mask: Any) -> tuple[Tensor, Tensor]:
+    """lo and hi (B or 1, N) int32, contiguous. Eager calls on a GPU take a kernel for the masks of
+    training: PyTorch's launches take longer than a short window's attention.
+    """
+    given = {name: x for name, x in mask.items() if x is not None}
+    fused = causal and q.is_cuda and not torch.compiler.is_compiling()
+    if fused and given.keys() <= {"window", "document_ids"}:
+        from attention.kernels.intervals import causal_intervals
+
+        return causal_intervals(q, k, window=mask["window"], document_ids=mask["document_ids"])
+    visible = visible_keys(q, k, causal=causal, **given)
+    lo, hi = torch.broadcast_tensors(visible.lo, visible.hi)
+    return lo.contiguous(), hi.contiguous()
 
 
 def decode(

@@ -4,8 +4,8 @@ The specification is attention/decoding.py; the softmax steps are those of softm
 owns the queries of one key/value head, with a row for each query head of the group. It reads each
 key of its part once, so memory bandwidth limits it. A second kernel merges the parts of a row.
 
-The keys of a cache are contiguous or in pages. A query at position p sees the sequence's keys p - left
-<= j <= p + right.
+The keys of a cache are contiguous or in pages. A query at position p sees the sequence's keys
+p - left <= j <= p + right.
 
 Dimensions: B batch, H = H_kv * GROUPS query heads, N queries, M keys, D head dim (padded to
 BLOCK_D); S splits; a tile is BLOCK_Q rows by BLOCK_KV keys.

@@ -15,6 +15,7 @@ from attention.interface import empty_heads
 from attention.kernels import defects
 from attention.kernels.backward import delta_kernel, dkdv_kernel, dq_kernel
 from attention.kernels.forward import forward_kernel
+from attention.kernels.intervals import query_ranges
 from attention.kernels.score_mods import find_score_mod
 from attention.kernels.select import choose_kernel
 from attention.kernels.softmax import ONLINE
@@ -171,7 +172,7 @@ def portable_backward(
 
     plain = groups == 1 and lo is None and not settings.score_mod
     meta = constants("dkdv" if plain else "dkdv_general", q, lo, settings)
-    ranges = None if lo is None else query_ranges(lo, hi, *tile_edges(lo, k, meta["BLOCK_KV"]))
+    ranges = None if lo is None else query_ranges(lo, hi, num_keys, meta["BLOCK_KV"])
     dkdv_kernel[(tiles_of(num_keys, meta["BLOCK_KV"]) * batch * num_kv_heads,)](
         *descriptors(meta, q, k, v, d_out), lse, delta, dk, dv, lo, hi, ranges, params,
         *dk.stride()[:3], *dv.stride()[:3], batch_stride(lo), batch_stride(ranges),
@@ -192,8 +193,8 @@ def portable_backward(
 
 def constants(kernel: str, q: Tensor, lo: Tensor | None, settings: Settings) -> dict[str, Any]:
     """What every kernel is compiled with."""
-    head_dim, sizes = q.shape[-1], {"block_q": settings.block_q, "block_kv": settings.block_kv}
-    tile = pick_tile(kernel, head_dim, q.dtype, q.device, **sizes)
+    head_dim, own = q.shape[-1], {"block_q": settings.block_q, "block_kv": settings.block_kv}
+    tile = pick_tile(kernel, head_dim, q.dtype, q.device, **own)
     return {
         "CAUSAL": settings.causal,
         "INTERVALS": lo is not None,
@@ -223,31 +224,6 @@ def descriptors(meta: dict[str, Any], *tensors: Tensor) -> list[TensorDescriptor
         TensorDescriptor(x, list(x.shape), descriptor_strides(x), [1, 1, rows, meta["BLOCK_D"]])
         for x, rows in zip(tensors, (of_queries, of_keys, of_keys, of_queries), strict=False)
     ]
-
-
-def tile_edges(lo: Tensor, k: Tensor, block_kv: int) -> tuple[Tensor, Tensor]:
-    """Where each tile of keys starts and stops, (B or 1, tiles), for lo (B or 1, N)."""
-    start = torch.arange(0, k.shape[2], block_kv, dtype=lo.dtype, device=lo.device)
-    start = start.expand(len(lo), -1).contiguous()
-    return start, start + block_kv
-
-
-def query_ranges(
-    lo: Tensor, hi: Tensor, start: Tensor, stop: Tensor, own_stop: Tensor | None = None
-) -> Tensor:
-    """For each tile of keys start : stop (B or 1, tiles), the queries that see it: first,
-    full_first, full_last, last, (B or 1, tiles, 4) int32. Queries first : last see some of its
-    keys, full_first : full_last all of them. Keys from own_stop on belong to another tile.
-
-    lo, hi (B or 1, N) are non-decreasing, so each is a binary search.
-    """
-    bounds = (
-        torch.searchsorted(hi, start, right=True, out_int32=True),
-        torch.searchsorted(hi, stop, out_int32=True),
-        torch.searchsorted(lo, start, right=True, out_int32=True),
-        torch.searchsorted(lo, stop if own_stop is None else own_stop, out_int32=True),
-    )
-    return torch.stack(bounds, -1)
 
 
 def readable(x: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""The Triton flash-attention for autograd: an operator, which torch.compile does not trace into, and
-the same for eager mode, where calling an operator takes longer than launching a kernel.
+"""The Triton flash-attention for autograd: an operator, which torch.compile does not trace into,
+and the same for eager mode, where calling an operator takes longer than launching a kernel.
 
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """

@@ -40,7 +40,7 @@ import torch
 from triton.language import constexpr
 
 from attention.kernels.forward import with_sink
-from attention.kernels.portable import find_score_mod
+from attention.kernels.score_mods import find_score_mod
 
 FOLDER = Path(__file__).parents[2] / "attention" / "kernels" / "hopper"
 here = threading.local()  # .program, .partition, and what the partition has under way

@@ -1,7 +1,7 @@
 """Intervals made by a kernel, against attention/mask.py, which defines them; and the backward's
 ranges of queries, against counting.
 
-Without a GPU the kernels run in Triton's interpreter.
+Without a GPU the kernels run in Triton's interpreter, which scans rows one by one.
 Dimensions: B batch, N queries, M keys.
 """
 
@@ -18,21 +18,14 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from attention import Backend, attention, get_backend
+from attention import attention, get_backend
 from attention.kernels import intervals as kernels
-from attention.kernels.intervals import ALIGNED, Blocks, QueryRanges, block_starts, intervals
+from attention.kernels.hopper.documents import ALIGNED, block_starts
+from attention.kernels.intervals import causal_intervals, query_ranges
+from attention.kernels.op import flash_attention
 from attention.mask import visible_keys
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-PORTABLE = get_backend("triton", kernel="portable")
-
-
-def expected_intervals(
-    ids: Tensor | None, num_queries: int, num_keys: int, causal: bool, window: int | None
-) -> tuple[Tensor, Tensor]:
-    q, k = (torch.empty(1, 1, length, 1, device=DEVICE) for length in (num_queries, num_keys))
-    visible = visible_keys(q, k, causal=causal, window=window, document_ids=ids)
-    return visible.lo.int(), visible.hi.int()
 
 
 def counted_ranges(lo: Tensor, hi: Tensor, num_keys: int, block_kv: int) -> Tensor:
@@ -48,17 +41,14 @@ def counted_ranges(lo: Tensor, hi: Tensor, num_keys: int, block_kv: int) -> Tens
 
 
 def check(
-    ids: Tensor | None,
-    num_queries: int,
-    num_keys: int,
-    causal: bool,
-    window: int | None,
-    block_kv: int,
+    ids: Tensor | None, num_queries: int, num_keys: int, window: int | None, block_kv: int
 ) -> None:
-    arguments = (ids, num_queries, num_keys, causal, window)
-    found, expected = intervals(*arguments, DEVICE), expected_intervals(*arguments)
+    q, k = (torch.empty(1, 1, length, 1, device=DEVICE) for length in (num_queries, num_keys))
+    mask = {"window": window, "document_ids": ids}
+    found, visible = causal_intervals(q, k, **mask), visible_keys(q, k, causal=True, **mask)
+    expected = tuple(x.expand_as(found[0]) for x in (visible.lo, visible.hi))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)  # shapes and dtypes too
-    ranges = QueryRanges(found[0], num_keys, block_kv)(*found)
+    ranges = query_ranges(*found, num_keys, block_kv)
     counted = counted_ranges(*expected, num_keys, block_kv)
     torch.testing.assert_close(ranges, counted, rtol=0, atol=0)
 
@@ -67,13 +57,11 @@ def check(
 def problems(draw) -> tuple[Any, ...]:
     """The arguments of check(). Ids come again, in any order, and lie with any strides."""
     num_queries = draw(st.integers(1, 90))
-    causal = draw(st.booleans())
-    window = draw(st.none() | st.integers(1, 100)) if causal else None
+    window = draw(st.none() | st.integers(1, 90))
     ids, num_keys = None, num_queries
     if draw(st.booleans()):
         lengths = st.lists(st.integers(1, 60), min_size=1, max_size=8)
-        dtypes = torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool
-        dtype = draw(st.sampled_from(dtypes))
+        dtype = draw(st.sampled_from((torch.int64, torch.int32, torch.int16, torch.uint8)))
         sequences = []
         for documents in draw(st.lists(lengths, min_size=1, max_size=3)):
             numbers = torch.tensor([draw(st.integers(0, 2)) for _ in documents])
@@ -86,30 +74,42 @@ def problems(draw) -> tuple[Any, ...]:
             ids = ids.expand(2, -1)
     else:
         num_keys = draw(st.integers(1, 90))
-    return ids, num_queries, num_keys, causal, window, draw(st.integers(1, 40))
+    return ids, num_queries, num_keys, window, draw(st.integers(1, 40))
 
 
-def check_in_small_blocks(*problem: Any) -> None:
-    """So small that rows, searches and bounds cross several. The interpreter scans rows one by one,
-    so sequences long enough for the blocks in use would take minutes.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "blocks_for", lambda device: Blocks(rows=16, search=8, num_warps=1))
-        patch.setattr(kernels, "BOUNDS", 64)
-        check(*problem)
+@pytest.fixture
+def small_blocks(monkeypatch) -> None:
+    """So small that rows, searches and bounds cross several."""
+    monkeypatch.setattr(kernels, "ROWS", 16)
+    monkeypatch.setattr(kernels, "SEARCH", 8)
+    monkeypatch.setattr(kernels, "BOUNDS", 64)
 
 
-@settings(max_examples=40 if DEVICE == "cuda" else 20, deadline=None)
-@given(problems())
-def test_equal_to_the_definition(problem):
-    check_in_small_blocks(*problem)
+@pytest.mark.usefixtures("small_blocks")
+def test_equal_to_the_definition():
+    settings(max_examples=20, deadline=None)(given(problems())(lambda problem: check(*problem)))()
 
 
-@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 11), (False, None)])
-def test_an_edge_is_found_wherever_it_lies(causal, window):
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("window", [None, 11])
+def test_an_edge_is_found_wherever_it_lies(window):
     """Sequence p of the batch has two documents, the second from position p on."""
     at = torch.arange(36, device=DEVICE)
-    check_in_small_blocks(at >= at[:, None], 36, 36, causal, window, 7)
+    check((at >= at[:, None]).int(), 36, 36, window, 7)
+
+
+def documents(length: int, *, each: int, batch: int = 1) -> Tensor:
+    return (torch.arange(length, device=DEVICE) // each).expand(batch, -1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("length", "each"),
+    [(32768, 2048), (32768, 700), (32768, 1), (32768, 32768), (8192, 5000), (1000003, 1000003)],
+)
+def test_equal_to_the_definition_at_length(length, each):
+    for window in (None, 1024, 5000):
+        check(documents(length, each=each, batch=2), length, length, window, 128)
 
 
 def expected_starts(lo: list[int]) -> list[int]:
@@ -132,7 +132,7 @@ def expected_starts(lo: list[int]) -> list[int]:
 def check_starts(lo: Tensor, hi: Tensor) -> None:
     """Also the ranges of queries: of a tile's ALIGNED keys, some may belong to other blocks."""
     length, starts = lo.shape[1], block_starts(lo)
-    ranges = QueryRanges(lo, length, ALIGNED, starts)(lo, hi, starts)
+    ranges = query_ranges(lo, hi, length, ALIGNED, starts)
     assert starts.shape == (len(lo), -(-length // ALIGNED), 4)
     for sequence, (left, right) in enumerate(zip(lo, hi, strict=True)):
         expected = expected_starts(left.tolist())
@@ -148,17 +148,16 @@ def check_starts(lo: Tensor, hi: Tensor) -> None:
 
 
 @settings(max_examples=15, deadline=None)
-@given(
-    st.lists(st.lists(st.integers(1, 300), min_size=1, max_size=6), min_size=1, max_size=3),
-    st.none() | st.integers(1, 400),
-)
-def test_blocks_start_where_long_documents_do(sequences, window):
+@given(st.lists(st.lists(st.integers(1, 300), min_size=1, max_size=6), min_size=1, max_size=3))
+def test_blocks_start_where_long_documents_do(sequences):
     length = min(map(sum, sequences))
     ids = torch.stack(
         [torch.arange(len(x)).repeat_interleave(torch.tensor(x))[:length] for x in sequences]
     ).to(DEVICE)
-    check_starts(*intervals(ids, length, length, True, window, DEVICE))
-    check_starts(*intervals(ids, length, length, False, None, DEVICE))
+    q = torch.empty(1, 1, length, 1, device=DEVICE)
+    for causal in (True, False):
+        visible = visible_keys(q, q, causal=causal, document_ids=ids)
+        check_starts(visible.lo, visible.hi.expand_as(visible.lo).contiguous())
 
 
 def test_blocks_hold_all_rows_whatever_they_see():
@@ -168,73 +167,33 @@ def test_blocks_hold_all_rows_whatever_they_see():
         check_starts(lo[None], torch.maximum(lo, row)[None] + 1)
 
 
-def documents(length: int, *, each: int, batch: int = 1) -> Tensor:
-    return (torch.arange(length, device=DEVICE) // each).expand(batch, -1)
-
-
-def test_equal_to_the_definition_with_the_blocks_in_use():
-    check(documents(300, each=77, batch=2), 300, 300, True, None, 16)
-    check(documents(700, each=650), 700, 700, False, None, 16)
-    check(None, 200, 700, True, 50, 16)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize(
-    ("length", "each"),
-    [(32768, 2048), (32768, 700), (32768, 1), (32768, 32768), (8192, 5000), (1000003, 1000003)],
-)
-def test_equal_to_the_definition_at_length(length, each, causal):
-    for window in (None, 1024, 5000) if causal else (None,):
-        check(documents(length, each=each, batch=2), length, length, causal, window, 128)
-
-
-@pytest.mark.parametrize(
-    "ids", [None, documents(40, each=17, batch=2)], ids=["window", "documents"]
-)
-def test_the_operator_keeps_pytorchs_contract(ids):
-    lo, _ = intervals(ids, 40, 40, True, 5, DEVICE)
-    torch.library.opcheck(intervals, (ids, 40, 40, True, 5, DEVICE))
-    torch.library.opcheck(block_starts, (lo,))
-
-
 class Layers(torch.nn.Module):
-    def __init__(self, backend: Backend = PORTABLE, window: int | None = 9):
-        super().__init__()
-        self.arguments = {"backend": backend, "window": window}
-
     def forward(self, x: Tensor, document_ids: Tensor) -> Tensor:
+        backend = get_backend("triton", kernel="portable")
         for _ in range(3):
-            x = attention(x, x, x, document_ids=document_ids, **self.arguments).out + x
+            x = attention(x, x, x, backend=backend, document_ids=document_ids, window=9).out + x
         return x
 
 
-@pytest.mark.parametrize("starts", [False, True], ids=["intervals", "starts"])
-def test_all_layers_of_a_compiled_model_share_them(starts, monkeypatch):
-    """Made once in the forward, and not again in the backward. (Only the kernels of a GPU take the
-    starts of blocks; here they are let be made.)
-    """
+def test_all_layers_of_a_compiled_model_share_them():
+    """The documents' starts are found once in the forward, and not again in the backward."""
     counts = []
-    monkeypatch.setattr("attention.kernels.may_use_starts", lambda *call: starts)
-    layers = Layers(window=None if starts else 9)
-
-    names = "intervals", "block_starts", "flash_attention", "flash_attention_backward"
+    names = torch.ops.aten.cummax.default, flash_attention
 
     def note(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
         targets = [node.target for node in graph.graph.nodes]
-        operators = [getattr(torch.ops.tilegpt, name).default for name in names]
-        counts.append([targets.count(operator) for operator in operators])
+        counts.append([targets.count(name) for name in names])
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(fw_compiler=note, partition_fn=min_cut_rematerialization_partition)
     x, ids = torch.randn(1, 2, 40, 16, device=DEVICE, requires_grad=True), documents(40, each=17)
-    found = torch.compile(layers, fullgraph=True, backend=backend)(x, ids)
-    expected = layers(x, ids)
+    found = torch.compile(Layers(), fullgraph=True, backend=backend)(x, ids)
+    expected = Layers()(x, ids)
     torch.testing.assert_close(found, expected)
     d_out = torch.randn_like(found)
     gradients = [torch.autograd.grad(out, x, d_out) for out in (found, expected)]
     torch.testing.assert_close(*gradients)
-    assert counts == [[1, starts, 3, 0], [0, 0, 0, 3]]
+    assert counts == [[1, 3], [0, 0]]
 
 
 def test_exports():

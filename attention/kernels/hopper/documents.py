@@ -1,4 +1,4 @@
-"""Blocks of rows that start where packed documents do: a plain Triton kernel before those for Hopper.
+"""Blocks of rows that start where packed documents do: a plain Triton kernel before the others.
 
 Dimensions: B batch, N tokens.
 """

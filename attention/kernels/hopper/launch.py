@@ -18,7 +18,8 @@ from attention.kernels.hopper.backward import backward_kernel
 from attention.kernels.hopper.documents import ALIGNED, block_starts
 from attention.kernels.hopper.forward import forward_kernel
 from attention.kernels.hopper.pre_post import convert_dq_kernel, join_shares_kernel, prepare_kernel
-from attention.kernels.launch import Settings, query_ranges, tile_edges
+from attention.kernels.intervals import query_ranges
+from attention.kernels.launch import Settings
 from attention.kernels.score_mods import find_score_mod
 from attention.kernels.tiles import (
     batch_stride,
@@ -272,7 +273,7 @@ def backward(
     parts = lse.new_empty(work, 2, BLOCK_KV, head_dim) if shares > 1 else None
     starts = None if shares > 1 else starts
     by_start = starts is not None
-    ranges = None if lo is None else ranges_of_queries(lo, hi, k, starts)
+    ranges = None if lo is None else query_ranges(lo, hi, num_keys, BLOCK_KV, starts)
     queries, keys = [block_q, 128], [BLOCK_KV // 2, 128]
     gradient = [BLOCK_KV // 2, gradient_columns(dk.dtype, head_dim, block_q)]
     backward_kernel[(min(work, programs) if meta["STAY"] else work,)](
@@ -302,13 +303,3 @@ def backward(
         D=head_dim, num_warps=8,
     )  # fmt: skip
     return delta
-
-
-def ranges_of_queries(lo: Tensor, hi: Tensor, k: Tensor, starts: Tensor | None) -> Tensor:
-    """query_ranges() of each block of keys, or of each number of block_starts(): such a block stops
-    where the next one starts. The last number of four starts none.
-    """
-    if starts is None:
-        return query_ranges(lo, hi, *tile_edges(lo, k, BLOCK_KV))
-    start = starts.flatten(1)
-    return query_ranges(lo, hi, start, start + BLOCK_KV, starts.roll(-1, 2).flatten(1))

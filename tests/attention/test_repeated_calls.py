@@ -1,0 +1,110 @@
+"""Calls of attention=triton one after the other: each has its own checks, masks and numbers.
+
+Dimensions: B batch, H query heads, N queries, M keys, S sequences.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention import Backend, attention, attention_varlen, get_backend
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tensors of the interpreter")
+PORTABLE = get_backend("triton", kernel="portable")
+
+
+def inputs() -> list[Tensor]:
+    """q, k, v (1, 2, 40, 16), float32."""
+    return [torch.randn(1, 2, 40, 16, requires_grad=True) for _ in range(3)]
+
+
+def check(tensors: list[Tensor], **optional: Tensor) -> None:
+    """out and gradients equal naive's."""
+    results = []
+    for backend in (PORTABLE, "naive"):
+        out = attention(*tensors, backend=backend, **optional).out
+        results.append((out, *torch.autograd.grad(out.square().sum(), tensors)))
+    torch.testing.assert_close(*results, rtol=1e-2, atol=2e-3)
+
+
+def test_masks_may_change_in_place():
+    """Their values are read anew in each call, whether PyTorch notices a change or not."""
+    tensors, ids = inputs(), (torch.arange(40) // 13)[None].contiguous()
+    lengths = torch.tensor([30])
+    for change in (lambda: None, lambda: ids.fill_(1), lambda: ids.numpy()[:, 20:].fill(7)):
+        change()
+        check(tensors, document_ids=ids)
+    for change in (lambda: None, lambda: lengths.fill_(9), lambda: lengths.numpy().fill(40)):
+        change()
+        check(tensors, key_lengths=lengths)
+    lengths.numpy().fill(41)
+    with pytest.raises(ValueError, match="key_lengths .* 40"):
+        attention(*tensors, backend=PORTABLE, key_lengths=lengths)
+
+
+def test_autocast_changes_no_result():
+    tensors = inputs()
+    expected = attention(*tensors, backend=PORTABLE).out
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=dtype):
+            assert torch.equal(attention(*tensors, backend=PORTABLE).out, expected)
+
+
+REFUSED = {
+    "causal": (1, "causal=1"),
+    "scale": (True, "scale=True"),
+    "window": (True, "window=True"),
+    "window-pair": ((True, 1), r"window=\(True, 1\)"),
+    "window-list": ([1, 2], r"window=\[1, 2\]"),
+    "softcap": (True, "softcap=True"),
+    "document_ids": (torch.zeros(1, 40), "document_ids .* int64"),
+    "document_ids-list": ([0] * 40, "document_ids .* list"),
+    "alibi_slopes": (torch.ones(2, requires_grad=True), "alibi_slopes .* gradient"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_passed_once_does_not_let_others_pass(name):
+    """In Python True equals 1."""
+    tensors = inputs()
+    for passing in ({"scale": 1.0}, {"window": 1}, {"window": (1, 1)}, {"softcap": 1.0}):
+        attention(*tensors, backend=PORTABLE, **passing)
+    attention(*tensors, backend=PORTABLE, document_ids=torch.zeros(1, 40, dtype=torch.int64))
+    attention(*tensors, backend=PORTABLE, alibi_slopes=torch.ones(2))
+    value, named = REFUSED[name]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=named):
+            attention(*tensors, backend=PORTABLE, **{name.partition("-")[0]: value})
+
+
+def test_what_a_backend_needs_is_asked_in_each_call(monkeypatch):
+    q, k, v = inputs()
+    attention(q, k, v, backend=PORTABLE)
+    forward_only = Backend("forward_only", PORTABLE.fn, features=PORTABLE.features, backward=False)
+    with torch.no_grad():
+        attention(q, k, v, backend=forward_only)
+    with pytest.raises(ValueError, match="forward_only .* backward"):
+        attention(q, k, v, backend=forward_only)
+    with pytest.raises(ValueError, match="kernel=fast"):
+        attention(q, k, v, backend=get_backend("triton", kernel="fast"))
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ValueError, match="TRITON_INTERPRET"):
+        attention(q, k, v, backend=PORTABLE)
+
+
+def test_packed_sequences_are_no_padding():
+    """attention_varlen() hands a backend a tensor (2, S + 1), which is no key_lengths."""
+    q, k, v = (x.detach()[0].transpose(0, 1) for x in inputs())
+    ends = torch.tensor([0, 10, 40])
+    attention_varlen(q, k, v, ends, ends, backend=PORTABLE)
+    with pytest.raises(ValueError, match="key_lengths"):
+        attention(*inputs(), backend=PORTABLE, key_lengths=torch.stack((ends, ends)).int())
+
+
+def test_a_second_derivative_is_refused():
+    """Autograd would take that of a launch for zero."""
+    q, k, v = inputs()
+    out = attention(q, k, v, backend=PORTABLE).out
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        dq.sum().backward()
