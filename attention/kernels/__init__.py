@@ -33,10 +33,8 @@ from attention.kernels.select import (
     choose_kernel,
     why_not_hopper,
 )
-from attention.mask import VisibleKeys, Window, visible_keys
+from attention.mask import Window, visible_keys
 from attention.mask import intervals as intervals_of
-from attention.online_softmax import OnlineSoftmax
-from attention.ring import Fused, Ring
 from attention.sinks import with_sinks
 
 # looked up once: torch.compile cannot trace the look-up
@@ -310,65 +308,6 @@ def kernel_choice(backend: Backend, **inputs: Any) -> Choice | None:
     return None if kernel is None else choose_kernel(kernel, **inputs)
 
 
-class TritonBlocks:
-    """The kernels on one block of the keys; see attention.ring.Blockwise."""
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, *, look: bool, **settings: Any
-    ) -> tuple[OnlineSoftmax, Tensor | None]:
-        from attention.kernels.op import flash_attention_forward
-
-        arguments = self.arguments(q, visible, **settings)
-        out, lse, max_score = flash_attention_forward(q, k, v, *arguments, flag(look), wide=True)
-        # a valid state: row_max = lse, row_sum = exp(lse - lse) = 1, acc = out
-        lse = lse.unsqueeze(-1)
-        state = OnlineSoftmax(lse, torch.ones_like(lse), out)
-        return state, max_score if look else None
-
-    def backward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        d_out: Tensor,
-        d_lse: Tensor,
-        visible: VisibleKeys,
-        **settings: Any,
-    ) -> tuple[Tensor, ...]:
-        from attention.kernels.op import flash_attention_backward
-
-        known = (d_out, d_lse, q, k, v, out, lse.contiguous())
-        arguments = self.arguments(q, visible, **settings)
-        return tuple(flash_attention_backward(*known, *arguments, wide=True))
-
-    def arguments(
-        self,
-        q: Tensor,
-        visible: VisibleKeys,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        block_q: int = 0,
-        block_kv: int = 0,
-        kernel: str = "portable",
-    ) -> tuple[Any, ...]:
-        """The operators' arguments after q, k and v, up to the choice of kernels."""
-        lo = hi = None
-        if visible.causal is None:
-            lo, hi = (x.to(torch.int32).contiguous() for x in (visible.lo, visible.hi))
-        mod, params = score_change(q.device, softcap, None, None)
-        causal = visible.causal is True
-        return lo, hi, params, causal, scale, mod, "online", block_q, block_kv, kernel
-
-
-def fused_parts() -> Fused:
-    from attention.kernels import parts
-
-    return parts
-
-
 TRITON = Backend(
     "triton",
     triton_attention,
@@ -395,7 +334,6 @@ TRITON = Backend(
     ),
     options={"kernel": "auto", "splits": "auto"},
     requirements=refusals,
-    ring=Ring(TritonBlocks(), fused=fused_parts),
     decode=decode,
 )
 
