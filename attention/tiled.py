@@ -225,7 +225,7 @@ class TileLoop:
                 continue
             # turns autograd on, even inside a torch.library operator, which runs below autograd
             with torch.inference_mode(False):
-                outputs = self.query_tile(*leaves, tile)
+                outputs = self.query_tile(*leaves, tile=tile)
                 gradients = d_out[..., tile.rows, :], d_lse[..., tile.rows]
                 found = torch.autograd.grad(outputs, leaves, gradients)
             dq_tiles.append(found[0])
