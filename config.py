@@ -17,7 +17,6 @@ BACKEND_OPTIONS = {
     "impl": "tiled",
     "block_q": 128,
     "block_kv": 64,
-    "ranks": 4,
     "softmax_dtype": "float32",
     "detach_max": False,
     "backend": "auto",
@@ -79,8 +78,6 @@ class AttentionConfig:
     block_q: int | None = None
     # keys of a tile
     block_kv: int | None = None
-    # ring and its defects: number of ranks that one process simulates
-    ranks: int | None = None
     # tile loops: dtype of the statistics, "float32" or "input" (q's dtype)
     softmax_dtype: str | None = None
     # triton: portable, hopper (Gluon kernels for sm_90) or auto
@@ -114,7 +111,7 @@ class AttentionConfig:
     switch_options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check_at_least(self, 1, "attention.block_q", "attention.block_kv", "attention.ranks")
+        _check_at_least(self, 1, "attention.block_q", "attention.block_kv")
         if self.kernel is not None:
             _check_choice(self, "attention.kernel", "auto", "portable", "hopper")
         if self.name == "custom" and self.target is None:
@@ -472,21 +469,13 @@ class LoggerConfig:
 class ParallelConfig:
     """How the ranks of torchrun share a run."""
 
-    # ranks that share each sequence
+    # ranks that share each sequence: each attends for its share of the heads
     context: int = 1
-    # how they share it: heads (each attends for its heads), ring (keys go round), gather (keys are
-    # gathered), or auto: heads as far as they divide, a ring for the rest
-    how: str = "auto"
     # seconds that a rank waits for another; meanwhile the first one may start wandb or draw
     timeout: int = 600
 
     def __post_init__(self) -> None:
         _check_at_least(self, 1, "parallel.context", "parallel.timeout")
-        _check_choice(self, "parallel.how", "auto", "heads", "ring", "gather")
-        if self.how != "auto" and self.context == 1:
-            raise ValueError(
-                f"parallel.how={self.how} needs ranks that share a sequence: add parallel.context=2"
-            )
 
 
 @dataclass

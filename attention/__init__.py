@@ -22,7 +22,6 @@ from attention.backends import (
     register,
 )
 from attention.checks import checked
-from attention.context import Shards
 from attention.decoding import check_cache
 from attention.diagnose import (
     LIMITS,
@@ -51,6 +50,7 @@ from attention.kernels import kernel_choice
 from attention.mask import Window
 from attention.own import build_module, standalone
 from attention.probe import probe
+from attention.ranks import Shards
 from attention.sinks import with_sinks
 from attention.tile_op import operator_attention
 

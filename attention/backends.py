@@ -14,7 +14,6 @@ from attention.flex import FLEX
 from attention.interface import Backend, ScoreMod
 from attention.kernels import TRITON
 from attention.naive import NAIVE
-from attention.played_ring import RING, RING_DEFECTS, PlayedRing
 from attention.sdpa import SDPA
 from attention.tiled import TILED, TiledAttention
 
@@ -29,9 +28,7 @@ BACKENDS: dict[str, Backend] = {
         SDPA,
         FLEX,
         *EXACT_VARIANTS,
-        RING,
         *DEFECTS,
-        *RING_DEFECTS,
     )
 }
 
@@ -110,9 +107,9 @@ def is_shipped(backend: Backend) -> bool:
 
 
 def is_operator(backend: Backend) -> bool:
-    """Whether torch.compile takes this backend as one operator: a tile loop or ring in BACKENDS.
+    """Whether torch.compile takes this backend as one operator: a tile loop in BACKENDS.
 
     The operator finds its loop by name. So a user's wrapper around a loop, or another loop with the
     same name, does not count.
     """
-    return isinstance(backend.fn, TiledAttention | PlayedRing) and is_shipped(backend)
+    return isinstance(backend.fn, TiledAttention) and is_shipped(backend)

@@ -2,7 +2,7 @@
 
 A decoding step has one query a sequence. One program a head would leave most of a GPU idle, so
 several programs share the keys of one head. Each program's result for a row is a state of the
-streaming softmax, so parts merge like two tiles, or like two ranks of a ring:
+streaming softmax, so parts merge like two tiles:
 
     tiles of keys   0 1 2 3 4 5 6 7 8 9      10 tiles, 4 splits
     split           0 0 1 1 1 2 2 3 3 3

@@ -203,8 +203,6 @@ class Backend:
     # other implementations of the same computation, by the value of the option impl that selects
     # them; each has its own capabilities and options
     implementations: Mapping[str, "Backend"] = field(default_factory=dict)
-    # an attention.ring.Ring that runs it where ranks pass their keys round; None if it cannot
-    ring: Any = None
     # decodes over a cache, with the signature of attention.decoding.decode(); None if it cannot
     decode: Callable[..., AttentionOutput] | None = None
     # module(num_heads=, num_kv_heads=, head_dim=, max_seq_len=, layer=) -> nn.Module

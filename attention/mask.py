@@ -64,9 +64,6 @@ class VisibleKeys:
     lo: Tensor  # (B or 1, N) int32
     hi: Tensor  # (B or 1, N) int32, hi >= lo
     num_keys: int
-    # what the host knows: True for a causal mask whose last query sees all keys, False if every
-    # query sees every key, None if neither is known
-    causal: bool | None = None
 
     def query_tiles(self, block_q: int) -> list[QueryTile]:
         starts = torch.arange(0, self.lo.shape[1], block_q, device=self.lo.device)

@@ -30,7 +30,6 @@ SETTINGS = {
     "block_kv": "SymInt",
     "softmax_dtype": "str?",
     "detach_max": "bool?",
-    "ranks": "int?",
 }
 TENSORS = list(SETTINGS.values()).count("Tensor?")  # they come first in SETTINGS
 SCHEMA = "str backend, " + ", ".join(f"{kind} {name}" for name, kind in SETTINGS.items())
@@ -69,7 +68,7 @@ def values_of(settings: dict[str, Any]) -> list[Any]:
 
 
 def loop_of(backend: str, values: tuple[Any, ...]) -> tuple[Any, dict[str, Any]]:
-    """The TiledAttention or PlayedRing of that name, and its settings by their names."""
+    """The TiledAttention of that name, and its settings by their names."""
     pairs = zip(SETTINGS, values, strict=True)
     settings = {name: value for name, value in pairs if value is not None}
     if window := settings.get("window"):

@@ -15,7 +15,7 @@ Dimensions: B batch, H = H_kv * G query heads, N queries, M keys, D head dim, D_
 values; a tile is R = block_q queries by T = block_kv keys.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -36,7 +36,6 @@ from attention.interface import (
 )
 from attention.mask import QueryTile, VisibleKeys, visible_keys
 from attention.online_softmax import OnlineSoftmax
-from attention.ring import PARTS, Ring
 
 # called after each tile as observer(query_tile, keys, scores, state); see attention.diagnose
 Observer = Callable[[QueryTile, slice, Tensor, OnlineSoftmax], None]
@@ -217,21 +216,6 @@ class TileLoop:
         Autograd through the whole loop would keep every tile, more memory than the score matrix
         that the loop avoids.
         """
-        return self.differentiate(
-            self.query_tile, lambda rows: (d_out[..., rows, :], d_lse[..., rows]), q, k, v
-        )
-
-    def differentiate(
-        self,
-        compute: Callable[..., Sequence[Tensor]],
-        gradients: Callable[[slice], Sequence[Tensor]],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv of compute(q_rows, k, v, tile), which runs under autograd for each tile of
-        queries. gradients(rows) are the gradients of its results.
-        """
         dq_tiles = []
         dk, dv = torch.zeros_like(k, dtype=self.dtype), torch.zeros_like(v, dtype=self.dtype)
         for tile in self.visible.query_tiles(self.block_q):
@@ -241,8 +225,9 @@ class TileLoop:
                 continue
             # turns autograd on, even inside a torch.library operator, which runs below autograd
             with torch.inference_mode(False):
-                outputs = compute(*leaves, tile)
-                found = torch.autograd.grad(outputs, leaves, gradients(tile.rows))
+                outputs = self.query_tile(*leaves, tile=tile)
+                gradients = d_out[..., tile.rows, :], d_lse[..., tile.rows]
+                found = torch.autograd.grad(outputs, leaves, gradients)
             dq_tiles.append(found[0])
             dk += found[1]
             dv += found[2]
@@ -432,69 +417,4 @@ def tile_loop_backend(
     )
 
 
-class TileBlocks:
-    """The tile loop on one block of the keys; see attention.ring.Blockwise."""
-
-    def loop(self, q: Tensor, k: Tensor, visible: VisibleKeys, **settings: Any) -> TileLoop:
-        return make_loop(q, k, causal=False, visible_keys=lambda *_, **__: visible, **settings)
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, *, look: bool, **settings: Any
-    ) -> tuple[OnlineSoftmax, Tensor | None]:
-        loop = self.loop(q, k, visible, **settings)
-        q, k, v = grouped(q, k, v)
-        maxima = HeadMaxima(q) if look else None
-        if maxima is not None:
-            loop = replace(loop, observer=maxima.observe)
-        tiles = loop.visible.query_tiles(loop.block_q)
-        states = [loop.query_state(q[..., tile.rows, :], k, v, tile) for tile in tiles]
-        row_max, row_sum, acc = (
-            torch.cat([getattr(state, name) for state in states], -2).flatten(1, 2)
-            for name in PARTS
-        )
-        state = OnlineSoftmax(row_max, row_sum, acc)
-        return state, None if maxima is None else maxima.largest.flatten(1, 2)
-
-    def backward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        d_out: Tensor,
-        d_lse: Tensor,
-        visible: VisibleKeys,
-        **settings: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        loop = self.loop(q, k, visible, **settings)
-        # wide inputs give wide gradients: no block's gradient is rounded
-        wide = (x.to(loop.dtype) for x in grouped(q, k, v))
-        row = (x.unflatten(1, (k.shape[1], -1)) for x in (out, lse, d_out, d_lse))
-        dq, dk, dv = loop.backward_from_lse(*wide, *row)
-        return dq.flatten(1, 2), dk.squeeze(2), dv.squeeze(2)
-
-    def differentiate(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        d_state: OnlineSoftmax,
-        visible: VisibleKeys,
-        **settings: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        loop = self.loop(q, k, visible, **settings)
-        q, k, v = (x.to(loop.dtype) for x in grouped(q, k, v))
-        d_parts = [getattr(d_state, name).unflatten(1, q.shape[1:3]) for name in PARTS]
-
-        def compute(*tensors: Any) -> list[Tensor]:
-            state = loop.query_state(*tensors)
-            return [getattr(state, name) for name in PARTS]
-
-        dq, dk, dv = loop.differentiate(
-            compute, lambda rows: [x[..., rows, :] for x in d_parts], q, k, v
-        )
-        return dq.flatten(1, 2), dk.squeeze(2), dv.squeeze(2)
-
-
-TILED = replace(tile_loop_backend("tiled"), ring=Ring(TileBlocks()), decode=decode)
+TILED = replace(tile_loop_backend("tiled"), decode=decode)

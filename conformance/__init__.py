@@ -12,7 +12,6 @@
     errors.py               an exception in one line, with its cause
     mask_tensors.py         masks in each form and layout that a dialect takes
     memory_growth.py        how the largest tensor and the saved bytes grow with the length
-    numpy_reference.py      attention in float64 NumPy, without torch
 
 The package imports only `attention`, and nothing in `attention` imports it.
 packaging/attn-conform makes a distribution of the two.

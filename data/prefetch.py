@@ -46,7 +46,7 @@ class Prefetcher:
         device: torch.device,
         *,
         rows: slice = slice(None),
-        columns: slice | Tensor = slice(None),
+        columns: slice = slice(None),
         ahead: int | None = None,
     ) -> None:
         self.data = data

@@ -24,7 +24,7 @@ PEERS = {"triton": "ours", "lab.peers:FLASH_ATTENTION_4": "FA4", "sdpa:backend=c
 # the file of each matrix, and what its edits change
 MISTAKES = {
     "mutants": "tile loop",
-    "mutants_ring": "ring",
+    "mutants_states": "merge of two states",
     "mutants_decoding": "decoding and caches",
     "mutants_kernels": "Triton kernels",
 }

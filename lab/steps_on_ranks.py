@@ -11,7 +11,7 @@ with PyTorch's context_parallel.
     who       several of these, in the order to run:
               ours:alone            each GPU trains on all sequences, independently
               ours:data             each rank trains on its share of the sequences
-              ours:heads, ours:ring   ranks share every sequence, as in parallel.how
+              ours:heads            ranks share every sequence, as with parallel.context
               cudnn:alltoall        PyTorch's context_parallel: cuDNN's kernels, and alltoall to
                                     move keys
     steps     steps that are timed together (8)
@@ -51,7 +51,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental import _attention as theirs
 from torch.nn.attention import sdpa_kernel
 
-from attention.context import share
 from attention.sdpa import KERNELS
 from data.prefetch import Pass
 from model import GPT
@@ -74,7 +73,7 @@ from training.step_graph import WARM_UP, StepGraphs
 LOSS, ERROR = 1e-2, 2e-2  # bfloat16 alone causes errors of 0.003
 TIMEOUT = 60  # seconds that a rank waits for another
 THEIRS = "cudnn:alltoall"
-WHO = ("ours:alone", "ours:heads", "ours:ring", THEIRS)
+WHO = ("ours:alone", "ours:heads", THEIRS)
 
 
 @dataclass
@@ -88,7 +87,6 @@ class Options:
     overrides: list[str] = default()  # train.py's own settings
 
     def run(self, seq_len: int, batch: int) -> Run:
-        """A run on a ring: it splits keys as context_parallel does, so the same checks apply."""
         settings = {
             "model": "gpt2",
             "tokenizer.vocab_size": "50304",
@@ -96,7 +94,6 @@ class Options:
             "batch_size": batch,
             "seq_len": seq_len,
             "parallel.context": max(2, of_environment().world),
-            "parallel.how": "ring",
             "parallel.timeout": TIMEOUT,
         } | dict(each.split("=", 1) for each in self.overrides)
         return build_run(compose(*(f"{key}={value}" for key, value in settings.items())))
@@ -104,7 +101,7 @@ class Options:
 
 @dataclass
 class ContextParallel:
-    """Replaces attention.context.Shards in GPT.sharded(), inside context_parallel()."""
+    """Replaces attention.ranks.Shards in GPT.sharded(), inside context_parallel()."""
 
     positions: Tensor  # (n,)
 
@@ -149,8 +146,8 @@ def block_around_attention(*, compiled: bool) -> Callable:
 
     def before(block: Block, x: Tensor, branch: Branch | None, rope: Rope | None) -> Any:
         x, (q, k, v) = before_attention(block, x, branch, rope)  # (B, n, H, D)
-        # the ring needs contiguous keys and values, so the graph writes them. Views of one tensor
-        # would also have their gradients summed by uncompiled operators
+        # PyTorch's ring needs contiguous keys and values, so the graph writes them. Views of one
+        # tensor would also have their gradients summed by uncompiled operators
         return x, q.contiguous(), *(t.transpose(1, 2).contiguous() for t in (k, v))
 
     before, after = (
@@ -165,7 +162,7 @@ def block_around_attention(*, compiled: bool) -> Callable:
     return run_block
 
 
-def errors(run: Run, shards: Any, own: Tensor) -> Row:
+def errors(run: Run, shards: Any, own: Tensor | slice) -> Row:
     """Relative errors of a layer's attention on ranks against one GPU; the largest of any rank."""
     layer, generator = run.model.blocks[0].attention, torch.Generator(run.device).manual_seed(0)
     qkv, d_out = (
@@ -266,13 +263,9 @@ def rows(options: Options, seq_len: int, batch: int) -> Iterator[Row]:
                 found = {"errors": errors(run, shards, shards.positions)}
                 ranks = replace(run.ranks, shards=shards)
                 return found | measure(run, peer, ranks, parts, options)
-        world, limit = run.ranks.world, timedelta(seconds=TIMEOUT)
-        heads = world if who == "ours:heads" else 1
-        shards = share(run.ranks.rank, world, world, heads=heads, timeout=limit)
-        own = shards.positions(seq_len, run.device)
-        found = {"errors": errors(run, shards, own)}
-        ranks = replace(run.ranks, shards=shards)
-        return found | measure(run, ours, ranks, [x[:, own] for x in whole], options)
+        own = run.ranks.columns(seq_len)
+        found = {"errors": errors(run, run.ranks.shards, own)}
+        return found | measure(run, ours, run.ranks, [x[:, own] for x in whole], options)
 
     for who in options.who:
         start_again(run, weights)

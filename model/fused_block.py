@@ -32,7 +32,7 @@ from model.norm import Branch, add_norm, add_norm_linear
 from model.products import linear, product_dtype
 
 if TYPE_CHECKING:
-    from attention.context import Shards
+    from attention.ranks import Shards
     from model.gpt import Block, Rope
 
 
@@ -187,7 +187,7 @@ def recomputed_block(
     config, dropout = block.config, block.dropout.p
     checkpoint = config.checkpoint if torch.is_grad_enabled() else "none"
     shards = block.attention.shards
-    world = 1 if shards is None else shards.heads.size  # ranks that exchange heads
+    world = 1 if shards is None else shards.size  # ranks that exchange heads
     repeated = checkpoint != "none"
 
     def before(x: Tensor, *rope: Tensor) -> tuple[Tensor, ...]:
@@ -223,12 +223,12 @@ def recomputed_block(
 def to_heads(shards: "Shards", qkv: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """From (B, N, H or H_kv, D), this rank's tokens, to (B W, N, H / W or H_kv / W, D)."""
     exchanged = shards.to_heads(*(t.transpose(1, 2) for t in qkv))
-    return tuple(by_rank(t.transpose(1, 2), shards.heads.size) for t in exchanged)
+    return tuple(by_rank(t.transpose(1, 2), shards.size) for t in exchanged)
 
 
 def to_tokens(shards: "Shards", out: Tensor, head_dim: int) -> Tensor:
     """From (B W, N, C / W), this rank's heads, to (B, N, C), its tokens."""
-    heads = joined(out, shards.heads.size).unflatten(-1, (-1, head_dim))
+    heads = joined(out, shards.size).unflatten(-1, (-1, head_dim))
     return shards.to_tokens(heads.transpose(1, 2)).transpose(1, 2).flatten(2)
 
 

@@ -184,7 +184,9 @@ REFUSED = {
     "attention.window=4 'attention.windows=[4]'": "attention.windows=[4] attention.window",
     "attention.softcap=1 attention.score_mod=a:B": "attention.score_mod=a:B attention.softcap",
     "model.positions=alibi attention.score_mod=a:B": "attention.score_mod=a:B alibi",
-    "attention=ring attention.ranks=1000": "attention=ring ranks=1000 seq_len=32 ranks=32",
+    "parallel.how=ring": "parallel.how=ring",
+    "attention=ring": "attention=ring tiled",
+    "attention.ranks=4": "attention.ranks=4",
     "compile=true attention.score_mod=U:HALVED": "attention.score_mod compile=false",
     "cuda_graph=true": "cuda_graph=true device=cpu",
     # settings that nothing would read
@@ -211,7 +213,6 @@ REFUSED = {
     "attention=sdpa attention.softcap=3": "attention.softcap=3 attention=sdpa naive",
     "attention=sdpa attention.score_mod=U:HALVED": "HALVED attention=sdpa naive",
     "attention=relative_mask 'attention.windows=[4]'": "attention.windows=[4] relative_mask",
-    "attention=ring model.positions=alibi": "alibi attention=ring naive, tiled, triton, flex",
     "attention=flex": "attention=flex attention=tiled",
     "attention=triton model.hidden_size=1024": "attention=triton head_dim 512 257",
     "attention=triton attention.score_mod=U:HALVED": "score_mod @triton.jit",

@@ -14,7 +14,6 @@ from model.gpt import GPT
 from training.files import Row
 from training.phases import doing
 from training.ranks import ALONE, Ranks
-from training.sharing import on_ranks
 
 # nats: this project's exact attentions differed by at most 0.00008, in bfloat16
 SAME_LOSS = 0.001
@@ -47,11 +46,11 @@ def evaluate(
     """
     device = next(model.parameters()).device
     features = model.attention_features | ({"document_ids"} if len(batch) == 3 else set())
-    exact = exact_attention(model.config.head_dim, device, features, on_a_ring=ranks.on_a_ring)
+    exact = exact_attention(model.config.head_dim, device, features)
     row = {}
     for suffix, attention in {"": model.backend, "_exact": exact, **(also or {})}.items():
         loss, share = evaluate_under(
-            model, on_ranks(attention, ranks), *batch, accuracy=accuracy, ranks=ranks, **options
+            model, attention, *batch, accuracy=accuracy, ranks=ranks, **options
         )
         row[f"val/loss{suffix}"] = loss
         if accuracy:
@@ -61,22 +60,13 @@ def evaluate(
     return row
 
 
-def exact_attention(
-    head_dim: int,
-    device: torch.device,
-    features: Collection[str] = (),
-    *,
-    on_a_ring: bool = False,
-) -> Backend:
+def exact_attention(head_dim: int, device: torch.device, features: Collection[str] = ()) -> Backend:
     """PyTorch's own attention: sdpa, or flex on a GPU for the features that sdpa does not have,
     such as document_ids or window.
 
     Our tile loop replaces flex on a CPU, where flex would materialise the scores, and for heads
-    smaller than 16, which flex does not take. On a ring our own attention is the reference, because
-    neither sdpa nor flex returns partial results that a ring can merge.
+    smaller than 16, which flex does not take.
     """
-    if on_a_ring:
-        return get_backend("triton" if device.type == "cuda" else "tiled")
     if not features:
         return get_backend("sdpa")
     flex = get_backend("flex")

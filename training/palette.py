@@ -22,16 +22,12 @@ BACKENDS = {
     "normalized_acc": "#999933",
     "kv_outer": "#4b5fb8",
     "lazy_rescale": "#2e8b2e",
-    "ring": "#5f8f00",
     "no_rescale": VERMILION,
     "no_max": PINK,
     "local_softmax": VIOLET,
     "zero_init_max": "#b03060",
     "relative_mask": "#9c5a2d",
     "no_scale": "#b8860b",
-    "ring_no_max": "#a6507b",
-    "ring_no_rescale": "#9c3d00",
-    "ring_local_softmax": "#4f3a8c",
 }
 # a user's own attention has one of these, always the same
 OTHERS = ("#00868b", "#a0522d", "#c71585", "#556b2f", "#6a5acd")

@@ -120,10 +120,8 @@ class StepShape:
     device: str = "cuda"
     compiled: bool = False
     accumulates: bool = False  # gradients of earlier passes exist already
-    # ranks share the heads of a sequence (attention/context.py), and seq_len is a rank's part
+    # ranks share the heads of a sequence (attention/ranks.py), and seq_len is a rank's part
     shares_heads: bool = False
-    keys: int = 1  # ranks that share the keys of a sequence, on a ring or by a gather
-    gather: bool = False
     window: int | None = None  # the widest of the layers; None if one sees all keys
     softcap: float | None = None
 
@@ -454,7 +452,7 @@ def predict_step(config: ModelConfig, **sizes: Any) -> StepBytes:
         phases |= phases_of_block(step, state)
 
     workspaces = CUDA_WORKSPACES if step.device == "cuda" else 0
-    peak = round(max(phases.values())) + key_buffers(step) + workspaces
+    peak = round(max(phases.values())) + workspaces
     return StepBytes(
         parameters=4 * count,
         gradients=4 * count,
@@ -523,27 +521,16 @@ def phases_of_halves(step: StepShape, state: int) -> dict[str, float]:
     }
 
 
-def key_buffers(step: StepShape) -> int:
-    """Bytes beside a rank's own k and v, as if they came on top of a step's peak. A ring holds two
-    blocks of k and v, the current one and the next. It holds float32 dk and dv of three and a half
-    blocks: current, outgoing, incoming, and half of its own. gather holds all blocks.
-    """
-    if step.keys == 1:
-        return 0
-    pair, gradients = 2 * step.k, 2 * step.k * 4 // step.element
-    return (pair + gradients) * step.keys if step.gather else 2 * pair + 7 * gradients // 2
-
-
 def predict_peak_bytes(
     config: Any,
     vocab_size: int,
     backend: Backend,
     dtype: torch.dtype,
     device: torch.device | str,
-    **sharing: Any,
+    *,
+    shares_heads: bool = False,
 ) -> StepBytes:
     """predict_step() of a run: config is its RunConfig; dtype and device are those it uses.
-    sharing: shares_heads, keys and gather of StepShape.
 
     The peak predicts memory/peak_gib, which counts only tensors, on a CPU as on a GPU. Python and
     its libraries, 0.3 to 0.7 GiB, are not included.
@@ -559,7 +546,7 @@ def predict_peak_bytes(
         device=device,
         compiled=run_compiles(config, backend, device),
         accumulates=config.accumulation_steps > 1,
-        **sharing,
+        shares_heads=shares_heads,
         **layer_sizes(config),
     )
 

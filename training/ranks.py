@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from attention.context import Shards
+    from attention.ranks import Shards
 
 PATIENCE = 2.0  # seconds that the first rank has to report why all ranks end
 
@@ -66,14 +66,11 @@ class Ranks:
         start = self.rank // self.context * size
         return slice(start, start + size)
 
-    @property
-    def on_a_ring(self) -> bool:
-        """Whether the keys of a sequence are spread over ranks."""
-        return self.shards is not None and self.shards.ring.size > 1
-
-    def columns(self, count: int) -> "slice | Tensor":
+    def columns(self, count: int) -> slice:
         """This rank's share of the `count` tokens of a sequence."""
-        return slice(None) if self.shards is None else self.shards.positions(count)
+        size = count // self.context
+        start = self.rank % self.context * size
+        return slice(start, start + size)
 
     def check(self) -> None:
         """Raise RankLost if another rank ended: results of the GPU since then may be wrong."""
@@ -220,16 +217,13 @@ def join(
     device: str,
     context: int = 1,
     *,
-    heads: int | None = None,
-    gather: bool = False,
     timeout: float = 600,
     settings: Mapping[str, Any] | None = None,
 ) -> Ranks:
     """Meet the other ranks; on CUDA, take the GPU of this rank. Does nothing if it is alone.
 
-    Each `context` consecutive ranks share their sequences. `heads` of them (default: all) exchange
-    heads, and rings join the rest; with `gather`, a ring gathers its keys. A rank waits `timeout`
-    seconds for another.
+    Each `context` consecutive ranks share their sequences. A rank waits `timeout` seconds for
+    another.
 
     Raises ValueError if the number of ranks is no multiple of `context`, if this host has no GPU
     for the rank, or if the others do not come or have other `settings`.
@@ -262,10 +256,9 @@ def join(
         if device == "cuda":
             _compare_gpus(ranks)
     if context > 1:
-        from attention.context import share
+        from attention.ranks import share
 
-        how = {"heads": heads or context, "gather": gather, "timeout": timedelta(seconds=timeout)}
-        shards = share(ranks.rank, ranks.world, context, **how)
+        shards = share(ranks.rank, ranks.world, context, timedelta(seconds=timeout))
         ranks = replace(ranks, shards=shards)
     return ranks
 

@@ -88,12 +88,11 @@ class Run:
 
         length = self.config.seq_len // self.ranks.context
         own = replace(self.config, batch_size=self.batch_size, seq_len=length)
-        where, sharing, shards = (self.dtype, self.device), {}, self.ranks.shards
-        if shards is not None:
-            sharing = {"shares_heads": shards.heads.size > 1, "keys": shards.ring.size}
-            sharing["gather"] = shards.gather
+        where, shares_heads = (self.dtype, self.device), self.ranks.shards is not None
         peak = max(
-            predict_peak_bytes(own, self.data.vocab_size, backend, *where, **sharing).peak
+            predict_peak_bytes(
+                own, self.data.vocab_size, backend, *where, shares_heads=shares_heads
+            ).peak
             for backend in self.schedule.values()
         )
         return peak / GIB
@@ -164,7 +163,6 @@ def _build_run(config: "RunConfig", summary: Row) -> Run:
     from training.optimizer import build_optimizer
     from training.pretrained import find_pretrained
     from training.schedule import attention_schedule, kernel_inputs, schedule_summary
-    from training.sharing import on_ranks
 
     ranks, device = _meet(config)
     if ranks.several:
@@ -174,7 +172,6 @@ def _build_run(config: "RunConfig", summary: Row) -> Run:
     summary |= {"device": device.type, "dtype": dtype_name(dtype)}
 
     schedule = attention_schedule(config, dtype=dtype, device=device)
-    schedule = {step: on_ranks(backend, ranks) for step, backend in schedule.items()}
     summary |= schedule_summary(schedule, **kernel_inputs(config, dtype=dtype, device=device))
     if function := config.attention.function():
         summary["function"] = function
@@ -228,11 +225,12 @@ def _meet(config: "RunConfig") -> "tuple[Ranks, torch.device]":
     import torch
 
     from training.device import pick_device
-    from training.sharing import check_shares, shared_settings, way_to_share
+    from training.sharing import check_context, check_shares, shared_settings
 
     device = pick_device(config.device)
+    check_context(config)
     meeting = {"timeout": config.parallel.timeout, "settings": shared_settings(config)}
-    ranks = join(device.type, config.parallel.context, **meeting, **way_to_share(config))
+    ranks = join(device.type, config.parallel.context, **meeting)
     check_shares(config, ranks)
     if ranks.several and device.type == "cuda":  # plain "cuda" depends on the thread
         device = torch.device("cuda", ranks.local_rank)

@@ -89,12 +89,6 @@ def check_schedule(config: RunConfig) -> dict[int, Backend]:
                     f"{setting} needs {IN_WORDS[feature]}, which attention={backend.name} does not "
                     f"have; these do: {', '.join(able(needed))}"
                 )
-        ranks = backend.options.get("ranks", 1)
-        if ranks > config.seq_len:
-            raise ValueError(
-                f"attention={backend.name} with ranks={ranks} has more ranks than seq_len="
-                f"{config.seq_len} has tokens; choose ranks={config.seq_len} or fewer"
-            )
         if backend.module is not None and len(schedule) > 1:
             raise ValueError(
                 f"attention.switch_at={config.attention.switch_at}: attention={backend.name} has "

@@ -5,73 +5,30 @@ from math import gcd
 from operator import attrgetter
 from typing import Any
 
-from attention import BACKENDS, Backend
-from attention.context import register_ring
-from attention.played_ring import PlayedRing
-from config import BACKEND_OPTIONS, RunConfig, setting_keys
+from config import RunConfig, setting_keys
 from training.ranks import Ranks
-from training.schedule import chosen_attention, needed_features
-
-RINGS = [name for name, backend in BACKENDS.items() if backend.ring is not None]
+from training.schedule import chosen_attention
 
 
-def way_to_share(config: RunConfig) -> dict[str, Any]:
-    """How `parallel.context` ranks share a sequence, for training.ranks.join().
-
-    Raises ValueError for a way that this model or attention does not have.
-    """
-    context, how = config.parallel.context, config.parallel.how
+def check_context(config: RunConfig) -> None:
+    """Raise ValueError for a model or attention whose sequences ranks cannot share."""
+    context, model = config.parallel.context, config.model
     if context == 1:
-        return {}
-    backends = list(chosen_attention(config.attention).values())
-    for backend in backends:
+        return
+    for backend in chosen_attention(config.attention).values():
         if backend.module is not None:
             raise ValueError(
                 f"attention={backend.name} has parameters for all heads and tokens, and ranks that "
                 f"share a sequence have a part of them; leave out parallel.context={context}"
             )
-    on_a_ring = any(isinstance(backend.fn, PlayedRing) for backend in backends)
-    shared = gcd(config.model.num_heads, config.model.kv_heads)  # their divisors divide both
-    heads = gcd(context, shared)
-    numbers = ", ".join(str(n) for n in range(2, shared + 1) if shared % n == 0) or "only 1"
-    if how in ("ring", "gather") or (how == "auto" and on_a_ring):
-        heads = 1
-    if how == "heads" and heads != context:
+    shared = gcd(model.num_heads, model.kv_heads)  # their divisors divide both
+    if shared % context:
+        numbers = ", ".join(str(n) for n in range(2, shared + 1) if shared % n == 0) or "only 1"
         raise ValueError(
-            f"parallel.how=heads cannot give {context} ranks the same number of "
-            f"{config.model.num_heads} query heads and {config.model.kv_heads} key/value heads; "
-            f"parallel.context can be {numbers}; parallel.how=ring takes any number"
+            f"parallel.context={context} cannot give {context} ranks the same number of "
+            f"{model.num_heads} query heads and {model.kv_heads} key/value heads; "
+            f"parallel.context can be {numbers}"
         )
-    if heads < context:
-        for backend in backends:
-            _check_on_a_ring(config, backend, numbers)
-    return {"heads": heads, "gather": how == "gather"}
-
-
-def _check_on_a_ring(config: RunConfig, backend: Backend, numbers: str) -> None:
-    context, name = config.parallel.context, f"attention={backend.name}"
-    needed, reason = needed_features(config), None
-    if by_position := needed.get("alibi_slopes") or needed.get("score_mod"):
-        reason = (
-            f"{by_position} needs the positions of keys, which it does not send; take "
-            f"parallel.how=heads, where parallel.context can be {numbers}"
-        )
-    elif backend.ring is None:
-        reason = (
-            f"{name} cannot attend to a part of the keys; these can: {', '.join(RINGS)}; "
-            f"parallel.how=heads takes any attention, and parallel.context can be {numbers} there"
-        )
-    elif config.parallel.how == "gather" and not backend.ring.exact:
-        reason = f"{name} breaks the merge, of which parallel.how=gather has none; take ring"
-    elif backend.options.get("softmax_dtype") == "input":
-        reason = "a ring keeps its sums in float32: leave out attention.softmax_dtype=input"
-    elif config.attention.ranks not in (None, BACKEND_OPTIONS["ranks"], context):
-        reason = (
-            f"attention.ranks={config.attention.ranks} are ranks that one process plays: leave it "
-            "out, the processes are the ranks"
-        )
-    if reason is not None:
-        raise ValueError(f"parallel.context={context} is a ring here: {reason}")
 
 
 def shared_settings(config: RunConfig) -> dict[str, Any]:
@@ -83,29 +40,15 @@ def shared_settings(config: RunConfig) -> dict[str, Any]:
     return {key: value for key, value in values.items() if not is_dataclass(value)}
 
 
-def on_ranks(backend: Backend, ranks: Ranks) -> Backend:
-    """The attention of a run, made known to the ring's operators if its ranks form a ring. One that
-    plays a ring in a single process then plays as many ranks, for whole sequences.
-    """
-    if not ranks.on_a_ring:
-        return backend
-    if isinstance(backend.fn, PlayedRing):
-        backend = backend.configured(ranks=ranks.shards.ring.size)
-    register_ring(backend)
-    return backend
-
-
 def check_shares(config: RunConfig, ranks: Ranks) -> None:
     """Raise ValueError for a step that the ranks cannot share equally."""
     if not ranks.several:
         return
     context, world = ranks.context, ranks.data
-    # a ring of R ranks cuts a sequence into 2 R chunks; ranks that exchange heads divide these
-    parts = 2 * context if ranks.on_a_ring else context
-    if over := config.seq_len % parts:
+    if over := config.seq_len % context:
         raise ValueError(
-            f"seq_len={config.seq_len} does not divide into {parts} parts for the {context} ranks "
-            f"of parallel.context={context}; take seq_len={config.seq_len + parts - over}"
+            f"seq_len={config.seq_len} does not divide among the {context} ranks of "
+            f"parallel.context={context}; take seq_len={config.seq_len + context - over}"
         )
     size = config.batch_size
     if config.tokens_per_step is None:

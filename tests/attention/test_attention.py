@@ -116,7 +116,7 @@ def test_a_change_of_the_scores_leaves_them_in_their_dtype(changed):
         ("tiled", torch.int32),
         ("triton", torch.int16),
         ("triton", torch.uint8),
-        ("ring", torch.int8),
+        ("kv_outer", torch.int8),
     ],
 )
 def test_documents_whose_ids_come_again(name, dtype):

@@ -161,7 +161,7 @@ def in_dtype(backend: Backend, call: Call, dtype: torch.dtype, device: str) -> b
         return dtype == torch.float32 and call in FLEX_ON_CPU
     if dtype == torch.float32:
         return True
-    if backend.name == "ring" or backend.name in VARIANTS:
+    if backend.name in VARIANTS:
         return False
     plain = not call.optional and call.scale is None and call.layout is None
     return dtype in backend.dtypes and (plain or dtype not in HALVES)
@@ -270,7 +270,7 @@ LOOKED_AT = (
     [
         pytest.param(backend, CALLS[name], id=f"{backend.name}-{name}")
         for backend in map(configured, BACKENDS.values())
-        if backend.name in ("naive", "tiled", "kv_outer", "ring", "triton", "sdpa")
+        if backend.name in ("naive", "tiled", "kv_outer", "triton", "sdpa")
         for name in LOOKED_AT
         if not lacking(backend, CALLS[name], "cpu")
     ],

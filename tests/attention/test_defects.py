@@ -11,12 +11,7 @@ from torch import Tensor
 from attention import BACKENDS, AttentionOutput, attention, get_backend
 
 TILES = {"block_q": 16, "block_kv": 8}
-# those of a ring are broken where ranks are merged; see test_ring.py
-DEFECTS = [
-    name
-    for name, backend in BACKENDS.items()
-    if backend.defect is not None and backend.ring is None
-]
+DEFECTS = [name for name, backend in BACKENDS.items() if backend.defect is not None]
 TWINS = ["alpha_beta", "normalized_acc", "kv_outer", "lazy_rescale"]
 
 

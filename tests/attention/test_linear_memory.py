@@ -19,13 +19,7 @@ LENGTHS = (128, 256, 512)
 LINEAR = [name for name in BACKENDS if name not in ("naive", "flex")]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [  # they are ring but for its merge
-        pytest.param(name, marks=pytest.mark.slow) if name.startswith("ring_") else name
-        for name in LINEAR
-    ],
-)
+@pytest.mark.parametrize("name", LINEAR)
 def test_grows_linearly(name):
     lengths = LENGTHS
     if name == "triton":

@@ -34,14 +34,13 @@ FOLDER = Path(__file__).with_name("gallery")
 # the rooms that are measured together, in results/mutants*.json
 ROOMS = {
     "loop": ("loop", "mask", "sinks", "naive"),
-    "ring": ("ring", "merge"),
+    "states": ("merge",),
     "decoding": ("decoding",),
     "kernels": ("kernels", "split"),
 }
 BACKENDS = {
     "naive": "naive",
-    "ring": "ring",
-    "merge": "ring",
+    "merge": "alpha_beta",
     "kernels": "triton",
     "split": "triton",
 }

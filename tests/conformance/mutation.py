@@ -21,7 +21,7 @@ from tests.conformance.edits import Edit, Package
 
 FOLDER = Path(attention.__file__).parent
 # in the order in which they import one another
-MODULES = ("mask", "online_softmax", "sinks", "naive", "decoding", "ring", "tiled", "played_ring")
+MODULES = ("mask", "online_softmax", "sinks", "naive", "decoding", "tiled", "exact_variants")
 KERNELS = (
     *("kernels", "kernels.launch", "kernels.softmax", "kernels.defects", "kernels.score_mods"),
     *("kernels.forward", "kernels.backward", "kernels.intervals", "kernels.portable"),
@@ -94,7 +94,7 @@ class Mutant:
     red: tuple[str, ...] = ()  # properties that must be red
     survives: str | None = None  # why no property is
     dtype: torch.dtype = torch.float32  # in which it shows
-    backend: str = "tiled"  # or ring, of ranks, or naive, or triton
+    backend: str = "tiled"  # or alpha_beta, whose tiles are merged, or naive, or triton
     section: str = ""  # of the gallery
     quick: bool = False  # whether `make test` judges it
 
@@ -106,12 +106,10 @@ class Mutant:
         outside = edited.keys() - set(names)
         assert not outside, f"{self.name} edits modules that are not loaded: {outside}"
         with loaded_beside(names, edited, self.name) as loaded:
-            found = {
-                "tiled": loaded["tiled"].TILED,
-                "ring": loaded["played_ring"].RING,
-                "naive": loaded["naive"].NAIVE,
-            }
+            shipped = [loaded["tiled"].TILED, loaded["naive"].NAIVE]
+            shipped += loaded["exact_variants"].EXACT_VARIANTS
             if "kernels" in loaded:
-                found["triton"] = loaded["kernels"].TRITON
+                shipped.append(loaded["kernels"].TRITON)
+            found = {backend.name: backend for backend in shipped}
             with mock.patch.object(attention, "with_sinks", loaded["sinks"].with_sinks):
                 yield replace(found[self.backend], name=self.name)

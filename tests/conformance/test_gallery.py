@@ -3,10 +3,10 @@ harmless edit turns none red.
 
     pytest tests/conformance/test_gallery.py -k loop --kill-matrix results/mutants.json
 
-tries every property on every mutant of the tile loop, on the GPU if there is one; so do -k ring and
--k decoding, for their own files. -k kernels, for results/mutants_kernels.json, stops at the first
-red property, because the kernels are interpreted on a CPU. Without the option, a mutant is tried on
-the CPU with the properties that its line in the gallery names.
+tries every property on every mutant of the tile loop, on the GPU if there is one; so do -k states
+and -k decoding, for their own files. -k kernels, for results/mutants_kernels.json, stops at the
+first red property, because the kernels are interpreted on a CPU. Without the option, a mutant is
+tried on the CPU with the properties that its line in the gallery names.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,7 +27,7 @@ from tests.conformance.mutation import Mutant, package
 ALL = [mutant for group in ROOMS for mutant in gallery(group)]
 # tried on a harmless edit; on one of the loop, every property
 FEW = {
-    "ring": ("forward", "gradients", "large logits"),
+    "states": ("forward", "gradients", "large logits"),
     "decoding": ("cache and pages",),
     "kernels": ("forward", "gradients"),
 }

@@ -28,7 +28,6 @@ naive = get_backend("naive").fn
 MEMORY = frozenset({"saved bytes", "largest tensor"})
 # interpreted, Triton takes a minute for what the conformance tests show as well, and FlexAttention
 # without a compiler half of one
-DEAR = ("ring", "ring_no_max", "ring_no_rescale", "ring_local_softmax")
 IN_REACH = [name for name in BACKENDS if name not in ("triton", "flex")]
 
 
@@ -49,21 +48,13 @@ def test_every_property_says_what_it_asks():
     assert set(PROPERTIES) >= SLOW
 
 
-# one broken merge stays, with fewer ranks: each takes seconds
-MARKED = [
-    pytest.param(get_backend(name), marks=pytest.mark.slow if name in DEAR else (), id=name)
-    for name in IN_REACH
-]
-MARKED.append(pytest.param(get_backend("ring_no_max", ranks=2), id="ring_no_max-of-2"))
-
-
 def assert_as_documented(backend: Backend, **options) -> list[Cell]:
     cells = verify_backend(backend, **options)
     assert [(cell.property, cell.status, cell.note) for cell in cells if not cell.ok] == []
     return cells
 
 
-@pytest.mark.parametrize("backend", MARKED)
+@pytest.mark.parametrize("backend", map(get_backend, IN_REACH), ids=IN_REACH)
 def test_red_exactly_where_documented(backend):
     cells = assert_as_documented(backend, random_cases=6, quick=True)
     # it was looked at: an exact backend is not green because it refused everything

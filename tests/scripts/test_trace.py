@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 from attention import BACKENDS, attention, find_breakdown, get_backend
 from attention.trace import Trace
 from config import AttentionConfig, DataConfig, ModelConfig, RunConfig
-from conformance.numpy_reference import online_softmax, standard_attention
 from data import build_data
+from examples.numpy_attention import online_softmax, standard_attention
 from model import GPT
 from scripts import trace, trace_page
 from scripts.arguments import read_settings

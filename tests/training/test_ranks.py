@@ -17,8 +17,6 @@ from torch import distributed
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from attention import ScoreMod, attention, get_backend
-from attention.context import Group, Shards, register_ring
-from attention.interface import Refusal
 from conformance.cases import every_index
 from tests import processes
 from tests.command import (
@@ -36,12 +34,11 @@ from tests.command import (
 )
 from training.command_line import compose
 from training.ranks import GradientSum, Ranks, join
-from training.sharing import check_shares, way_to_share
+from training.sharing import check_context, check_shares
 
 # the ranks of a step share four sequences; dropout would differ
 CHUNKS = ("model.checkpoint=attention", "model.chunk_tokens=5")
 SHARED = ("batch_size=4", "seq_len=32", "log_every=2", "eval_sequences=6", "eval_every=2")
-FADE = "tests.attention.test_score_mod:FADE"
 SHARED += ("optim.schedule=constant",)  # which a resume does not change
 # alone, what two ranks do is two passes
 TWO_PASSES = ("batch_size=2", "tokens_per_step=128")
@@ -198,39 +195,6 @@ def test_a_shared_sequence_is_the_same_attention(tmp_path, settings):
             assert other[key] == pytest.approx(one[key], rel=near), (key, one["step"])
 
 
-PLAYED = ("attention.ranks=2",)  # by one process
-ROPE = ("model=modern", "model.num_kv_heads=1", "data.documents=true", "parallel.how=ring")
-MERGE = ("attention=ring_no_rescale", *TILES[1:])
-
-
-@pytest.mark.parametrize(
-    "settings, alone",
-    [
-        pytest.param((*TILES, *ROPE), (), id="rope-documents"),
-        pytest.param(MERGE, PLAYED, id="broken-merge"),
-        slow((*MERGE, "compile=true"), PLAYED, id="compiled"),
-        slow((*TILES, "parallel.how=gather"), (), id="gathered"),
-        slow((*TILES, *WINDOW), (), id="window-softcap"),
-    ],
-)
-def test_a_ring_trains_as_one_process_does(tmp_path, settings, alone):
-    # three heads do not divide among two ranks
-    common = (*SHARED, "model.num_heads=3", "model.hidden_size=24", *settings)
-    played = [each for each in common if not each.startswith("parallel.")]
-    one = run(*tiny(tmp_path / "alone", *played, *alone))
-    assert one.code == 0, one.output
-    done = run_ranks(*tiny(tmp_path / "two", *common, "parallel.context=2"))
-    assert [each.code for each in done] == [0, 0], done[0].output + done[1].output
-    # PyTorch warns where a step frees what one before it left
-    assert "Memory block" not in one.output + done[0].output + done[1].output
-    ours, theirs = (metrics(tmp_path / name) for name in ("alone", "two"))
-    keys = ("train/loss", "grad_norm", "val/loss", "val/loss_exact")
-    for key in (*keys, "attention/max_score", "attention/dq_cosine"):
-        found, expected = ([row[key] for row in rows if key in row] for rows in (theirs, ours))
-        near = 1e-3 if key.startswith("attention") else 2e-5
-        assert expected and found == pytest.approx(expected, rel=near), key
-
-
 @pytest.mark.slow
 def test_four_ranks_share_two_sequences_each(tmp_path):
     """Two of them a sequence, and two pairs."""
@@ -243,9 +207,9 @@ def test_four_ranks_share_two_sequences_each(tmp_path):
     assert theirs == pytest.approx(ours, rel=2e-5)
 
 
-def shared_calls(context: int, heads: int, gather: bool, *backends: str) -> None:
+def shared_calls(context: int, *backends: str) -> None:
     """On one of several ranks: a shared call gives the rows that one process computes."""
-    ranks = join("cpu", context, heads=heads, gather=gather)
+    ranks = join("cpu", context)
     draw = torch.Generator().manual_seed(0)
     q = torch.randn(2, 4, 48, 16, generator=draw, requires_grad=True)
     k, v = (torch.randn(2, 2, 48, 16, generator=draw, requires_grad=True) for _ in range(2))
@@ -253,64 +217,45 @@ def shared_calls(context: int, heads: int, gather: bool, *backends: str) -> None
     documents = torch.tensor([[0] * 11 + [1] * 30 + [0] * 7, [5] * 48])
     sinks = torch.tensor([1.0, -1.0, 0.5, 2.0], requires_grad=True)
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
-    own, names = ranks.columns(48), ("out", "dq", "dk", "dv", "lse")
+    own, names = ranks.columns(48), ("out", "dq", "dk", "dv")
     tiles = {"block_q": 8, "block_kv": 8}
     masks = [{}, {"window": 20}, {"causal": False}, {"softcap": 2.0}]
-    masks += [{"document_ids": documents}, {"sinks": sinks}]
-    if heads == context:
-        score_mod = ScoreMod(every_index, params=slopes)
-        masks += [{"alibi_slopes": slopes}, {"score_mod": score_mod}]
+    masks += [{"document_ids": documents}, {"sinks": sinks}, {"alibi_slopes": slopes}]
+    masks += [{"score_mod": ScoreMod(every_index, params=slopes)}]
 
     def results(call, tensors, weights, **arguments):
-        out, lse, max_score = call(*tensors, return_max_score=True, **arguments)
-        total = (out * weights).sum() + (0 if heads > 1 else lse.sin().sum())
-        return out, *torch.autograd.grad(total, tensors), lse, max_score
+        out, _, max_score = call(*tensors, return_max_score=True, **arguments)
+        return out, *torch.autograd.grad((out * weights).sum(), tensors), max_score
 
     for name in backends:
         options = {key: tiles[key] for key in get_backend(name).options if key in tiles}
-        backend = alone = get_backend(name, **options)
-        if heads < context:
-            register_ring(backend)
-            played = name if name.startswith("ring") else "ring"
-            alone = get_backend(played, ranks=context // heads, **options)
+        backend = get_backend(name, **options)
         for mask in masks:
             needs = mask.keys() - {"causal", "sinks"} | ({"lse"} if "sinks" in mask else set())
             if not needs <= backend.features:
                 continue
-            expected = results(attention, (q, k, v), weights, backend=alone, **mask)
+            expected = results(attention, (q, k, v), weights, backend=backend, **mask)
             parts = [x[:, :, own].detach().requires_grad_() for x in (q, k, v)]
             call = partial(ranks.shards.attention, attention)
             found = results(call, parts, weights[:, :, own], backend=backend, **mask)
-            for what, one, other in zip(names, found[:5], expected[:5], strict=True):
-                if one is None:  # heads are exchanged without their lse
-                    continue
+            for what, one, other in zip(names, found, expected, strict=False):
                 other = other[:, :, own]
                 # exp() rounds by where a number stands in memory
-                near = gather or "sinks" in mask
+                near = "sinks" in mask
                 alike = torch.allclose(one, other, atol=1e-5) if near else torch.equal(one, other)
                 assert alike, (name, mask, what, (one - other).abs().max())
             assert torch.equal(ranks.largest(found[-1]), expected[-1]), (name, mask)
 
 
-EVERY_RING = ("ring", "tiled", "ring_no_max", "ring_no_rescale", "ring_local_softmax")
-
-
 @pytest.mark.parametrize(
-    "context, heads, gather, backends",
-    [
-        (2, 2, False, ("tiled", "naive", "sdpa", "no_max", "relative_mask")),
-        (2, 1, False, EVERY_RING),
-        (2, 1, True, ("tiled",)),
-        slow(4, 1, False, EVERY_RING),
-        (4, 2, False, ("tiled", "ring_no_rescale")),
-    ],
-    ids=["heads", "ring", "gathered", "ring-of-4", "heads-x-ring"],
+    "world, context",
+    [(2, 2), slow(4, 2)],
+    ids=["a-pair", "two-pairs"],
 )
-def test_a_shared_call_to_the_bit(context, heads, gather, backends):
-    """Output, lse, largest score and gradients. Heads are what one process computes without ranks,
-    a ring what it computes where it plays them.
-    """
-    call_on_ranks(context, shared_calls, context, heads, gather, *backends)
+def test_a_shared_call_to_the_bit(world, context):
+    """Output, largest score and gradients are what one process computes."""
+    backends = ("tiled", "naive", "sdpa", "no_max", "relative_mask")
+    call_on_ranks(world, shared_calls, context, *backends)
 
 
 def summed_gradients() -> None:
@@ -342,52 +287,6 @@ def summed_gradients() -> None:
 
 def test_gradients_that_leave_during_the_backward_pass_are_the_same_sums():
     call_on_ranks(2, summed_gradients)
-
-
-def test_a_ring_refuses_what_needs_positions():
-    x = torch.zeros(1, 2, 4, 8)
-    shards = Shards(ring=Group("ring", 0, 2))
-    with pytest.raises(Refusal, match="exchange heads"):
-        shards.attention(
-            attention, x, x, x, backend=get_backend("tiled"), alibi_slopes=x[0, :, 0, 0]
-        )
-
-
-def as_pytorchs_ring() -> None:
-    from torch.distributed.tensor.experimental._context_parallel import _attention as judge
-
-    ranks = join("cpu", 2, heads=1)
-    draw = torch.Generator().manual_seed(0)
-    q, k, v, weights = (torch.randn(2, 4, 48, 16, generator=draw) for _ in range(4))
-    own = ranks.columns(48)
-    tiled = get_backend("tiled", block_q=8, block_kv=8)
-
-    def call(query, key, value, is_causal=False, **ignored):
-        return attention(query, key, value, backend=tiled, causal=is_causal)
-
-    def gradients(query, key, value, out, logsumexp, is_causal, grad_out, **ignored):
-        arguments = {"causal": is_causal, "scale": 0.25, **tiled.options}
-        lse = torch.zeros_like(logsumexp)
-        return tiled.fn.backward(query, key, value, out, logsumexp, grad_out, lse, **arguments)
-
-    parts = [x[:, :, own].contiguous() for x in (q, k, v)]
-    given = weights[:, :, own].contiguous()
-    group = distributed.group.WORLD
-    out, lse = judge._templated_ring_attention(group, 2, call, *parts, is_causal=True)
-    known = (given, "grad_out", *parts, out, lse, True)
-    expected = (out, *judge._templated_ring_attention_backward(group, 2, gradients, *known)[:3])
-    register_ring(tiled)
-    parts = [x.requires_grad_() for x in parts]
-    found = ranks.shards.attention(attention, *parts, backend=tiled)
-    found = (found.out, *torch.autograd.grad((found.out * given).sum(), parts))
-    for name, one, other in zip(["out", "dq", "dk", "dv"], found, expected, strict=True):
-        assert torch.allclose(one, other, atol=3e-6), (name, (one - other).abs().max())
-
-
-@pytest.mark.slow
-def test_pytorchs_own_ring_agrees():
-    """An independent judge: its hops, its merge, its way of dealing tokens out."""
-    call_on_ranks(2, as_pytorchs_ring)
 
 
 @pytest.mark.slow
@@ -430,22 +329,12 @@ def test_dropout_is_another_on_each_rank_and_the_same_again_after_a_resume(tmp_p
     assert not torch.equal(*numbers)
 
 
-RING = "parallel.context=2 parallel.how=ring"
-GATHER = "parallel.context=2 parallel.how=gather"
 UNSHARED = {
     "batch": ("batch_size=3", "batch_size=3 .* batch_size=4"),
     "passes": ("batch_size=2 tokens_per_step=192", "tokens_per_step=256"),
-    "tokens": ("parallel.context=2 seq_len=33", "2 parts"),
-    "tokens-ring": (f"{RING} seq_len=30", "seq_len=32"),
-    "heads": ("parallel.context=2 parallel.how=heads model.num_kv_heads=1", "parallel.how=ring"),
-    "attention": (f"{RING} attention=sdpa", "attention=sdpa"),
-    "alibi": (f"{GATHER} model.positions=alibi", "positions=alibi .* parallel.how=heads.* 2, 4"),
-    "score_mod": (
-        f"{RING} model.num_kv_heads=1 attention.score_mod={FADE}",
-        f"attention.score_mod={FADE}",
-    ),
-    "played": ("parallel.context=2 attention=ring attention.ranks=3", "attention.ranks=3"),
-    "merge": (f"{GATHER} attention=ring_no_max", "parallel.how=gather"),
+    "tokens": ("parallel.context=2 seq_len=33", "seq_len=33 .* parallel.context=2; .*seq_len=34"),
+    "heads": ("parallel.context=8 seq_len=32", "parallel.context=8 .* 4 query .* 2, 4"),
+    "kv-heads": ("parallel.context=2 model.num_kv_heads=1", "parallel.context=2 .* 1 key/value"),
 }
 
 
@@ -453,10 +342,8 @@ UNSHARED = {
 def test_a_step_that_the_ranks_cannot_share_is_refused(settings, said):
     config = compose("seq_len=32", *settings.split())
     with pytest.raises(ValueError, match=said):
-        way = way_to_share(config)
-        context = config.parallel.context
-        shards = None if context == 1 else Shards(ring=Group("", 0, context // way["heads"]))
-        check_shares(config, Ranks(0, 2, context=context, shards=shards))
+        check_context(config)
+        check_shares(config, Ranks(0, 2, context=config.parallel.context))
 
 
 def test_a_refusal_ends_all_ranks(tmp_path):

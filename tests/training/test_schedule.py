@@ -38,7 +38,7 @@ def test_a_gpu_takes_larger_tiles_in_an_exact_loop(name):
     assert on_gpu(f"attention={name}", "attention.softmax_dtype=input")["block_q"] == 128
 
 
-@pytest.mark.parametrize("name", ["relative_mask", "local_softmax", "ring"])
+@pytest.mark.parametrize("name", ["relative_mask", "local_softmax"])
 def test_other_tiles_keep_their_size(name):
     """A mask inside the tile is another function in a tile of another size."""
     assert on_gpu(f"attention={name}")["block_q"] == 128

@@ -1,9 +1,12 @@
-"""Flash attention for one head in NumPy: a second oracle, which shares no line with the rest of the
-project.
+"""Flash attention for one head in NumPy, as tutorials write it: functions of three matrices.
 
-Tutorials write the algorithm as functions of three matrices. These are the same functions in
-float64, with the usual names and argument order: the softmax of a stream, its update, the tile
-loops, and the backward, which recomputes the probabilities from two numbers per row. Milakov &
+    from examples.numpy_attention import flash_attention
+    O = flash_attention(Q, K, V, block_size=64)
+
+They have the usual names and argument order, and compute in float64: the softmax of a stream, its
+update, the tile loops, and the backward, which recomputes the probabilities from two numbers per
+row. No line is shared with the rest of the project, so the tests use them as a second oracle. To
+train with an attention, start from another example: models call a Backend on tensors. Milakov &
 Gimelshein, "Online normalizer calculation for softmax" (2018); Dao et al., "FlashAttention" (2022),
 algorithms 1 and 4.
 
