@@ -33,7 +33,6 @@ from attention.diagnose import (
     max_score,
 )
 from attention.interface import (
-    OWN_SINKS,
     AttentionOutput,
     Backend,
     Output,
@@ -309,7 +308,7 @@ def _answer(
         arguments["return_max_score"] = looked
     if module is not None:
         arguments["module"] = module
-    if OWN_SINKS in backend.features:
+    if "sinks" in backend.features:
         arguments["sinks"], sinks = sinks, None
     autocast = compiling or torch.is_autocast_enabled(q.device.type)
     with torch.autocast(q.device.type, enabled=False) if autocast else nullcontext():

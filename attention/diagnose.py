@@ -17,7 +17,6 @@ from torch import Tensor
 
 from attention.interface import (
     OPTIONAL_ARGUMENTS,
-    OWN_SINKS,
     Backend,
     Output,
     ScoreMod,
@@ -490,5 +489,5 @@ class Recorder:
             return output
 
         # a loop has one observer; and attention() adds the sinks, so that a call records none
-        features = backend.features - {"max_score", OWN_SINKS}
+        features = backend.features - {"max_score", "sinks"}
         self.backend = replace(backend, fn=recorded, features=features, traceable=False)

@@ -193,7 +193,7 @@ def refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> 
 FLEX = Backend(
     "flex",
     flex,
-    features=FEATURES - {"max_score"},
+    features=FEATURES - {"max_score", "sinks"},
     dtypes=(torch.float32, torch.bfloat16, torch.float16),
     head_dims=range(16, 257),
     requirements=refusals,

@@ -29,17 +29,9 @@ OPTIONAL_ARGUMENTS = (
 )
 # kinds of input without an argument, which not every backend takes
 INPUT_FEATURES = ("gqa", "non_causal", "cross_length", "two_sided_window", "value_dim")
-FEATURES = frozenset((*OPTIONAL_ARGUMENTS, *INPUT_FEATURES, "lse", "max_score"))
-OWN_SINKS = "sinks"  # also a feature: fn takes the sinks itself, so attention() merges nothing
-# what a backend may break: the names of conformance.properties.PROPERTIES
-PROPERTY_NAMES = (  # noqa: SIM905 - a list would take a line for each
-    "forward, gradients, lse, block sizes, key permutation, rows sum to one, large logits, "
-    "logits + 100, logits - 120, float32 statistics, ragged tails, every length, "
-    "first tile masked, rows without a key, N != M, grouped heads, strides and views, "
-    "no leak (outputs), no leak (gradients), mask positions, optional arguments, wider calls, "
-    "call history, poisoned memory, row independence, streams and graphs, saved bytes, "
-    "largest tensor, bitwise repeat, compiled = eager, prefill = decode, cache and pages"
-).split(", ")
+# what else a fn may do: return lse, take return_max_score, take the sinks itself
+RESULT_FEATURES = ("lse", "max_score", "sinks")
+FEATURES = frozenset((*OPTIONAL_ARGUMENTS, *INPUT_FEATURES, *RESULT_FEATURES))
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -193,7 +185,7 @@ class Backend:
     backward: bool = True  # whether gradients flow to q, k and v
     exact: bool = True  # whether it claims to compute softmax attention
     defect: str | None = None  # for a deliberately broken backend: what is wrong, how it shows
-    breaks: frozenset[str] = frozenset()  # the properties it is known to fail: PROPERTY_NAMES
+    breaks: frozenset[str] = frozenset()  # the properties of conformance that it is known to fail
     traceable: bool = (
         True  # whether torch.compile may trace fn; it must not unroll a Python loop over tiles
     )
@@ -215,16 +207,10 @@ class Backend:
     requirements: Callable[..., list[str]] | None = None
 
     def __post_init__(self) -> None:
-        unknown = set(self.features) - FEATURES - {OWN_SINKS}
-        if unknown:
+        if unknown := set(self.features) - FEATURES:
             raise ValueError(
                 f"backend {self.name!r} declares unknown features {sorted(unknown)}; valid: "
-                f"{', '.join(sorted(FEATURES | {OWN_SINKS}))}"
-            )
-        if unknown := set(self.breaks) - {*PROPERTY_NAMES}:
-            raise ValueError(
-                f"backend {self.name!r} breaks {', '.join(sorted(unknown))}; properties: "
-                f"{', '.join(PROPERTY_NAMES)}"
+                f"{', '.join(sorted(FEATURES))}"
             )
         if self.fn is call_module and self.module is None:
             raise ValueError(f"backend {self.name!r} has nothing to call: give it fn= or module=")
@@ -315,7 +301,7 @@ class Backend:
             for name, needed in wanted.items()
             if needed and name not in self.features
         ]
-        if sinks is not None and not self.features & {"lse", OWN_SINKS}:
+        if sinks is not None and not self.features & {"lse", "sinks"}:
             reasons.append("it returns no lse, which sinks need")
         if q.device.type not in self.devices:
             reasons.append(

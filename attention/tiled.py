@@ -407,7 +407,7 @@ def tile_loop_backend(
     return Backend(
         name,
         TiledAttention(partial(make_loop, exact=exact, **variant)),
-        features=FEATURES.difference(without),
+        features=FEATURES - {"sinks", *without},
         options=options,
         exact=exact,
         defect=defect,

@@ -674,8 +674,14 @@ def why_unusable(device: str) -> str:
 
 def examine(subject: Subject, name: str, property: Property | None = None) -> Cell:
     """The cell of a property, by default the one of that name in PROPERTIES. An exception from the
-    backend makes it red, and the note tells it with its cause.
+    backend makes it red, and the note tells it with its cause. Raises ValueError if the backend
+    lists an unknown name in `breaks`.
     """
+    if unknown := set(subject.backend.breaks) - PROPERTIES.keys():
+        raise ValueError(
+            f"attention={subject.backend.name} breaks {', '.join(sorted(unknown))}; properties: "
+            f"{', '.join(PROPERTIES)}"
+        )
     subject.begin()
     documented = name in subject.backend.breaks
     checks = []

@@ -16,7 +16,6 @@ from torch.nn.functional import pad
 
 from attention.decoding import num_splits
 from attention.interface import (
-    OWN_SINKS,
     AttentionOutput,
     Backend,
     Output,
@@ -277,7 +276,7 @@ TRITON = Backend(
             "score_mod",
             "lse",
             "max_score",
-            OWN_SINKS,
+            "sinks",
         }
     ),
     options={"kernel": "auto", "splits": "auto"},
@@ -295,7 +294,7 @@ def broken_triton_backend(name: str, defect: str | None) -> Backend:
         partial(broken_triton_attention, softmax=name),
         dtypes=TRITON.dtypes,
         head_dims=range(1, 129),
-        features=TRITON.features - {"lse", OWN_SINKS},
+        features=TRITON.features - {"lse", "sinks"},
         options={"impl": "triton", "block_q": 128, "block_kv": 64, "detach_max": False},
         requirements=refusals,
         exact=False,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from attention import BACKENDS, AttentionOutput, Backend, attention, get_backend, kernel_choice
-from attention.interface import OWN_SINKS, ScoreMod
+from attention.interface import ScoreMod
 from attention.kernels import score_change
 from attention.kernels.intervals import block_starts
 from attention.kernels.tiles import shares_of
@@ -115,7 +115,7 @@ def interpreted_backend(launch: Any = None) -> Backend:
         return AttentionOutput(*results)
 
     features = {"gqa", "non_causal", "cross_length", "two_sided_window", "lse", *MASKS}
-    features |= {"softcap", "alibi_slopes", "score_mod", OWN_SINKS}
+    features |= {"softcap", "alibi_slopes", "score_mod", "sinks"}
     return Backend("hopper-interpreted", function, features=frozenset(features))
 
 
