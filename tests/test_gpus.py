@@ -85,17 +85,15 @@ def test_no_end_of_a_job_is_the_end_of_another(tmp_path, monkeypatch, two_gpus):
         (2, "completed"),
         (3, "completed"),
     ]
-    assert rows[0]["error"] == "killed by signal 9"
-    assert "own:KILLED: failed: killed by signal 9" in done.output  # below the table
+    assert "signal 9" in rows[0]["error"]
+    assert any("own:KILLED" in line for line in done.output.splitlines() if "signal 9" in line)
     for job, attention in (("2", "naive"), ("3", "tiled")):
         assert run(*tiny(tmp_path / attention, f"attention={attention}", "steps=12")).code == 0
         assert computed(tmp_path / "sweep" / job) == computed(tmp_path / attention)
 
-    began = lines(done, "job ")[:2]
-    assert began == [
-        "job 0 on GPU GPU-a1b2: attention=own:KILLED",
-        "job 1 on GPU 7: attention=own:NO_MEMORY",
-    ]
+    first, second = lines(done, "job ")[:2]
+    assert first.startswith("job 0 ") and "GPU-a1b2" in first and "own:KILLED" in first
+    assert second.startswith("job 1 ") and "GPU 7" in second and "own:NO_MEMORY" in second
     for job, seen in (("0", "GPU-a1b2"), ("1", "7")):
         assert f"it sees {seen}\n" in (tmp_path / "sweep" / job / "output.log").read_text()
     assert {line.split()[4] for line in lines(done, "job 2 on")} <= {"GPU-a1b2:", "7:"}
@@ -139,7 +137,7 @@ def test_a_job_has_its_name_and_its_group_in_wandb(tmp_path):
     assert done.code == 0, done.output
     record, _ = started(records_of(sweep, "1"))
     assert (record["display_name"], record["run_group"]) == ("tiled seed=1", "2026-11-22_21-09-10")
-    assert f"wandb: wandb sync {sweep}/wandb/offline-run-*" in done.output
+    assert f"wandb sync {sweep}/wandb/offline-run-*" in done.output
 
 
 @pytest.mark.slow
@@ -214,7 +212,8 @@ def test_a_job_with_ranks_is_started_by_torchrun(tmp_path):
     done = run(*tiny_sweep(tmp_path, "parallel.context=2", "steps=2", *TWO))
     assert done.code == 0, done.output
     assert "job 0 on slot 0, 1: " in done.output
-    assert "4 x 32 tokens a step on 2 ranks" in (tmp_path / "0/output.log").read_text()
+    log = (tmp_path / "0/output.log").read_text()
+    assert "4 x 32" in log and "2 ranks" in log
     (row,) = index(tmp_path)
     assert row["status"] == "completed"
 
@@ -239,7 +238,7 @@ def test_another_sweeper_learns_the_loss(tmp_path):
         ("hydra.launcher.slots=0", "slots=0"),
         ("hydra.launcher.slots=2 hydra.launcher.ranks=0", "ranks=0"),
         ("hydra.launcher.slots=2 hydra.launcher.ranks=3", "ranks=3 .* there are 2"),
-        ("hydra.launcher.slots=2 hydra.launcher.gpus=[0]", "leave one of them out"),
+        ("hydra.launcher.slots=2 hydra.launcher.gpus=[0]", "slots .*gpus "),
         ("hydra.launcher.slots=2 parallel.context=1,4", "parallel.context=4 .* there are 2"),
     ],
     ids=["no-gpu", "slots", "ranks", "more-ranks", "slots-and-gpus", "more-context"],

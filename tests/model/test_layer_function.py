@@ -140,7 +140,7 @@ def test_zero_sinks_are_softmax_plus_one(batch):
 
 
 def test_other_sinks_are_refused():
-    with pytest.raises(ValueError, match="attention.sinks=one .*true, zero, false"):
+    with pytest.raises(ValueError, match="attention.sinks=one.*true.*zero.*false"):
         AttentionConfig(sinks="one")
 
 

@@ -56,7 +56,7 @@ def test_the_summary_is_that_of_the_file(here, capsys):
     assert summary == json.loads((here / "one/summary.json").read_text())
     lines = capsys.readouterr().out
     assert lines == (here / "one/train.log").read_text()
-    assert re.search(r"step     4/4  [\d,]+ tokens  train/loss", lines)
+    assert re.search(r"step +4/4 .*train/loss", lines)
 
 
 def test_a_call_can_resume(here):
