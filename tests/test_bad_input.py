@@ -291,6 +291,7 @@ REFUSED = {
     "-m 'seed=range(5,1)'": "seed=range(5,1)",
     "-m 'seed=range(0,0)'": "seed=range(0,0)",
     "-m attention=naive,sdpa attention.window=5": "1 2 attention.window=5 sdpa",
+    "-m attention=naive,triton TRITON_INTERPRET=0": "1 2 attention=triton GPU",
 }
 
 

@@ -102,6 +102,7 @@ def test_no_end_of_a_job_is_the_end_of_another(tmp_path, monkeypatch, two_gpus):
     assert not torch.cuda.is_initialized()
 
 
+@pytest.mark.slow
 def test_a_sweep_is_that_of_one_process(tmp_path):
     """Settings that some jobs do not read, names, and what Hydra was told beside."""
     swept = ("attention=naive,tiled", "attention.block_kv=16", "seed=0", "steps=2")
@@ -165,6 +166,7 @@ def test_ctrl_c_reaches_each_job_once(tmp_path):
 
 
 def test_a_sweep_goes_on_with_the_jobs_that_are_left(tmp_path, monkeypatch):
+    """10 s: each job that is left is a process, one of them resumed and one new."""
     with monkeypatch.context() as patch:
         send_at_step(patch, 2, signal.SIGINT)
         stopped = run(*tiny_sweep(tmp_path, "seed=0,1", "eval_every=2"))
