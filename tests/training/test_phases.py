@@ -162,7 +162,7 @@ def test_a_slow_step_is_announced_and_answers_a_signal_at_once(tmp_path, monkeyp
 
 def test_a_run_that_compiles_nothing_loads_no_compiler(tmp_path):
     """A regression test: the optimizer loaded torch.compile, only to keep itself out of it. Muon
-    has AdamW beside it.
+    has AdamW beside it. 5 s: a process that has imported nothing.
     """
     code = (
         "import sys; from training.run import run; run(*sys.argv[1:]); "
