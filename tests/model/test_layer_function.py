@@ -220,7 +220,7 @@ def test_alibi_adds_no_weight_and_no_entry_of_a_checkpoint():
         ("tiled", "all"),
         # quick in test_compile.py, without a function of the layers
         pytest.param("naive", "all", marks=pytest.mark.slow),
-        pytest.param(*INTERPRETED.values, "all", marks=[*INTERPRETED.marks, pytest.mark.slow]),
+        pytest.param("triton", "all", marks=[*INTERPRETED.marks, pytest.mark.slow]),
         pytest.param("tiled", "windows", marks=pytest.mark.slow),
     ],
 )
