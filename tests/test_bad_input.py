@@ -26,6 +26,7 @@ from tests.command import (
     tiny,
     tiny_sweep,
 )
+from training.command_line import compose
 from training.device import pick_dtype
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the obstacle is Linux's")
@@ -102,88 +103,14 @@ REFUSED = {
     "attention=mine:BACKEND attention.options.block_q=32": "+attention.options.block_q=32",
     # values of another type
     "seq_len=1.5": "seq_len=1.5 Integer",
-    "seq_len=long": "seq_len=long Integer",
-    "steps=1.5": "steps=1.5 Integer",
-    "batch_size=auto": "batch_size=auto Integer",
-    "seed=": "seed= Integer",
-    "deterministic=maybe": "deterministic=maybe bool",
-    "model.bias=maybe": "model.bias=maybe bool",
-    "seed=18446744073709551616": "seed=18446744073709551616 2**63",
-    "batch_size=1000000000000000000000000": "batch_size=1000000000000000000000000 2**63",
-    "attention.block_q=18446744073709551616": "attention.block_q=18446744073709551616 2**63",
     # values that are not one of a few
     "model.positions=sinus": "model.positions=sinus learned",
-    "model.norm=batch": "model.norm=batch layernorm rmsnorm",
-    "model.activation=relu": "model.activation=relu gelu swiglu",
-    "data.source=web": "data.source=web stdlib",
-    "tokenizer.name=word": "tokenizer.name=word byte bpe gpt2",
-    "optim.name=sgd": "optim.name=sgd adamw",
-    "optim.schedule=linear": "optim.schedule=linear cosine constant",
-    "logger.name=mlflow": "logger.name=mlflow wandb",
-    "logger.mode=on": "logger.mode=on auto",
-    "device=tpu": "device=tpu auto cpu cuda",
-    "dtype=fp8": "dtype=fp8 bf16",
-    "dtype=float32": "dtype=float32 fp32",
-    "compile=maybe": "compile=maybe auto true false",
-    "attention=triton attention.kernel=fast": "attention.kernel=fast portable hopper",
     "attention.softmax_dtype=fp8": "softmax_dtype=fp8 float32 input",
     "attention=sdpa attention.backend=fastest": "backend=fastest efficient",
     # values that are too small or too large
     "seq_len=0": "seq_len=0 1",
-    "seq_len=-8": "seq_len=-8 1",
-    "steps=0": "steps=0 1",
-    "batch_size=0": "batch_size=0 1",
-    "log_every=0": "log_every=0 1",
-    "seed=-1": "seed=-1 0",
-    "sample_tokens=-1": "sample_tokens=-1 0",
-    "model.num_layers=0": "model.num_layers=0 1",
-    "model.num_layers=100000000": "model.num_layers=100000000 10000",
-    "model.num_heads=0": "model.num_heads=0 1",
-    "model.num_kv_heads=0": "model.num_kv_heads=0 1",
-    "model.hidden_size=0": "model.hidden_size=0 1",
-    "model.init_std=-1": "model.init_std=-1",
-    "model.dropout=1": "model.dropout=1.0",
-    "model.positions=rope model.rope_theta=0": "model.rope_theta=0",
-    "optim.lr=-1": "optim.lr=-1.0 0",
-    "optim.lr=nan": "optim.lr=nan",
-    "optim.lr=inf": "optim.lr=inf finite",
-    "optim.min_lr=-1": "optim.min_lr=-1.0 0",
-    "optim.warmup_steps=-1": "optim.warmup_steps=-1 0",
-    "optim.beta1=1": "optim.beta1=1.0",
-    "optim.beta2=-0.1": "optim.beta2=-0.1",
-    "optim=muon optim.momentum=1": "optim.momentum=1.0",
-    "data.val_fraction=0": "data.val_fraction=0.0",
-    "data.val_fraction=1": "data.val_fraction=1.0",
-    "data.max_documents=0": "data.max_documents=0 1",
-    "data=last_write data.num_keys=0": "data.num_keys=0 1",
-    "data=last_write data.num_values=1": "data.num_values=1 2",
-    "attention.block_q=0": "attention.block_q=0 1",
-    "attention=no_rescale attention.block_kv=-1": "attention.block_kv=-1 1",
-    "attention.window=0": "attention.window=0 1",
-    "'attention.windows=[4,0,4,4]'": "attention.windows=[4, 0",
-    "attention.softcap=0": "attention.softcap=0.0 null",
-    "attention.softcap=inf": "attention.softcap=inf null",
-    "attention.softcap=nan": "attention.softcap=nan null",
     # values that do not go together
     "seq_len=256 model.max_seq_len=100": "seq_len=256 model.max_seq_len=100",
-    "tokens_per_step=100": "tokens_per_step=100 128",
-    "tokens_per_step=0": "tokens_per_step=0 128",
-    "model.num_heads=3": "model.hidden_size=32 model.num_heads=3",
-    "model.num_kv_heads=3": "model.num_heads=2 model.num_kv_heads=3",
-    "model.positions=rope model.hidden_size=12 model.num_heads=4": "head_dim 3",
-    "optim.min_lr=10": "optim.min_lr=10.0 optim.lr=0.012",
-    "optim.qk_clip=8 model.qk_norm=true": "optim.qk_clip=8.0 model.qk_norm",
-    "optim.qk_clip=8 attention.softcap=5": "optim.qk_clip=8.0 attention.softcap",
-    "optim.qk_clip=8 attention.score_mod=U:HALVED": "optim.qk_clip=8.0 attention.score_mod",
-    "attention.pattern=SSSL": "attention.pattern=SSSL attention.window=N",
-    "attention.window=4 attention.pattern=SX": "attention.pattern=SX S L",
-    "attention.window=4 attention.pattern=ssl": "attention.pattern=ssl S L",
-    "attention.window=4 \"attention.pattern=''\"": "attention.pattern= S L",
-    "attention.window=8 attention.pattern=L": "attention.window=8 attention.pattern=L",
-    "'attention.windows=[4,4]'": "attention.windows model.num_layers=1",
-    "attention.window=4 'attention.windows=[4]'": "attention.windows=[4] attention.window",
-    "attention.softcap=1 attention.score_mod=a:B": "attention.score_mod=a:B attention.softcap",
-    "model.positions=alibi attention.score_mod=a:B": "attention.score_mod=a:B alibi",
     "parallel.how=ring": "parallel.how=ring",
     "attention=ring": "attention=ring tiled",
     "attention.ranks=4": "attention.ranks=4",
@@ -292,6 +219,89 @@ REFUSED = {
     "-m 'seed=range(5,1)'": "seed=range(5,1)",
     "-m 'seed=range(0,0)'": "seed=range(0,0)",
     "-m attention=naive,sdpa attention.window=5": "1 2 attention.window=5 sdpa",
+    "-m attention=naive,triton TRITON_INTERPRET=0": "1 2 attention=triton GPU",
+}
+
+# the same for what composing the settings refuses, which train.py does first: no command for each
+SETTINGS = {
+    # values of another type
+    "seq_len=long": "seq_len=long Integer",
+    "steps=1.5": "steps=1.5 Integer",
+    "batch_size=auto": "batch_size=auto Integer",
+    "seed=": "seed= Integer",
+    "deterministic=maybe": "deterministic=maybe bool",
+    "model.bias=maybe": "model.bias=maybe bool",
+    "seed=18446744073709551616": "seed=18446744073709551616 2**63",
+    "batch_size=1000000000000000000000000": "batch_size=1000000000000000000000000 2**63",
+    "attention.block_q=18446744073709551616": "attention.block_q=18446744073709551616 2**63",
+    # values that are not one of a few
+    "model.norm=batch": "model.norm=batch layernorm rmsnorm",
+    "model.activation=relu": "model.activation=relu gelu swiglu",
+    "data.source=web": "data.source=web stdlib",
+    "tokenizer.name=word": "tokenizer.name=word byte bpe gpt2",
+    "optim.name=sgd": "optim.name=sgd adamw",
+    "optim.schedule=linear": "optim.schedule=linear cosine constant",
+    "logger.name=mlflow": "logger.name=mlflow wandb",
+    "logger.mode=on": "logger.mode=on auto",
+    "device=tpu": "device=tpu auto cpu cuda",
+    "dtype=fp8": "dtype=fp8 bf16",
+    "dtype=float32": "dtype=float32 fp32",
+    "compile=maybe": "compile=maybe auto true false",
+    "attention=triton attention.kernel=fast": "attention.kernel=fast portable hopper",
+    # values that are too small or too large
+    "seq_len=-8": "seq_len=-8 1",
+    "steps=0": "steps=0 1",
+    "batch_size=0": "batch_size=0 1",
+    "log_every=0": "log_every=0 1",
+    "seed=-1": "seed=-1 0",
+    "sample_tokens=-1": "sample_tokens=-1 0",
+    "model.num_layers=0": "model.num_layers=0 1",
+    "model.num_layers=100000000": "model.num_layers=100000000 10000",
+    "model.num_heads=0": "model.num_heads=0 1",
+    "model.num_kv_heads=0": "model.num_kv_heads=0 1",
+    "model.hidden_size=0": "model.hidden_size=0 1",
+    "model.init_std=-1": "model.init_std=-1",
+    "model.dropout=1": "model.dropout=1.0",
+    "model.positions=rope model.rope_theta=0": "model.rope_theta=0",
+    "optim.lr=-1": "optim.lr=-1.0 0",
+    "optim.lr=nan": "optim.lr=nan",
+    "optim.lr=inf": "optim.lr=inf finite",
+    "optim.min_lr=-1": "optim.min_lr=-1.0 0",
+    "optim.warmup_steps=-1": "optim.warmup_steps=-1 0",
+    "optim.beta1=1": "optim.beta1=1.0",
+    "optim.beta2=-0.1": "optim.beta2=-0.1",
+    "optim=muon optim.momentum=1": "optim.momentum=1.0",
+    "data.val_fraction=0": "data.val_fraction=0.0",
+    "data.val_fraction=1": "data.val_fraction=1.0",
+    "data.max_documents=0": "data.max_documents=0 1",
+    "data=last_write data.num_keys=0": "data.num_keys=0 1",
+    "data=last_write data.num_values=1": "data.num_values=1 2",
+    "attention.block_q=0": "attention.block_q=0 1",
+    "attention=no_rescale attention.block_kv=-1": "attention.block_kv=-1 1",
+    "attention.window=0": "attention.window=0 1",
+    "'attention.windows=[4,0,4,4]'": "attention.windows=[4, 0",
+    "attention.softcap=0": "attention.softcap=0.0 null",
+    "attention.softcap=inf": "attention.softcap=inf null",
+    "attention.softcap=nan": "attention.softcap=nan null",
+    # values that do not go together
+    "tokens_per_step=100": "tokens_per_step=100 128",
+    "tokens_per_step=0": "tokens_per_step=0 128",
+    "model.num_heads=3": "model.hidden_size=32 model.num_heads=3",
+    "model.num_kv_heads=3": "model.num_heads=2 model.num_kv_heads=3",
+    "model.positions=rope model.hidden_size=12 model.num_heads=4": "head_dim 3",
+    "optim.min_lr=10": "optim.min_lr=10.0 optim.lr=0.012",
+    "optim.qk_clip=8 model.qk_norm=true": "optim.qk_clip=8.0 model.qk_norm",
+    "optim.qk_clip=8 attention.softcap=5": "optim.qk_clip=8.0 attention.softcap",
+    "optim.qk_clip=8 attention.score_mod=U:HALVED": "optim.qk_clip=8.0 attention.score_mod",
+    "attention.pattern=SSSL": "attention.pattern=SSSL attention.window=N",
+    "attention.window=4 attention.pattern=SX": "attention.pattern=SX S L",
+    "attention.window=4 attention.pattern=ssl": "attention.pattern=ssl S L",
+    "attention.window=4 \"attention.pattern=''\"": "attention.pattern= S L",
+    "attention.window=8 attention.pattern=L": "attention.window=8 attention.pattern=L",
+    "'attention.windows=[4,4]'": "attention.windows model.num_layers=1",
+    "attention.window=4 'attention.windows=[4]'": "attention.windows=[4] attention.window",
+    "attention.softcap=1 attention.score_mod=a:B": "attention.score_mod=a:B attention.softcap",
+    "model.positions=alibi attention.score_mod=a:B": "attention.score_mod=a:B alibi",
 }
 
 
@@ -310,6 +320,16 @@ def test_refused_in_one_line(monkeypatch, tmp_path, typed, named):
     # nothing was trained
     assert not [path for path in tmp_path.rglob("metrics.jsonl") if path.read_text()]
     assert not list(tmp_path.rglob("checkpoint"))
+
+
+@pytest.mark.parametrize(("typed", "named"), SETTINGS.items(), ids=SETTINGS)
+def test_settings_are_refused_in_one_line(tmp_path, typed, named):
+    typed, named = (text.replace("U:", "tests.user_backends:") for text in (typed, named))
+    with pytest.raises(ValueError) as refused:
+        compose(*tiny(tmp_path, *shlex.split(typed))[:-1])
+    answer = str(refused.value)
+    assert not [word for word in named.split() if word not in answer], answer
+    assert "\n" not in answer
 
 
 RECIPE = "# @package _global_\n"

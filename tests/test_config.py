@@ -113,7 +113,7 @@ def test_every_run_of_an_experiment_composes(name):
         [f"{key}={value}" for value in str(values).split(",")]
         for key, values in hydra.sweeper.params.items()
     ]
-    # every value once, and the first ones of all others beside it
+    # every value once and every variant once, and the first ones of all others beside it
     first = [values[0] for values in swept]
     overrides = dict.fromkeys(
         (*first[:key], value, *first[key + 1 :])
@@ -124,10 +124,10 @@ def test_every_run_of_an_experiment_composes(name):
         [f"{key}={value}" for key, value in each.items()]
         for each in (hydra.sweeper.variants or {"all": {}}).values()
     ]
-    jobs = {
-        str(composed(f"experiment={name}", *each, *own)) for each in overrides for own in variants
-    }
-    assert len(jobs) == len(overrides) * len(variants) and math.prod(map(len, swept)) > 2
+    pairs = [(each, variants[0]) for each in overrides]
+    pairs += [(tuple(first), own) for own in variants[1:]]
+    jobs = {str(composed(f"experiment={name}", *each, *own)) for each, own in pairs}
+    assert len(jobs) == len(pairs) and math.prod(map(len, swept)) > 2
 
 
 def test_max_seq_len_follows_seq_len_unless_set():

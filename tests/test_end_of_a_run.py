@@ -168,7 +168,9 @@ def test_triton_says_nothing_at_the_exit():
 
 @posix
 def test_a_reader_that_left_costs_neither_the_run_nor_a_traceback(tmp_path):
-    """A regression test: each line of the log printed a traceback after `| head`."""
+    """A regression test: each line of the log printed a traceback after `| head`. 5 s: a process
+    that writes to a real pipe.
+    """
     command = shlex.join([sys.executable, "train.py", *tiny(tmp_path)])
     done = subprocess.run(f"{command} | true", shell=True, cwd=ROOT, capture_output=True, text=True)
     assert "Traceback" not in done.stderr and summary(tmp_path)["status"] == "completed"

@@ -63,7 +63,7 @@ def test_no_outputs_are_committed():
 def test_they_train_beside_softmax_attention_and_rank_apart(tmp_path):
     names = ["tiled", *ATTENTIONS]
     assert len(ATTENTIONS) == 6
-    assert run(*tiny_sweep(tmp_path, f"attention={','.join(names)}")).code == 0
+    assert run(*tiny_sweep(tmp_path, f"attention={','.join(names)}", "steps=2")).code == 0
     softmax, others = rank(load_runs([tmp_path]))
     assert (softmax.metric, set(softmax.losses)) == ("val/loss_exact", {"tiled", RING})
     assert (others.metric, set(others.losses)) == ("val/loss", {*names} - {RING})

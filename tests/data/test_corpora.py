@@ -180,7 +180,7 @@ BAD = {
     "no-such-column": (
         dict(a_jsonl='{"body": "x", "n": 1}\n'),
         "",
-        r"a\.jsonl .*data\.field=text.* body, n",
+        r"a\.jsonl .*data\.field=text.*body, n",
     ),
     "column-of-numbers": (dict(a_jsonl='{"text": 3}\n'), "", r"row 0 .*data\.field=text .*int"),
     "broken-jsonl": (dict(a_jsonl='{"text": "x"\nnonsense\n'), "", r"a\.jsonl .*json"),

@@ -73,7 +73,7 @@ def test_rows_become_documents(reachable_hub, streaming):
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streaming"])
 def test_missing_column_lists_the_columns(reachable_hub, streaming):
-    with pytest.raises(ValueError, match=r"data\.name=org/name .*data\.field=body.* text, n"):
+    with pytest.raises(ValueError, match=r"data\.name=org/name .*data\.field=body.*text, n"):
         read(streaming=streaming, field="body")
 
 

@@ -200,7 +200,7 @@ def test_a_damaged_line_of_a_vocabulary_is_named(tmp_path, line, number):
 
 
 def test_a_missing_vocabulary_is_named(tmp_path):
-    with pytest.raises(ValueError, match=f"{tmp_path}/ranks .*No such file"):
+    with pytest.raises(ValueError, match=f"{tmp_path}/ranks "):
         bpe(tmp_path / "ranks")
 
 

@@ -64,7 +64,7 @@ def step_after(gpt: GPT, tokens: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("variant", "batch_size"), [(name, (1, 3)[i % 2]) for i, name in enumerate(VARIANTS)]
+    ("variant", "batch_size"), [(name, (1, 2)[i % 2]) for i, name in enumerate(VARIANTS)]
 )
 def test_a_step_equals_one_pass(build_gpt, modern, random_tokens, fused, variant, batch_size):
     fields = dict(VARIANTS[variant])
@@ -79,13 +79,13 @@ def test_a_step_equals_one_pass(build_gpt, modern, random_tokens, fused, variant
 def test_generation_in_steps_of_few_kernels_changes_no_token(build_gpt, random_tokens, fused):
     """With windows, a cap and sinks, which the attention alone sees; past the last position too."""
     function = AttentionConfig(windows=[4, None], softcap=6.0, sinks=True)
-    fields = {"num_kv_heads": 2, "max_seq_len": 12, "tie_embeddings": False}
+    fields = {"num_kv_heads": 2, "max_seq_len": 8, "tie_embeddings": False}
     gpt = perturbed(build_gpt(attention=function, **fields))
     prompt = random_tokens(2, 3).to(DEVICE)
-    plain = generate(gpt, prompt, max_new_tokens=14, temperature=0.0, use_cache=False)
+    plain = generate(gpt, prompt, max_new_tokens=8, temperature=0.0, use_cache=False)
     with gpt.use_backend(get_backend("triton")):
-        assert torch.equal(generate(gpt, prompt, max_new_tokens=14, temperature=0.0), plain)
-    assert len(fused) >= 12 or DEVICE == "cuda"
+        assert torch.equal(generate(gpt, prompt, max_new_tokens=8, temperature=0.0), plain)
+    assert len(fused) >= 6 or DEVICE == "cuda"
     assert all(fused) and plain.unique().numel() > 5
 
 

@@ -260,7 +260,7 @@ def test_only_a_module_with_tensors_keeps_a_model_from_transformers(build_gpt):
     )
     load_hugging_face(plain, to_hugging_face(sigmoid)[1])
     assert torch.equal(plain.token_embedding.weight, sigmoid.token_embedding.weight)
-    with pytest.raises(ValueError, match="parameters of their own"):
+    with pytest.raises(ValueError, match="parameters"):
         to_hugging_face(differential)
 
 

@@ -181,6 +181,7 @@ def test_z_loss_of_the_kernel(kernel, several_chunks, padded):
 
 
 def test_chunked_loss_compiles_in_one_graph(kernel, several_chunks, padded):
+    """10 s: the kernel is interpreted four times, and two chunks take 128 rows or more."""
     torch._dynamo.reset()
     eager = partial(linear_cross_entropy, z_loss=0.1)
     compiled = torch.compile(eager, backend="aot_eager", fullgraph=True)

@@ -65,7 +65,7 @@ def test_a_wrong_argument_is_refused_with_the_way_out(argument, names):
 def test_a_key_without_a_default_must_be_given():
     with pytest.raises(ValueError, match="run="):
         read_settings(Options, [])
-    with pytest.raises(ValueError, match="a file or a folder"):
+    with pytest.raises(ValueError, match="file.*--help"):
         read_settings(Files, ["out=x"])
 
 
@@ -77,9 +77,9 @@ def test_paths_may_be_bare_even_with_an_equals_sign_in_them():
 def test_help_is_the_docstring_and_errors_are_one_line(capsys):
     @command
     def main(options: Files) -> None:
-        raise ValueError(f"{options.paths[0]}\n  cannot be read")
+        raise ValueError(f"{options.paths[0]}\n  is gone")
 
     main(["--help"])
     assert capsys.readouterr().out == f"{__doc__}\n"
-    with pytest.raises(SystemExit, match=r"^test_arguments: a cannot be read$"):
+    with pytest.raises(SystemExit, match="^test_arguments: a is gone$"):
         main(["a"])

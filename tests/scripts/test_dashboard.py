@@ -127,6 +127,7 @@ def test_without_a_key(offline):
     assert "wandb login" in complaint(start("entity=me"))  # what to type
 
 
+@pytest.mark.slow
 def test_without_a_server(offline):
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
@@ -192,6 +193,7 @@ def test_a_refusal_is_one_line(offline):
     assert "entity=me project=mine" in line and "project not found" in line
 
 
+@pytest.mark.slow
 def test_a_server_that_never_answers(offline):
     """It accepts the connection and is silent. In this process, whose deadline can be shortened."""
     code = (

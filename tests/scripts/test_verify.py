@@ -105,7 +105,7 @@ def test_options_follow_the_name():
 def test_a_wrong_backend_of_the_users_fails_and_says_where(run_verify):
     code, out = run_verify("attention=tests.user_backends:WRONG")
     assert code.startswith("verify: ") and marks_of(out, "forward") == "!"
-    where = r"^! tests.user_backends:WRONG, forward, fp32: red, out of B\S+-fp32: "
+    where = r"^! tests.user_backends:WRONG, forward.* B\S+-fp32: "
     assert re.search(where, out, re.MULTILINE)
 
 
@@ -123,7 +123,7 @@ def test_a_registered_backend_and_its_documented_breaks(run_verify):
         assert run_verify("attention=mine")[0] == 0
         code, out = run_verify("attention=modest")
         assert re.match(r"verify: 1 \w", code)
-        assert "! modest, forward, fp32: green" in out
+        assert re.search("^! modest, forward.*green", out, re.MULTILINE)
     finally:
         BACKENDS.pop("mine", None)
         BACKENDS.pop("modest", None)
@@ -147,7 +147,7 @@ REFUSED = {
     "attention=no_such:BACKEND": ("attention=no_such:BACKEND", "ModuleNotFoundError"),
     "attention=tiled:block_kv=abc": ("block_kv=abc",),
     "attention=tiled:block_q=[": ("'block_q=['", "block_q=16"),
-    "dtype=int8": ("dtype=int8", "auto, fp32, bf16, fp16"),
+    "dtype=int8": ("dtype=int8", "fp32, bf16, fp16"),
     "device=cuda": ("device=cuda",),
     "cases=many": ("cases=many",),
     "cases=-1": ("cases=-1", "0"),

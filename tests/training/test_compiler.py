@@ -25,7 +25,10 @@ def test_torch_compile_is_loaded_only_where_it_is_wanted(monkeypatch, wanted):
 
 
 def test_the_hashes_are_computed_once(monkeypatch):
-    """The first kernel and the first graph find them, because both functions keep their result."""
+    """The first kernel and the first graph find them, because both functions keep their result.
+
+    5 s where nothing has imported torch.compile before.
+    """
     from torch._inductor import codecache
 
     cache = pytest.importorskip("triton.runtime.cache")

@@ -86,17 +86,20 @@ def test_a_phase_says_what_it_does_after_two_seconds_and_then_rarely(run_phases,
     with phase("evaluating", "evaluating"):
         assert said(1.8) == []  # it was quick
     with phase("evaluating", "evaluating"):
-        doing("evaluating: 3 of 16 sequences done")
-        assert said(3) == ["evaluating: 3 of 16 sequences done, 2 s so far"]
-        doing("evaluating: 9 of 16 sequences done")
-        assert said(37) == [
-            f"evaluating: 9 of 16 sequences done, {seconds} s so far" for seconds in (15, 30)
-        ]
-    with phase("training", "step 1 of 9"):
-        assert said(5) == ["step 1 of 9, 2 s so far"]
-    with phase("training", "step 2 of 9"):
+        doing("3 of 16")
+        (line,) = said(3)
+        assert "3 of 16" in line and " 2 s" in line
+        doing("9 of 16")
+        first, second = said(37)
+        assert "9 of 16" in first and " 15 s" in first
+        assert "9 of 16" in second and " 30 s" in second
+    with phase("training", "step 1"):
+        (line,) = said(5)
+        assert "step 1" in line and " 2 s" in line
+    with phase("training", "step 2"):
         assert said(5) == []  # every step has its line in time
-        assert said(15) == ["step 2 of 9, 15 s so far"]
+        (line,) = said(15)
+        assert "step 2" in line and " 15 s" in line
 
 
 @pytest.mark.parametrize(
@@ -159,7 +162,7 @@ def test_a_slow_step_is_announced_and_answers_a_signal_at_once(tmp_path, monkeyp
 
 def test_a_run_that_compiles_nothing_loads_no_compiler(tmp_path):
     """A regression test: the optimizer loaded torch.compile, only to keep itself out of it. Muon
-    has AdamW beside it.
+    has AdamW beside it. 5 s: a process that has imported nothing.
     """
     code = (
         "import sys; from training.run import run; run(*sys.argv[1:]); "

@@ -21,7 +21,7 @@ import data
 
 assert config.OWNER == data.OWNER == "the user"
 assert compose("seq_len=64").seq_len == 64
-assert run(*tiny, "attention=naive", "hydra.run.dir=second")["status"] == "completed"
+assert run(*tiny, "steps=1", "eval_every=0", "hydra.run.dir=second")["status"] == "completed"
 run_object = build_run(compose(*tiny))
 assert config.OWNER == data.OWNER == "the user" and run_object.device.type == "cpu"
 try:
@@ -39,6 +39,7 @@ def here(tmp_path, monkeypatch) -> Path:
 
 
 def test_it_runs_beside_a_config_and_data_of_the_user(tmp_path):
+    """5 s: a process of its own, because this one has imported ours."""
     (tmp_path / "config.py").write_text("OWNER = 'the user'\n")
     (tmp_path / "data").mkdir()
     (tmp_path / "data/__init__.py").write_text("OWNER = 'the user'\n")
@@ -56,7 +57,7 @@ def test_the_summary_is_that_of_the_file(here, capsys):
     assert summary == json.loads((here / "one/summary.json").read_text())
     lines = capsys.readouterr().out
     assert lines == (here / "one/train.log").read_text()
-    assert re.search(r"step     4/4  [\d,]+ tokens  train/loss", lines)
+    assert re.search(r"step +4/4 .*train/loss", lines)
 
 
 def test_a_call_can_resume(here):
