@@ -41,6 +41,7 @@ from triton.language import constexpr
 
 from attention.kernels.forward import with_sink
 from attention.kernels.portable import find_score_mod
+from tests.conformance.edits import Edit, Package
 
 FOLDER = Path(__file__).parents[2] / "attention" / "kernels" / "hopper"
 here = threading.local()  # .program, .partition, and what the partition has under way
@@ -945,17 +946,17 @@ def replaced(modules: dict[str, types.ModuleType]):
 
 
 def load_kernels(
-    edit: tuple[str, str, str] | None = None, *, cache_bytes: int = 2**20
+    edit: Edit | None = None, *, cache_bytes: int = 2**20
 ) -> dict[str, types.ModuleType]:
     """attention/kernels/hopper, run against this interpreter: primitives, forward, backward and
     launch.
 
-    edit: (module, old, new), a change of its source, for a test that breaks it. cache_bytes: of the
-    device's L2 cache.
+    edit: what a test breaks. cache_bytes: of the device's L2 cache.
     """
     # plain Triton, which has an interpreter of its own
     import attention.kernels.hopper.pre_post  # noqa: F401
 
+    edited = Package(FOLDER).edited((edit,)) if edit else {}
     ours, prefix = {}, "attention.kernels.hopper."
     names = ("primitives", "forward", "backward", "launch")
     with replaced(
@@ -963,11 +964,8 @@ def load_kernels(
     ):
         for name in names:
             file = FOLDER / f"{name}.py"
-            source = file.read_text()
-            if edit and edit[0] == name:
-                assert edit[1] in source, f"{file.name} has no line {edit[1]!r}"
-                source = source.replace(*edit[1:])
             module = sys.modules[prefix + name]
+            source = edited.get(name, file.read_text())
             exec(compile(source, file, "exec"), module.__dict__)
             if name == "primitives":
                 module.add_box = lambda *arguments: start_store(*arguments, add=True)
