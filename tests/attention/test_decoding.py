@@ -32,11 +32,11 @@ def share(cache: Cache, output: AttentionOutput) -> float:
 
 CASES = {
     "MHA-N1-D64": ([70, 33, 1], Case(num_queries=1, head_dim=64)),
-    "GQA-8:1-N5-D16-window": (
+    "GQA-6:1-N5-D16-window": (
         [40, 21],
-        Case(num_heads=16, num_queries=5, optional={"window": 19}),
+        Case(num_heads=12, num_queries=5, optional={"window": 19}),
     ),
-    "MQA-N16-D128": ([30, 17], Case(num_heads=5, num_kv_heads=1, num_queries=16, head_dim=128)),
+    "MQA-N16-D128": ([30, 17], Case(num_heads=3, num_kv_heads=1, num_queries=16, head_dim=128)),
     "N2-D24-full-growing": (
         [70, 20],
         Case(num_queries=2, head_dim=24, causal=False, inputs="growing"),
@@ -64,11 +64,11 @@ def test_the_specification_keeps_the_budget(dtype, case):
 
 @pytest.mark.parametrize(("dtype", "case"), diagonal(DTYPES, CASES))
 def test_the_kernel_keeps_the_budget(dtype, case):
-    """Contiguous, in pages of whole tiles, and in tiles of whole pages."""
+    """Contiguous, and in pages of whole tiles or tiles of whole pages."""
     cache = cache_of(*case, dtype, room=75)
     assert share(cache, cache.call("triton", splits=3)) <= 1
-    for page_size in (32, 8):
-        assert share(cache, cache.call_paged("triton", page_size, splits=2)) <= 1
+    page_size = 32 if dtype == torch.float32 else 8
+    assert share(cache, cache.call_paged("triton", page_size, splits=2)) <= 1
 
 
 @pytest.mark.parametrize("backend", BACKENDS_THAT_DECODE)

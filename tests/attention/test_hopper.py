@@ -184,11 +184,11 @@ QUICK_CASES = [
     sized(300, 130, 64, sinks=True),  # the first 170 rows see no key
     sized(450, 450, 64, window=100),
     sized(130, 400, 128, num_kv_heads=1, window=40),  # no query sees the first keys
-    sized(270, 270, 128, batch=2, causal=False, document_ids=True),
+    sized(270, 270, 128, batch=2, num_heads=1, num_kv_heads=1, causal=False, document_ids=True),
     seen_across(64, causal=True),
     uneven_documents(128, 12, 208, 20, 160),
     # sequences end inside a tile and on its edge, and some are empty
-    sized(130, 384, 64, batch=3, key_lengths=True),
+    sized(130, 384, 64, batch=3, num_heads=1, num_kv_heads=1, key_lengths=True),
     sized(200, 300, 64, batch=2, **BOTH),
     sized(130, 200, 128, batch=2, causal=False, score_mod=True),
     # longer than SHORT, and at D 128 than LONG: there the work has another order
