@@ -172,6 +172,12 @@ def in_dtype(backend: Backend, call: Call, dtype: torch.dtype, device: str) -> b
     return dtype in backend.dtypes and (plain or dtype not in HALVES)
 
 
+def is_slow(name: str, dtype: torch.dtype) -> bool:
+    if dtype in HALVES:
+        return QUICK_HALVES.get(name) != dtype
+    return name in SLOW_INTERPRETED
+
+
 def pairs(calls: dict[str, Call], backends: list[Backend], device: str = "cpu") -> list:
     """(backend, call, dtype) for each call that a backend declares that it takes."""
     found = []
@@ -180,13 +186,8 @@ def pairs(calls: dict[str, Call], backends: list[Backend], device: str = "cpu") 
             for dtype in backend.dtypes:
                 if lacking(backend, call, device) or not in_dtype(backend, call, dtype, device):
                     continue
-                marks = ()
-                if backend.name == "triton" and not COMPILED:
-                    half = dtype in HALVES
-                    quick = (
-                        QUICK_HALVES.get(name) == dtype if half else name not in SLOW_INTERPRETED
-                    )
-                    marks = () if quick else pytest.mark.slow
+                interpreted = backend.name == "triton" and not COMPILED
+                marks = pytest.mark.slow if interpreted and is_slow(name, dtype) else ()
                 id = f"{backend.name}-{name}-{SHORT[dtype]}"
                 found.append(pytest.param(backend, call, dtype, id=id, marks=marks))
     return found
