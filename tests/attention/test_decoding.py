@@ -85,7 +85,7 @@ def test_a_sequence_without_keys_or_with_fewer_than_queries(backend):
 
 
 def test_fixed_splits_give_the_same_bits_in_any_batch_room_and_order_of_pages():
-    case = Case(num_queries=1)
+    case = Case(num_heads=1, num_kv_heads=1, num_queries=1)
     cache = cache_of([60, 35], case)
     whole = cache.call("triton", splits="fixed")
     alone = replace(cache, **{x: getattr(cache, x)[:1] for x in ("q", "k", "v", "lengths")})

@@ -17,17 +17,20 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attention import attention, get_backend
+from attention import ScoreMod, attention, get_backend
 from attention.kernels import refusals
 from attention.kernels.forward import place
 from attention.kernels.op import flash_attention, flash_attention_backward, is_packed, readable
 from attention.kernels.score_mods import tanh
 from attention.mask import visible_keys
 from config import ModelConfig
+from conformance.cases import every_index
 from model.gpt import CausalSelfAttention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PORTABLE = get_backend("triton", kernel="portable")  # test_hopper.py tests the Hopper kernels
+SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.0], device=DEVICE)
+MOD = ScoreMod(every_index, "attention.kernels.score_mods:every_index", SLOPES)
 PLAIN = (None, None, None, True, 0.25, "", "online", 0, 0)  # optional inputs and settings
 
 
@@ -59,7 +62,9 @@ OPERANDS = {
 }
 
 
-@pytest.mark.parametrize("name", OPERANDS)
+@pytest.mark.parametrize(
+    "name", [*list(OPERANDS)[:2], pytest.param("B1-H1-N9-D16-bf16", marks=pytest.mark.slow)]
+)
 def test_the_operator_keeps_pytorchs_contract(name):
     """Schema, shapes, strides and dtypes promised to torch.compile, and the registered gradient."""
     q, k, v = (x.detach().requires_grad_() for x in OPERANDS[name]())
@@ -356,6 +361,7 @@ def test_tensors_that_suit_no_descriptor_are_copied(name):
         pytest.param("no_max", 32, True, {"window": 25}, id="no_max-32-detached-window"),
         pytest.param("no_rescale", 32, True, {}, id="no_rescale-32-detached"),
         pytest.param("no_rescale", 16, False, {"window": 25}, id="no_rescale-16-window"),
+        pytest.param("no_rescale", 16, False, {"score_mod": MOD}, id="no_rescale-16-score_mod"),
     ],
 )
 def test_a_defect_is_the_tile_loops(name, block_kv, detach_max, optional):
