@@ -223,6 +223,7 @@ def test_interpreted(case, conformance_record):
     assert not COUNTERS.any(), "a launch leaves the counters as it found them"
 
 
+@INTERPRETED
 def test_blocks_start_where_documents_do():
     case = seen_across(64, causal=True)
     q = torch.empty(1, 1, case.num_queries, 1)
