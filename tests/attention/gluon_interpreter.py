@@ -13,6 +13,7 @@ fails every time and not now and then:
 - a product reads its operands when it is issued and again when it is waited for, and both must
   be the same;
 - a box that is being stored is read when it is issued and again when it is waited for, likewise;
+- results start as NaN, and no two boxes may be stored to one place, in whichever order;
 - shared memory starts as NaN, and what a thread wrote to it must be fenced before a product or a
   store reads it;
 - after an arrival at a barrier the others go on first, as far as they can: what is released too
@@ -377,6 +378,7 @@ def start_store(desc: Descriptor, coordinates: list, source: Shared, *, add: boo
             torch.equal(source.read_by_hardware().nan_to_num(), issued.nan_to_num()),
             "a buffer was written while it was being stored",
         )
+        check(add or bool(part.isnan().all()), "a box was stored where another one was")
         part.copy_(part + issued[inside] if add else issued[inside])
 
     here.stores.append(finish)

@@ -53,6 +53,13 @@ def slow(*values: Any) -> Any:
 # in the interpreter
 
 
+@pytest.fixture(autouse=True)
+def counters_at_zero():
+    """Also after a launch that failed."""
+    yield
+    COUNTERS.zero_()
+
+
 @cache
 def launcher():
     return load_kernels()["launch"]
@@ -141,7 +148,7 @@ def sized(num_queries: int, num_keys: int, head_dim: int, **others: Any) -> Case
 
 def uneven(num_tokens: int, head_dim: int, **fields: Any) -> Case:
     shape = {"num_queries": num_tokens, "num_keys": num_tokens, "head_dim": head_dim}
-    return Uneven(**shape, num_heads=1, num_kv_heads=1, **fields)
+    return Uneven(**shape, **fields)
 
 
 def uneven_documents(head_dim: int, *lengths: int) -> Case:
@@ -251,7 +258,8 @@ def test_largest_score_of_each_row(head_dim, num_queries, num_keys, causal, wind
     mask = {"causal": causal, "window": window}
     visible = visible_keys(q, k, **mask)
     lo, hi = (visible.lo.int(), visible.hi.int()) if window else (None, None)
-    out, (lse, top) = torch.empty_like(q), torch.full((2, 1, 2, num_queries), torch.nan)
+    out = torch.full_like(q, torch.nan)
+    lse, top = torch.full((2, 1, 2, num_queries), torch.nan)
     run = launcher().Forward(q, k, out, top, lo, None, causal, head_dim**-0.5)
     run(q, k, v, out, lse, top, lo, hi)
     wide = q.double(), k.double()
@@ -471,12 +479,9 @@ QUICK_ERRORS = "v-released-before-its-product", "ds-not-fenced"
 def test_the_interpreter_sees_an_error_in_the_protocol(edit, said):
     backend = interpreted_backend(load_kernels(edit)["launch"])
     q, k, v = (torch.randn(1, 2, 600, 64).half().requires_grad_() for _ in range(3))
-    try:
-        with pytest.raises(Failure, match=said):
-            for _ in range(10):  # boxes come in any order, and not every order shows every error
-                attention(q, k, v, backend=backend).out.sum().backward()
-    finally:
-        COUNTERS.zero_()
+    with pytest.raises(Failure, match=said):
+        for _ in range(10):  # boxes come in any order, and not every order shows every error
+            attention(q, k, v, backend=backend).out.sum().backward()
 
 
 # which kernel runs
