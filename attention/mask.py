@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 # the w most recent keys, or (left, right); see intervals()
 Window = int | tuple[int, int] | None
@@ -126,30 +125,33 @@ def intervals(
     the keys. Attention stays inside a sequence, and M and N above are its own. cache_lengths (B,):
     the number of keys of sequence b, used as M above; the queries are its last tokens.
     """
-    numbers = {"dtype": torch.int32, "device": device}
-    position = torch.arange(num_keys - num_queries, num_keys, **numbers)[None]  # (1, N)
-    first, last = 0, num_keys  # the keys of the query's sequence
+    i = torch.arange(num_queries, dtype=torch.int32, device=device)[None]  # (1, N)
+    first, last = torch.zeros_like(i), torch.full_like(i, num_keys)  # of the query's sequence
+    position = i + num_keys - num_queries
     if cu_seqlens is not None:
         of_queries, of_keys = cu_seqlens.int()
-        i = torch.arange(num_queries, **numbers)[None]
         end = torch.searchsorted(of_queries, i, right=True)
         first, last = of_keys[end - 1], of_keys[end]
         position = i + last - of_queries[end]
     if cache_lengths is not None:
         last = cache_lengths.int()[:, None].expand(-1, num_queries)  # (B, N)
-        first, position = torch.zeros_like(last), position + last - num_keys
+        position = i + last - num_queries
     left, right = sides(window, causal=causal)
     lo = first if left is None else (position - left).clamp(first, last)
-    hi = last if right is None else (position + (right + 1)).clamp(first, last)
-    lo, hi = (torch.full_like(position, x) if isinstance(x, int) else x for x in (lo, hi))
+    hi = last if right is None else (position + right + 1).clamp(first, last)
     if document_ids is not None:
         change = document_ids[:, 1:] != document_ids[:, :-1]
-        start = torch.where(pad(change, (1, 0), value=True), position, 0).cummax(1).values
-        lo = torch.maximum(lo, start)
-        if right != 0:  # if causal, no query sees past its own position
-            end = torch.where(pad(change, (0, 1), value=True), position + 1, num_keys)
-            hi = torch.minimum(hi, end.flip(1).cummin(1).values.flip(1))
+        edge = (
+            torch.ones_like(change[:, :1])
+            if num_queries > 1
+            else torch.ones_like(document_ids, dtype=torch.bool)
+        )
+        is_first = torch.cat((edge, change), 1)
+        is_last = torch.cat((change, edge), 1)
+        start = torch.where(is_first, i, 0).cummax(1).values
+        end = torch.where(is_last, i + 1, num_keys).flip(1).cummin(1).values.flip(1)
+        lo, hi = torch.maximum(lo, start), torch.minimum(hi, end)
     if key_lengths is not None:
-        hi = torch.minimum(hi, key_lengths[:, None].int())
+        hi = torch.minimum(hi, key_lengths.int()[:, None])
         lo = torch.minimum(lo, hi)
     return VisibleKeys(lo, hi, num_keys)

@@ -13,6 +13,7 @@ fails every time and not now and then:
 - a product reads its operands when it is issued and again when it is waited for, and both must
   be the same;
 - a box that is being stored is read when it is issued and again when it is waited for, likewise;
+- results start as NaN, and no two boxes may be stored to one place, in whichever order;
 - shared memory starts as NaN, and what a thread wrote to it must be fenced before a product or a
   store reads it;
 - after an arrival at a barrier the others go on first, as far as they can: what is released too
@@ -33,6 +34,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +43,11 @@ from triton.language import constexpr
 
 from attention.kernels.forward import with_sink
 from attention.kernels.score_mods import find_score_mod
+from tests.conformance.edits import Edit, Package
 
 FOLDER = Path(__file__).parents[2] / "attention" / "kernels" / "hopper"
 here = threading.local()  # .program, .partition, and what the partition has under way
-TURN = threading.Lock()  # taken before any other lock
+TURN = threading.Lock()  # of the one thread that runs
 
 
 class Failure(RuntimeError):
@@ -164,26 +167,17 @@ class Pointer:
 
     def locations(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
         where = torch.as_tensor(self.offset)
-        inside = (
-            torch.ones_like(where, dtype=torch.bool)
-            if mask is None
-            else raw(mask).broadcast_to(where.shape)
-        )
-        check(
-            bool(((where >= 0) & (where < self.base.numel()))[inside].all()),
-            f"an address outside a tensor of {tuple(self.base.shape)}",
-        )
+        inside = torch.as_tensor(True if mask is None else raw(mask)).broadcast_to(where.shape)
+        there = (where >= 0) & (where < self.base.numel())
+        check(there[inside].all(), f"an address outside a tensor of {tuple(self.base.shape)}")
         return where, inside
 
 
 def load(pointer: Pointer, mask: Any = None, other: float = 0) -> Value:
     where, inside = pointer.locations(mask)
     flat = pointer.base.view(-1)
-    return Value(
-        torch.where(
-            inside, flat[torch.where(inside, where, 0)], torch.tensor(other, dtype=flat.dtype)
-        )
-    )
+    found = flat[torch.where(inside, where, 0)]
+    return Value(torch.where(inside, found, torch.tensor(other, dtype=flat.dtype)))
 
 
 def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
@@ -217,13 +211,9 @@ def wait_group(outstanding: int) -> None:
             finish()
 
 
-ATOMIC = threading.Lock()
-
-
 def atomic_add(pointer: Pointer, value: int) -> Value:
-    with ATOMIC:
-        before = load(pointer)
-        store(pointer, before + value)
+    before = load(pointer)
+    store(pointer, before + value)
     return before
 
 
@@ -238,32 +228,26 @@ class Descriptor:
         block_shape: list[int],
         layout: Any,
     ):
+        size = base.element_size()
+        check(base.data_ptr() % 16 == 0, "a descriptor's tensor starts at a multiple of 16 bytes")
+        check(strides[-1] == 1, f"the last of {strides} is not 1")
         check(
-            base.data_ptr() % 16 == 0 and strides[-1] == 1,
-            "a descriptor's tensor must be aligned and contiguous in its last dimension",
-        )
-        check(
-            all(stride * base.element_size() % 16 == 0 for stride in strides[:-1]),
+            all(stride * size % 16 == 0 for stride in strides[:-1]),
             f"strides {strides} are not multiples of 16 bytes",
         )
-        self.tensor = base.detach().as_strided(
-            shape, [stride if size > 1 else 0 for size, stride in zip(shape, strides, strict=True)]
-        )
+        steps = [stride if length > 1 else 0 for length, stride in zip(shape, strides, strict=True)]
+        self.tensor = base.detach().as_strided(shape, steps)
         self.dtype, self.layout = base.dtype, layout
-        self.block_type = types.SimpleNamespace(
-            shape=block_shape, nbytes=math.prod(block_shape) * base.element_size()
-        )
+        nbytes = math.prod(block_shape) * size
+        self.block_type = types.SimpleNamespace(shape=block_shape, nbytes=nbytes)
 
     def box(self, coordinates: list) -> tuple[torch.Tensor, tuple[slice, ...]]:
         """The part of the box inside the tensor, and where in the box it lies."""
         start = [int(raw(x)) for x in coordinates]
         check(min(start) >= 0, f"a box at {start} starts before the tensor")
-        inside = [
-            max(0, min(size, x + block) - x)
-            for x, block, size in zip(start, self.block_type.shape, self.tensor.shape, strict=True)
-        ]
-        part = self.tensor[tuple(slice(x, x + n) for x, n in zip(start, inside, strict=True))]
-        return part, tuple(slice(0, n) for n in inside)
+        ends = zip(start, self.block_type.shape, strict=True)
+        part = self.tensor[tuple(slice(first, first + length) for first, length in ends)]
+        return part, tuple(slice(0, length) for length in part.shape)
 
 
 class Shared:
@@ -301,15 +285,12 @@ class Shared:
             f"{value.shape} stored to {self.data.shape}",
         )
         self.data.copy_(value.data)
-        with here.program.changed:
-            here.program.unfenced.append((here.partition, *self.extent()))
+        here.program.unfenced.append((here.partition, *self.extent()))
 
     def extent(self) -> tuple[int, int]:
         """Addresses."""
-        last = sum(
-            (size - 1) * stride
-            for size, stride in zip(self.data.shape, self.data.stride(), strict=True)
-        )
+        steps = zip(self.data.shape, self.data.stride(), strict=True)
+        last = sum((size - 1) * stride for size, stride in steps)
         first = self.data.data_ptr()
         return first, first + (last + 1) * self.data.element_size()
 
@@ -324,10 +305,8 @@ class Shared:
 
 
 def fence_async_shared() -> None:
-    with here.program.changed:
-        here.program.unfenced = [
-            entry for entry in here.program.unfenced if entry[0] != here.partition
-        ]
+    of_others = [entry for entry in here.program.unfenced if entry[0] != here.partition]
+    here.program.unfenced = of_others
 
 
 class Barrier:
@@ -356,8 +335,7 @@ def init(shared: Shared, count: int) -> None:
 
 
 def expect(shared: Shared, nbytes: int) -> None:
-    with here.program.changed:
-        barrier_at(shared).progress(1, nbytes)
+    barrier_at(shared).progress(1, nbytes)
     here.program.give_way()
 
 
@@ -387,9 +365,8 @@ def await_copy(desc: Descriptor, coordinates: list, barrier: Shared, destination
         destination.data.copy_(box)
         barrier_at(barrier).progress(0, -desc.block_type.nbytes)
 
-    with here.program.changed:
-        here.program.copies.append(finish)
-        here.program.changed.notify_all()
+    here.program.copies.append(finish)
+    here.program.changed.notify_all()
 
 
 def start_store(desc: Descriptor, coordinates: list, source: Shared, *, add: bool) -> None:
@@ -401,8 +378,8 @@ def start_store(desc: Descriptor, coordinates: list, source: Shared, *, add: boo
             torch.equal(source.read_by_hardware().nan_to_num(), issued.nan_to_num()),
             "a buffer was written while it was being stored",
         )
-        with ATOMIC:
-            part.copy_(part + issued[inside] if add else issued[inside])
+        check(add or bool(part.isnan().all()), "a box was stored where another one was")
+        part.copy_(part + issued[inside] if add else issued[inside])
 
     here.stores.append(finish)
 
@@ -425,9 +402,8 @@ class Product:
         self.issued = self.operands()
 
     def operands(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.a.read_by_hardware() if isinstance(
-            self.a, Shared
-        ) else self.a.data, self.b.read_by_hardware()
+        a = self.a.read_by_hardware() if isinstance(self.a, Shared) else self.a.data
+        return a, self.b.read_by_hardware()
 
     def finish(self) -> None:
         a, b = self.operands()
@@ -439,9 +415,7 @@ class Product:
         check(a.dtype == b.dtype and a.dtype.itemsize == 2, f"a product of {a.dtype} and {b.dtype}")
         self.data = a.float() @ b.float()
         if self.use_acc:
-            self.data = self.data + raw(
-                self.acc if isinstance(self.acc, Value) else Value(self.acc.data)
-            )
+            self.data = self.data + self.acc.data
 
 
 def warpgroup_mma(
@@ -473,25 +447,18 @@ class NamedBarriers:
         self.program, self.present, self.generation = program, {}, {}
 
     def come(self, number: int, expected: int, *, stay: bool) -> None:
-        with self.program.changed:
-            generation = self.generation.get(number, 0)
-            self.present[number] = (
-                self.present.get(number, 0) + self.program.threads[here.partition]
-            )
-            check(
-                self.present[number] <= expected,
-                f"more than {expected} threads at named barrier {number}",
-            )
-            if self.present[number] == expected:
-                self.present[number] = 0
-                self.generation[number] = generation + 1
-                self.program.changed.notify_all()
-        if stay:
-            self.program.wait_until(
-                lambda: self.generation.get(number, 0) != generation, f"named barrier {number}"
-            )
-        else:
+        generation = self.generation.get(number, 0)
+        present = self.present.get(number, 0) + self.program.threads[here.partition]
+        check(present <= expected, f"more than {expected} threads at named barrier {number}")
+        self.present[number] = present % expected
+        if present == expected:
+            self.generation[number] = generation + 1
+            self.program.changed.notify_all()
+        if not stay:
             self.program.give_way()
+            return
+        opened = lambda: self.generation.get(number, 0) != generation  # noqa: E731
+        self.program.wait_until(opened, f"named barrier {number}")
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -538,13 +505,11 @@ def run_ptx(code: str, arguments: list[torch.Tensor], pack: int) -> torch.Tensor
     each argument.
     """
     shape = arguments[0].shape
-    check(
-        all(x.dtype == torch.float32 and len(x) == 64 for x in arguments),
-        f"{code[:20]}... of {[tuple(x.shape) for x in arguments]}",
-    )
-    numbers = torch.stack(
-        [by_thread(x.expand(shape)) for x in arguments]
-    )  # (arguments, threads, numbers)
+    shapes = [(x.dtype, *x.shape) for x in arguments]
+    taken = all(dtype == torch.float32 and rows == 64 for dtype, rows, _ in shapes)
+    check(taken, f"{code[:20]}... of {shapes}")
+    # (arguments, threads, numbers)
+    numbers = torch.stack([by_thread(x.expand(shape)) for x in arguments])
     result = torch.empty_like(numbers[0])
     for begin in range(0, numbers.shape[2], pack):
         part = numbers[:, :, begin : begin + pack]
@@ -572,19 +537,16 @@ def run_block(code: str, registers: dict[str, torch.Tensor]) -> None:
         name, *operands = line.replace(",", "").split() or [""]
         if name == "@!p":
             check(operands[0] == "bra.uni", f"no such branch: {line}")
-            taken = ~registers["p"]
-            check(
-                torch.equal(taken, taken.reshape(4, 32)[:, :1].expand(4, 32).flatten()),
-                "threads of a warp part at a uniform branch",
-            )
-            skipped = skipped | taken
+            taken = ~registers["p"].reshape(4, 32)
+            together = torch.equal(taken, taken[:, :1].expand(4, 32))
+            check(together, "threads of a warp part at a uniform branch")
+            skipped = skipped | taken.flatten()
         elif name:
             check(name in PTX, f"no such instruction: {line}")
             target, *operands = operands
             found = PTX[name](*map(operand, operands))
-            registers[target] = (
-                torch.where(skipped, registers[target], found) if target in registers else found
-            )
+            before = registers.get(target, found)
+            registers[target] = torch.where(skipped, before, found)
 
 
 def inline_asm(
@@ -599,26 +561,23 @@ def inline_asm(
         return Value(0)
     if code.startswith("{.reg") and pack > 1:
         wanted = ["r"] * pack if "ex2" in code else [*map(str, range(pack)), *["f"] * pack]
-        check(
-            constraints == ",".join([f"={wanted[-1]}"] * pack + wanted),
-            f"{pack} numbers and {constraints}",
-        )
+        wanted = ",".join([f"={wanted[-1]}"] * pack + wanted)
+        check(constraints == wanted, f"{pack} numbers and {constraints}")
         return Value(run_ptx(code, [raw(argument) for argument in arguments], pack))
     if code == "mov.b32 $0, $1;":
         return Value(raw(arguments[0]))
     if found := re.match(r"cvt\.rn\.b?f16x2\.f32 \$0, \$2, \$1;", code):
-        check(
-            pack == 2 and (dtype == torch.bfloat16) == ("bf16" in found[0]), f"{code} gives {dtype}"
-        )
+        same = (dtype == torch.bfloat16) == ("bf16" in found[0])
+        check(pack == 2 and same, f"{code} gives {dtype}")
         return arguments[0].to(dtype)
-    found = re.fullmatch(
-        r"\{\.reg \.pred p; setp\.lt\.s32 p, \$2, \$3; selp\.f32 \$0, \$1, 0f(00000000|FF800000), "
-        r"p;\}",
-        code,
-    )
-    check(found is not None, f"no such instruction: {code}")
+    less = "{.reg .pred p; setp.lt.s32 p, $2, $3; selp.f32 $0, $1, 0f%s, p;}"
+    otherwise = {less % "00000000": 0.0, less % "FF800000": -math.inf}
+    check(code in otherwise, f"no such instruction: {code}")
     x, a, b = (torch.as_tensor(raw(argument)) for argument in arguments)
-    return Value(torch.where(a < b, x, 0.0 if found[1] == "00000000" else -math.inf))
+    return Value(torch.where(a < b, x, otherwise[code]))
+
+
+ANOTHER_FAILED = "another partition failed"
 
 
 class Program:
@@ -627,8 +586,8 @@ class Program:
     def __init__(self, number: int, grid: int, num_warps: int):
         self.number, self.grid = number, grid
         self.num_warps, self.threads = num_warps, {}
-        self.changed = threading.Condition()
-        self.barriers, self.unfenced, self.copies = {}, [], []
+        self.changed = threading.Condition(TURN)
+        self.memory, self.barriers, self.unfenced, self.copies = [], {}, [], []
         self.named = NamedBarriers(self)
         self.errors: list[BaseException] = []
         self.over = False
@@ -636,40 +595,32 @@ class Program:
         self.waiting: dict[str, tuple[Callable[[], bool], str]] = {}
         self.giving_way: set[str] = set()
 
+    def others_until(self, condition: Callable[[], bool]) -> None:
+        """The others go on until it holds, or one of them fails."""
+        self.changed.notify_all()
+        self.changed.wait_for(lambda: condition() or self.errors)
+
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        with self.changed:
-            self.waiting[here.partition] = condition, what
-            self.changed.notify_all()
-        with others_run(), self.changed:
-            self.changed.wait_for(lambda: condition() or self.errors)
-        with self.changed:
-            del self.waiting[here.partition]
-            check(not self.errors, "another partition failed")
+        self.waiting[here.partition] = condition, what
+        self.others_until(condition)
+        del self.waiting[here.partition]
+        check(not self.errors, ANOTHER_FAILED)
 
     def give_way(self) -> None:
         """The others go on as far as they can."""
 
         def all_stand() -> bool:
-            standing = self.giving_way | {
-                name for name, (condition, _) in self.waiting.items() if not condition()
-            }
-            return len(standing) >= self.partitions
+            waiting = {name for name, (condition, _) in self.waiting.items() if not condition()}
+            return len(self.giving_way | waiting) >= self.partitions
 
-        with self.changed:
-            self.giving_way.add(here.partition)
-            alone = all_stand()
-            self.changed.notify_all()
-        if not alone:
-            with others_run(), self.changed:
-                self.changed.wait_for(lambda: all_stand() or self.errors)
-        with self.changed:
-            self.giving_way.remove(here.partition)
+        self.giving_way.add(here.partition)
+        self.others_until(all_stand)
+        self.giving_way.remove(here.partition)
 
     def stuck(self) -> bool:
         """Every partition waits, and none for what has happened."""
-        return len(self.waiting) >= self.partitions and not any(
-            condition() for condition, _ in self.waiting.values()
-        )
+        conditions = [condition for condition, _ in self.waiting.values()]
+        return len(conditions) >= self.partitions > 0 and not any(x() for x in conditions)
 
     def run(self, name: str, function: Callable, arguments: tuple = ()) -> None:
         here.program, here.partition, here.stores, here.products = self, name, [], []
@@ -678,30 +629,22 @@ class Program:
             try:
                 with torch.no_grad():
                     function(*arguments)
-                check(
-                    not here.stores and not here.products,
-                    f"{name} ends with stores or products under way",
-                )
+                under_way = [*here.stores, *here.products]
+                check(not under_way, f"{name} ends with stores or products under way")
             except BaseException as error:
-                with self.changed:
-                    self.errors.append(error)
+                self.errors.append(error)
             finally:
-                with self.changed:
-                    self.partitions -= 1  # it waits for nothing any more
-                    self.changed.notify_all()
+                self.partitions -= 1  # it waits for nothing any more
+                self.changed.notify_all()
 
     def copy_engine(self) -> None:
         while True:
-            with others_run(), self.changed:
-                self.changed.wait_for(
-                    lambda: self.over or self.errors or self.partitions and self.stuck()
-                )
-            with self.changed:
-                if self.over or self.errors:
-                    return
-                waits = ", ".join(f"{name} for {what}" for name, (_, what) in self.waiting.items())
-                check(bool(self.copies), f"deadlock in program {self.number}: {waits}")
-                self.copies.pop(random.randrange(len(self.copies)))()
+            self.others_until(lambda: self.over or self.stuck())
+            if self.over or self.errors:
+                return
+            waits = ", ".join(f"{name} for {what}" for name, (_, what) in self.waiting.items())
+            check(bool(self.copies), f"deadlock in program {self.number}: {waits}")
+            self.copies.pop(random.randrange(len(self.copies)))()
 
     def specialize(
         self,
@@ -713,14 +656,10 @@ class Program:
             len(partitions) - 1 == len(num_warps) == len(num_registers),
             "every partition but the first needs its warps and registers",
         )
+        fence_async_shared()
         names = [f"{function.__name__} {i}" for i, (function, _) in enumerate(partitions)]
-        here.program.unfenced = [
-            entry for entry in here.program.unfenced if entry[0] != here.partition
-        ]
-        self.threads = {
-            name: 32 * warps
-            for name, warps in zip(names, (self.num_warps, *num_warps), strict=True)
-        }
+        warps = zip(names, (self.num_warps, *num_warps), strict=True)
+        self.threads = {name: 32 * count for name, count in warps}
         self.partitions += len(partitions)
         threads = [
             threading.Thread(target=self.run, args=(name, *each))
@@ -732,20 +671,16 @@ class Program:
         with others_run():
             for thread in threads:
                 thread.join()
-        with self.changed:
-            self.over = True
-            self.changed.notify_all()
+        self.over = True
+        self.changed.notify_all()
         with others_run():
             engine.join()
 
 
 def allocate_shared_memory(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
-    memory = torch.full(
-        [int(raw(size)) for size in shape], math.nan if dtype.is_floating_point else -7, dtype=dtype
-    )
-    here.program.__dict__.setdefault("memory", []).append(
-        memory
-    )  # addresses stay taken while the program runs
+    nothing = math.nan if dtype.is_floating_point else -7
+    memory = torch.full([int(raw(size)) for size in shape], nothing, dtype=dtype)
+    here.program.memory.append(memory)  # its address stays taken while the program runs
     return Shared(memory)
 
 
@@ -762,21 +697,11 @@ class Kernel:
         return types.MethodType(self, instance) if instance is not None else self
 
     def __getitem__(self, grid: tuple[int]) -> Callable:
-        return lambda *arguments, num_warps, **constants: self.launch(
-            int(grid[0]), arguments, constants, num_warps
-        )
+        return partial(self.launch, int(grid[0]))
 
-    def launch(self, grid: int, arguments: tuple, constants: dict, num_warps: int) -> None:
-        arguments = tuple(
-            Pointer(x.detach())
-            if isinstance(x, torch.Tensor)
-            else Value(x)
-            if isinstance(x, int)
-            else x
-            for x in arguments
-        )
+    def launch(self, grid: int, *arguments: Any, num_warps: int, **constants: Any) -> None:
+        body = partial(self.function, *map(as_argument, arguments), **constants)
         programs = [Program(number, grid, num_warps) for number in range(grid)]
-        body = lambda: self.function(*arguments, **constants)  # noqa: E731
         threads = [
             threading.Thread(target=program.run, args=("main", body)) for program in programs
         ]
@@ -784,11 +709,15 @@ class Kernel:
             thread.start()
         for thread in threads:
             thread.join()
-        for program in programs:
-            for error in sorted(
-                program.errors, key=lambda error: str(error) == "another partition failed"
-            ):
-                raise error
+        errors = [error for program in programs for error in program.errors]
+        for error in sorted(errors, key=lambda error: str(error) == ANOTHER_FAILED):
+            raise error
+
+
+def as_argument(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return Pointer(x.detach())
+    return Value(x) if isinstance(x, int) else x
 
 
 def no_layout(*_: Any) -> None:
@@ -800,42 +729,43 @@ def lifted(function: Callable) -> Callable:
     return lambda *arguments: Value(function(*(torch.as_tensor(raw(x)) for x in arguments)))
 
 
+def filled(shape: list[int], value: Any, dtype: torch.dtype, layout: Any) -> Value:
+    return Value(torch.full(shape, raw(value), dtype=dtype))
+
+
+DTYPES = "float32", "float16", "bfloat16", "int32", "int64"
+# that are PyTorch's
+FUNCTIONS = (
+    *("abs", "clamp", "exp", "exp2", "log", "log2", "rsqrt"),
+    *("maximum", "minimum", "where", "zeros_like"),
+)
+LAYOUTS = [
+    f"{name}Layout"
+    for name in ("Slice", "Blocked", "DotOperand", "NVMMADistributed", "SwizzledShared")
+]
+
+
 def fake_language() -> dict[str, Any]:
     """The language's functions and types, as far as the kernels use them."""
     return {
         "constexpr": lambda value: value,
-        **{
-            name: getattr(torch, name)
-            for name in ("float32", "float16", "bfloat16", "int32", "int64")
-        },
-        **{
-            name: lifted(getattr(torch, name))
-            for name in (
-                "abs",
-                "clamp",
-                *("exp", "exp2", "log", "log2"),
-                "maximum",
-                "minimum",
-                "rsqrt",
-                "where",
-                "zeros_like",
-            )
-        },
+        **{name: getattr(torch, name) for name in DTYPES},
+        **{name: lifted(getattr(torch, name)) for name in FUNCTIONS},
+        **dict.fromkeys(LAYOUTS, no_layout),
+        "NVMMASharedLayout": types.SimpleNamespace(get_default_for=no_layout),
         "max": lambda x, axis: Value(raw(x).amax(axis)),
         "sum": lambda x, axis: Value(raw(x).sum(axis)),
         "cdiv": lambda x, y: (x + (y - 1)) // y,
         "arange": lambda start, stop, layout: Value(torch.arange(start, stop)),
         "zeros": lambda shape, dtype, layout: Value(torch.zeros(shape, dtype=dtype)),
-        "full": lambda shape, value, dtype, layout: Value(
-            torch.full(shape, raw(value), dtype=dtype)
-        ),
+        "full": filled,
         "expand_dims": lambda x, axis: Value(raw(x).unsqueeze(axis)),
         "convert_layout": lambda x, layout: x,
         "to_tensor": Value,
         "pointer_type": lambda dtype: Pointer,
         "thread_barrier": lambda: None,  # a partition is one thread
         "static_range": range,
-        "static_assert": check_constants,
+        "static_assert": partial(check, message="a static_assert does not hold"),
         "program_id": lambda axis: Value(here.program.number),
         "num_programs": lambda axis: Value(here.program.grid),
         "num_warps": lambda: here.program.num_warps,
@@ -845,18 +775,7 @@ def fake_language() -> dict[str, Any]:
         "inline_asm_elementwise": inline_asm,
         "allocate_shared_memory": allocate_shared_memory,
         "shared_memory_descriptor": Shared,
-        "warp_specialize": lambda *arguments: here.program.specialize(*arguments),
-        **dict.fromkeys(
-            (
-                "SliceLayout",
-                "BlockedLayout",
-                "DotOperandLayout",
-                "NVMMADistributedLayout",
-                "SwizzledSharedLayout",
-            ),
-            no_layout,
-        ),
-        "NVMMASharedLayout": types.SimpleNamespace(get_default_for=no_layout),
+        "warp_specialize": lambda *partitions: here.program.specialize(*partitions),
     }
 
 
@@ -926,10 +845,6 @@ def of_triton(x: Any, gl: types.ModuleType) -> Any:
     return interpreted(x, gl) if hasattr(x, "fn") else x
 
 
-def check_constants(condition: Any) -> None:
-    check(bool(condition), "a static_assert does not hold")
-
-
 @contextmanager
 def replaced(modules: dict[str, types.ModuleType]):
     before = {name: sys.modules.get(name) for name in modules}
@@ -945,17 +860,17 @@ def replaced(modules: dict[str, types.ModuleType]):
 
 
 def load_kernels(
-    edit: tuple[str, str, str] | None = None, *, cache_bytes: int = 2**20
+    edit: Edit | None = None, *, cache_bytes: int = 2**20
 ) -> dict[str, types.ModuleType]:
     """attention/kernels/hopper, run against this interpreter: primitives, forward, backward and
     launch.
 
-    edit: (module, old, new), a change of its source, for a test that breaks it. cache_bytes: of the
-    device's L2 cache.
+    edit: what a test breaks. cache_bytes: of the device's L2 cache.
     """
     # plain Triton, which has an interpreter of its own
     import attention.kernels.hopper.pre_post  # noqa: F401
 
+    edited = Package(FOLDER).edited((edit,)) if edit else {}
     ours, prefix = {}, "attention.kernels.hopper."
     names = ("primitives", "forward", "backward", "launch")
     with replaced(
@@ -963,11 +878,8 @@ def load_kernels(
     ):
         for name in names:
             file = FOLDER / f"{name}.py"
-            source = file.read_text()
-            if edit and edit[0] == name:
-                assert edit[1] in source, f"{file.name} has no line {edit[1]!r}"
-                source = source.replace(*edit[1:])
             module = sys.modules[prefix + name]
+            source = edited.get(name, file.read_text())
             exec(compile(source, file, "exec"), module.__dict__)
             if name == "primitives":
                 module.add_box = lambda *arguments: start_store(*arguments, add=True)

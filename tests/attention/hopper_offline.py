@@ -1,7 +1,7 @@
 """Compile the Hopper kernels without running them: spills, shared memory, and whether the machine
 code overlaps exponentials with products.
 
-    python tests/attention/hopper_offline.py forward bf16 64 causal,full
+    python -m tests.attention.hopper_offline forward bf16 64 causal,full
 
 It prints a line of JSON for each variant and needs no GPU. TRITON_INTERPRET=1 must not be set: the
 interpreter compiles nothing.
@@ -21,8 +21,8 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from attention.kernels.hopper import backward, forward, launch
-from scripts.tune import assemble
 from attention.kernels.select import SHIPPED
+from scripts.tune import assemble
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -38,7 +38,6 @@ class Variant(NamedTuple):
     intervals: bool = False
     starts: bool = False  # blocks start where documents do
     top: bool = False  # forward: with each row's largest score
-    wide: bool = False  # results in float32, as for a ring
     score_mod: str = ""  # of attention/kernels/score_mods.py
     sinks: bool = False
 
@@ -63,9 +62,6 @@ VARIANTS = {
     "top": Variant(top=True),
     "top_short": Variant(num_queries=1024, num_keys=1024, top=True),
     "top_intervals": Variant(intervals=True, top=True),
-    "wide": Variant(intervals=True, wide=True),
-    "grouped_wide": Variant(groups=4, intervals=True, wide=True),
-    "top_wide": Variant(intervals=True, top=True, wide=True),
     "sinks": Variant(sinks=True),
     "softcap": Variant(score_mod="softcap"),
     "alibi": Variant(score_mod="alibi"),
@@ -142,8 +138,7 @@ def compile_variant(kernel: str, dtype: str, head_dim: int, name: str) -> Compil
                 launch.sum_block(head_dim, constants["BLOCK_Q"]), torch.float32
             )
         elif argument.endswith("_desc"):
-            wide = variant.wide and argument in ("out_desc", "dk_desc", "dv_desc")
-            element = torch.float32 if wide else DTYPES[dtype]
+            element = DTYPES[dtype]
             gradient = argument in ("dk_desc", "dv_desc")
             columns = (
                 launch.gradient_columns(element, head_dim, constants["BLOCK_Q"])

@@ -119,6 +119,7 @@ def test_detached_maximum_of_no_rescale_by_hand(detach_max, slope):
 def test_no_max_lives_until_one_score_passes_the_logarithm_of_the_largest_number(
     dtype, survives, dies
 ):
+    """float16 fails although the sums are float32: p itself is rounded to it."""
     v = random(20, 16).clamp(-1, 1).to(dtype)
     for score in (survives, dies):
         scores = torch.zeros(20)
@@ -129,16 +130,6 @@ def test_no_max_lives_until_one_score_passes_the_logarithm_of_the_largest_number
         else:
             assert not out.isfinite().all()
             assert exact.isfinite().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_no_max_past_float16s_limit_is_fine_elsewhere(dtype):
-    """float16 fails at 11.09 although the sums are float32: p itself is rounded to it."""
-    v = random(20, 16).to(dtype)
-    scores = torch.linspace(11.1, 60, 20)
-    torch.testing.assert_close(
-        with_scores("no_max", scores, v).out, with_scores("tiled", scores, v).out
-    )
 
 
 def test_no_max_can_fail_as_silent_zeros():

@@ -88,8 +88,8 @@ def logits_and_gradients(model, tokens):
     [
         *((name, "small_tiles") for name in CONFIGS),
         ("llama", "tilegpt_naive"),
-        ("gemma2", "tilegpt_triton"),
         ("gpt_oss", "tilegpt_triton"),
+        pytest.param("gemma2", "tilegpt_triton", marks=pytest.mark.slow),
     ],
 )
 def test_logits_and_gradients_are_as_near_to_float64_as_eager(name, attention, tokens):

@@ -132,6 +132,8 @@ def ends(*positions, dtype=torch.int32) -> torch.Tensor:
     return torch.tensor(positions, dtype=dtype)
 
 
+BY_TOKEN = {name: x[0].transpose(0, 1) for name, x in QKV.items()}
+WHOLE = {"cu_seqlens_q": ends(0, 6), "cu_seqlens_k": ends(0, 6)}
 PACKED = [
     ([0, 6], ends(0, 6), "cu_seqlens_q", "list"),
     (ends(0, 6), ends(0, 6, dtype=torch.int16), "cu_seqlens_k", "int16"),
@@ -148,14 +150,12 @@ PACKED = [
 @pytest.mark.parametrize("number", range(len(PACKED)), ids=lambda i: "-".join(PACKED[i][2:]))
 def test_packed_sequences_that_are_none(number):
     of_queries, of_keys, *names = PACKED[number]
-    arguments = {name: x[0].transpose(0, 1) for name, x in QKV.items()}
-    arguments |= {"cu_seqlens_q": of_queries, "cu_seqlens_k": of_keys}
-    refused(attention_varlen, *names, **arguments, backend="naive", alibi_slopes=ones(2))
+    bounds = {"cu_seqlens_q": of_queries, "cu_seqlens_k": of_keys}
+    refused(attention_varlen, *names, **BY_TOKEN, **bounds, backend="naive", alibi_slopes=ones(2))
 
 
 def test_packed_sequences_have_three_dimensions():
-    bounds = {"cu_seqlens_q": ends(0, 6), "cu_seqlens_k": ends(0, 6)}
-    refused(attention_varlen, "q (1, 2, 6, 8)", **QKV, **bounds, backend="naive")
+    refused(attention_varlen, "q (1, 2, 6, 8)", **QKV, **WHOLE, backend="naive")
 
 
 def test_a_constant_that_could_be_trained_is_taken_where_nothing_is():
@@ -255,9 +255,7 @@ def test_all_that_a_backend_cannot_do_stands_in_one_error():
 def test_the_width_of_the_values_and_packed_sequences_are_asked_for():
     narrow = replace(PLAIN, head_dims=(8, 16), features=frozenset({"value_dim"}))
     refused(attention, "(8, 16)", "v has 4", **QKV | {"v": V[..., :4]}, backend=narrow)
-    packed = {name: x[0].transpose(0, 1) for name, x in QKV.items()}
-    bounds = {"cu_seqlens_q": ends(0, 6), "cu_seqlens_k": ends(0, 6)}
-    refused(attention_varlen, "cu_seqlens", **packed, **bounds, backend=PLAIN)
+    refused(attention_varlen, "cu_seqlens", **BY_TOKEN, **WHOLE, backend=PLAIN)
 
 
 def test_a_backends_own_requirements_are_asked_last():

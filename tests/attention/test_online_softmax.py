@@ -59,32 +59,24 @@ def assert_same(state: OnlineSoftmax, other: OnlineSoftmax) -> None:
 
 
 def test_worked_by_hand():
-    """Scores 1, 3 | 2 with values 10, 20 | 30: the maximum moves to 3 in the first tile and
-    stays.
+    """Scores 1, 3 | 4 with values 10, 20 | 30: the maximum moves to 4 in the second tile, and what
+    the first one summed up to is worth e^-1 of it.
     """
     e = math.exp
     first = state_of(tensor([[1.0, 3.0]]), tensor([[10.0, 1.0], [20.0, 1.0]]))
     assert first.row_max.item() == 3.0
     assert first.row_sum.item() == pytest.approx(e(-2) + 1)
     assert first.acc.tolist() == [pytest.approx([10 * e(-2) + 20, e(-2) + 1])]
-    second = first.update(tensor([[2.0]]), tensor([[30.0, 1.0]]))
-    assert second.row_max.item() == 3.0
-    assert second.row_sum.item() == pytest.approx(e(-2) + 1 + e(-1))
-    out, lse = second.finalize()
-    assert out.tolist() == [
-        pytest.approx([(10 * e(1) + 20 * e(3) + 30 * e(2)) / (e(1) + e(3) + e(2)), 1.0])
-    ]
-    assert lse.item() == pytest.approx(math.log(e(1) + e(2) + e(3)))
-
-
-def test_past_sums_are_rescaled_when_the_maximum_moves():
-    """Scores 0 | ln 4: what the first tile summed up to is worth a quarter after the second."""
-    state = state_of(tensor([[0.0]]), tensor([[8.0, 1.0]])).update(
-        tensor([[math.log(4)]]), tensor([[0.0, 1.0]])
+    second = first.update(tensor([[4.0]]), tensor([[30.0, 1.0]]))
+    assert second.row_max.item() == 4.0
+    assert second.row_sum.item() == pytest.approx(e(-3) + e(-1) + 1)
+    assert second.acc[0].tolist() == pytest.approx(
+        [10 * e(-3) + 20 * e(-1) + 30, e(-3) + e(-1) + 1]
     )
-    assert state.row_sum.item() == pytest.approx(1.25)
-    assert state.acc[0].tolist() == pytest.approx([2.0, 1.25])
-    assert state.finalize()[0][0].tolist() == pytest.approx([1.6, 1.0])
+    out, lse = second.finalize()
+    weighed = 10 * e(1) + 20 * e(3) + 30 * e(4)
+    assert out[0].tolist() == pytest.approx([weighed / (e(1) + e(3) + e(4)), 1.0])
+    assert lse.item() == pytest.approx(math.log(e(1) + e(3) + e(4)))
 
 
 @law

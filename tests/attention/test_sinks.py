@@ -59,14 +59,3 @@ def test_a_sink_is_merged_as_any_other_key():
     sink = OnlineSoftmax(score, one, torch.zeros_like(out))
     expected = OnlineSoftmax(lse.unsqueeze(-1), one, out).merge(sink).finalize()
     torch.testing.assert_close(with_sinks(out, lse, sinks), expected)
-
-
-def test_a_sink_may_come_first():
-    """The state of a row may as well begin with it: that is what a kernel would do."""
-    scores, v = random(1, 6, 10), random(1, 10, 4, seed=1)
-    sink = torch.full((1, 6, 1), 0.5, dtype=torch.float64)
-    first = OnlineSoftmax(sink, torch.ones_like(sink), torch.zeros(1, 6, 4, dtype=torch.float64))
-    out, lse = first.update(scores, v).finalize()
-    state = OnlineSoftmax.empty(out, dtype=torch.float64).update(scores, v)
-    expected = with_sinks(*(x[:, None] for x in state.finalize()), torch.tensor([0.5]))
-    torch.testing.assert_close((out, lse), tuple(x[:, 0] for x in expected))

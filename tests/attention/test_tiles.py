@@ -119,7 +119,7 @@ SOME = [
 )
 def test_sm_90_compiles_without_spills(wanted):
     """In a process that does not interpret: registers, shared memory and ptxas' warnings of
-    serialised products.
+    serialised products. The compiler takes a second for each, and the process two to begin.
     """
     table = tables()["sm_90"]
     problems = [

@@ -23,8 +23,8 @@ FOLDER = Path(attention.__file__).parent
 # in the order in which they import one another
 MODULES = ("mask", "online_softmax", "sinks", "naive", "decoding", "tiled", "exact_variants")
 KERNELS = (
-    *("kernels", "kernels.launch", "kernels.softmax", "kernels.defects", "kernels.score_mods"),
-    *("kernels.forward", "kernels.backward", "kernels.intervals", "kernels.portable"),
+    *("kernels", "kernels.tiles", "kernels.softmax", "kernels.defects", "kernels.score_mods"),
+    *("kernels.forward", "kernels.backward", "kernels.intervals", "kernels.launch"),
     *("kernels.op", "kernels.decoding"),
 )
 

@@ -89,7 +89,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from hopper_offline import disassemble, tensordesc
+from tests.attention.hopper_offline import disassemble, tensordesc
 from scripts.tune import assemble
 from model.mlp_kernel import mlp_kernel
 
