@@ -24,15 +24,6 @@ from attention.backends import (
 from attention.checks import checked
 from attention.context import Shards
 from attention.decoding import check_cache
-from attention.diagnose import (
-    LIMITS,
-    Breakdown,
-    Recorder,
-    companion_max_score,
-    compare_with_exact,
-    find_breakdown,
-    max_score,
-)
 from attention.interface import (
     OWN_SINKS,
     AttentionOutput,
@@ -48,9 +39,18 @@ from attention.interface import (
     plain_window,
 )
 from attention.kernels import kernel_choice
+from attention.look.diagnose import (
+    LIMITS,
+    Breakdown,
+    Recorder,
+    companion_max_score,
+    compare_with_exact,
+    find_breakdown,
+    max_score,
+)
+from attention.look.try_out import probe
 from attention.mask import Window
 from attention.own import build_module, standalone
-from attention.probe import probe
 from attention.sinks import with_sinks
 from attention.tile_op import operator_attention
 
@@ -327,7 +327,7 @@ def _answer(
 
 
 def probe_backend(backend: Backend, **model: Any) -> None:
-    """Try a backend out before training with it; see attention.probe. Raises ValueError that says
-    what is wrong with the backend.
+    """Try a backend out before training with it; see attention.look.try_out. Raises ValueError that
+    says what is wrong with the backend.
     """
     probe(backend, attention, **model)

@@ -38,7 +38,7 @@ from attention.mask import QueryTile, VisibleKeys, visible_keys
 from attention.online_softmax import OnlineSoftmax
 from attention.ring import PARTS, Ring
 
-# called after each tile as observer(query_tile, keys, scores, state); see attention.diagnose
+# called after each tile as observer(query_tile, keys, scores, state); see attention.look.diagnose
 Observer = Callable[[QueryTile, slice, Tensor, OnlineSoftmax], None]
 
 

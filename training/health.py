@@ -218,8 +218,8 @@ def diagnose(model: GPT, batches: Iterable[tuple[Tensor, ...]]) -> tuple[Row, fl
 
     The diagnosis has a one-sentence message. If an attention layer is to blame, it also has layer,
     head, sequence (of the step), tensor, queries and keys (of the tile), row (the query),
-    tile_max_score and fate (the output); see attention.diagnose.Breakdown. batches: the inputs,
-    targets and, with documents, document_ids of the step, each (B, N).
+    tile_max_score and fate (the output); see attention.Breakdown. batches: the inputs, targets and,
+    with documents, document_ids of the step, each (B, N).
     """
     batches = list(batches)
     twin = _observable_twin(model.backend)

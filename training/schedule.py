@@ -16,7 +16,7 @@ from attention import (
     probe_backend,
 )
 from attention.kernels.select import SOFTCAP
-from attention.probe import check_score_mod
+from attention.look.try_out import check_score_mod
 from attention.tiled import TiledAttention
 from config import AttentionConfig, ModelConfig, RunConfig
 from model.gpt import GPT

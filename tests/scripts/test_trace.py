@@ -13,7 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from attention import BACKENDS, attention, find_breakdown, get_backend
-from attention.trace import Trace
+from attention.look.trace import Trace
 from config import AttentionConfig, DataConfig, ModelConfig, RunConfig
 from conformance.numpy_reference import online_softmax, standard_attention
 from data import build_data

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.blame import is_foreign, with_place
-from attention.diagnose import with_gradients
 from attention.interface import Backend, Output, ScoreMod, dtype_name
+from attention.look.blame import is_foreign, with_place
+from attention.look.diagnose import with_gradients
 from attention.own import build_module
 
 LENGTH = 150  # several tiles, the last one ragged

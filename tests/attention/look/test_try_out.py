@@ -241,7 +241,7 @@ def fails_in_torch(q, k, v, **arguments):
 )
 def test_an_error_is_located_in_the_users_file(fn):
     """A regression test: a ValueError came bare, and a place in torch helped nobody."""
-    said = r"attention=mine .*\w+Error: .* \(.*test_probe.py, line \d+\)"
+    said = r"attention=mine .*\w+Error: .* \(.*test_try_out.py, line \d+\)"
     assert re.fullmatch(said, verdict(fn, exact=False))
 
 

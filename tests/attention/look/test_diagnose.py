@@ -16,11 +16,11 @@ from attention import (
     Recorder,
     attention,
     compare_with_exact,
-    diagnose,
     find_breakdown,
     get_backend,
     max_score,
 )
+from attention.look import diagnose
 
 TILES = {"block_q": 16, "block_kv": 8}
 
