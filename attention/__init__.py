@@ -130,7 +130,7 @@ def attention(
     module        this layer's module, from build_module(), if the backend has parameters
     return_max_score
                   return ScoredOutput(out, lse, max_score), with the largest score of each head (B,
-                  H): nearly free from backends with the feature max_score, half a forward pass
+                  H): nearly free from backends with the feature max_score, a pass of the tile loop
                   from others. A 0-d bool tensor on the CPU is read when the call runs, so one
                   compiled graph serves both values. Where it holds False, max_score is None, or
                   undefined in a compiled graph

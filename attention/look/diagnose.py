@@ -7,8 +7,8 @@ with v, whatever the dtype of the statistics.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -24,10 +24,10 @@ from attention.interface import (
     flag,
     statistics_dtype,
 )
-from attention.mask import MASKS, QueryTile, VisibleKeys, visible_keys
+from attention.mask import QueryTile
 from attention.naive import naive_attention
 from attention.online_softmax import OnlineSoftmax
-from attention.tiled import TILED, HeadMaxima, grouped
+from attention.tiled import HeadMaxima, grouped, make_loop
 
 LIMITS = {
     dtype: math.log(torch.finfo(dtype).max)
@@ -35,72 +35,32 @@ LIMITS = {
 }  # 11.09, 88.72, 88.72
 
 
-# number of scores that max_score() holds at once. 4 MiB fit into the caches of a CPU. 64 MiB give a
-# GPU large products, and are small beside a model in training
-PIECE_SCORES = {"cpu": 2**20, "cuda": 2**24}
+# scores of a tile in max_score(): 64 MiB are large products for a GPU, and small beside a model
+TILE_SCORES = 2**24
 
 
 @torch.no_grad()
 def max_score(
     q: Tensor, k: Tensor, *, causal: bool = True, scale: float | None = None, **optional: Any
 ) -> Tensor:
-    """The largest score of a visible key in each head, (B, H) float32 (float64 for float64 inputs),
-    in O(N) memory; -inf for a head that sees no key.
+    """The largest score of a visible key in each head, (B, H) float32 (float64 for float64 inputs);
+    -inf for a head that sees no key. One pass of the tile loop without values, in O(N) memory.
 
     q (B, H, N, D), k (B, H_kv, M, D) and the arguments are those of attention(); the score includes
-    cap and bias. attention(return_max_score=True) calls this for backends that do not return
-    max_score. It takes about half the time of a forward pass.
+    cap and bias.
     """
-    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
-    changed = any(
-        optional.get(name) is not None for name in ("softcap", "alibi_slopes", "score_mod")
-    )
-    if changed or scale == 0:
-        # the tile size does not change the scores: large tiles take fewer steps
-        maxima = HeadMaxima(grouped(q, k, k)[0])
-        settings = {"causal": causal, "scale": scale, **optional, "observer": maxima.observe}
-        TILED.fn(q, k, k, **settings, block_q=256, block_kv=1024)
-        return maxima.largest.flatten(1, 2)
-    mask = {name: optional[name] for name in MASKS if name in optional}
-    visible = visible_keys(q, k, causal=causal, **mask)
-    # rounding keeps the order: scaling the largest product alone gives the largest score, to the
-    # bit
-    return abs(scale) * _largest_products(q if scale > 0 else -q, k, visible)
-
-
-def _largest_products(q: Tensor, k: Tensor, visible: VisibleKeys) -> Tensor:
-    """The largest q k^T of a query and a key that it sees, (B, H); -inf for a head that sees no
-    key.
-
-    q (B, H, N, D), k (B, H_kv, M, D). A piece is as many queries as PIECE_SCORES has room for, with
-    all the keys that they see.
-    """
-    (batch, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
-    dtype = statistics_dtype(q)
-    # a GPU can sum products of 16-bit numbers in float32; a CPU would round the sums
-    multiply = torch.bmm
-    if q.device.type == "cuda" and q.dtype != dtype:
-        multiply = partial(torch.bmm, out_dtype=dtype)
-    else:
-        q, k = q.to(dtype), k.to(dtype)
-    groups = num_heads // num_kv_heads
-    q = q.reshape(batch * num_kv_heads, groups, num_queries, head_dim)  # (B * H_kv, G, N, D)
-    k = k.reshape(batch * num_kv_heads, num_keys, head_dim)
-    largest = q.new_full((batch, num_kv_heads, groups), -torch.inf, dtype=dtype)
-    piece = max(1, PIECE_SCORES[q.device.type] // (batch * num_heads * num_keys))
-    for tile in visible.query_tiles(piece):
-        q_rows = q[:, :, tile.rows].flatten(1, 2)  # (B * H_kv, G * R, D)
-        for keys, needs_mask in _key_ranges(tile):
-            products = multiply(q_rows, k[:, keys].mT)  # (B * H_kv, G * R, T)
-            products = products.view(
-                batch, num_kv_heads, groups, tile.stop - tile.start, keys.stop - keys.start
-            )
-            if needs_mask:
-                hidden = ~visible.mask(tile.rows, keys).unsqueeze(2)  # (B or 1, 1, 1, R, T)
-                products.masked_fill_(hidden, -torch.inf)
-            largest = torch.maximum(largest, products.amax((-1, -2)))
-            del products  # before the next piece is made
-    return largest.flatten(1)
+    # square tiles compute the fewest scores that a causal mask hides
+    block = max(1, math.isqrt(TILE_SCORES // (q.shape[0] * q.shape[1])))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    loop = make_loop(q, k, causal=causal, scale=scale, block_q=block, block_kv=block, **optional)
+    q, k, _ = grouped(q, k, k)
+    maxima = HeadMaxima(q)
+    for tile in loop.visible.query_tiles(block):
+        q_rows = q[..., tile.rows, :]
+        for keys, needs_mask in tile.key_tiles(block):
+            scores, _ = loop.scores(q_rows, k[..., keys, :], tile.rows, keys, needs_mask)
+            maxima.observe(tile, keys, scores)
+    return maxima.largest.flatten(1, 2)
 
 
 @torch.library.custom_op("tilegpt::max_score", mutates_args=())
@@ -110,17 +70,19 @@ def max_score_operator(
     look: Tensor,
     causal: bool,
     scale: float,
-    window: int | None,
+    window: Sequence[int] | None,
     softcap: float | None,
     alibi_slopes: Tensor | None,
     document_ids: Tensor | None,
+    key_lengths: Tensor | None,
 ) -> Tensor:
     """max_score() for a graph of torch.compile, computed where `look` holds True."""
     if not look:
         return q.new_empty(q.shape[:2], dtype=statistics_dtype(q))
-    optional = {"window": window, "softcap": softcap}
-    optional |= {"alibi_slopes": alibi_slopes, "document_ids": document_ids}
-    return max_score(q, k, causal=causal, scale=scale, **optional)
+    mask = {"document_ids": document_ids, "key_lengths": key_lengths}
+    mask["window"] = None if window is None else tuple(window)
+    changes = {"softcap": softcap, "alibi_slopes": alibi_slopes}
+    return max_score(q, k, causal=causal, scale=scale, **mask, **changes)
 
 
 @max_score_operator.register_fake
@@ -129,34 +91,17 @@ def _(q: Tensor, *_: Any) -> Tensor:
 
 
 def companion_max_score(
-    q: Tensor, k: Tensor, look: bool | Tensor, *, causal: bool, scale: float, **optional: Any
+    q: Tensor, k: Tensor, look: bool | Tensor, *, score_mod: ScoreMod | None, **settings: Any
 ) -> Tensor:
-    """max_score() beside a backend that does not return it. Raises TypeError for a score_mod,
-    key_lengths or a window to both sides in a compiled graph, whose operator takes none of them.
+    """max_score() beside a backend that does not return it. In a compiled graph it is one operator,
+    which takes no score_mod.
     """
-    q, k = q.detach(), k.detach()
-    if not torch.compiler.is_compiling():
-        return max_score(q, k, causal=causal, scale=scale, **optional)
-    wide = ("window",) if isinstance(optional["window"], tuple) else ()
-    for name in ("score_mod", "key_lengths", *wide):
-        if optional.pop(name) is not None:
-            raise TypeError(f"return_max_score takes no {name} in a compiled graph of this backend")
-    return max_score_operator(q, k, flag(look), causal, scale, **optional)
-
-
-def _key_ranges(tile: QueryTile) -> list[tuple[slice, bool]]:
-    """Up to three (keys, needs_mask): the keys that all rows of the tile see need no mask; those to
-    the left and right of them do.
-    """
-    if tile.full_first < tile.full_last:
-        ranges = (
-            (tile.first, tile.full_first, True),
-            (tile.full_first, tile.full_last, False),
-            (tile.full_last, tile.last, True),
-        )
-    else:
-        ranges = ((tile.first, tile.last, True),)
-    return [(slice(start, stop), needs_mask) for start, stop, needs_mask in ranges if start < stop]
+    if score_mod is not None or not torch.compiler.is_compiling():
+        return max_score(q, k, score_mod=score_mod, **settings)
+    window = settings["window"]
+    if not (window is None or isinstance(window, tuple)):
+        settings["window"] = (window - 1, 0)  # a query's own key is the last of them
+    return max_score_operator(q.detach(), k.detach(), flag(look), **settings)
 
 
 class TileMaxima:
