@@ -48,7 +48,6 @@ from attention.look.diagnose import (
     find_breakdown,
     max_score,
 )
-from attention.look.try_out import probe
 from attention.mask import Window
 from attention.own import build_module, standalone
 from attention.sinks import with_sinks
@@ -77,7 +76,6 @@ __all__ = [
     "is_shipped",
     "kernel_choice",
     "max_score",
-    "probe_backend",
     "register",
     "standalone",
 ]
@@ -324,10 +322,3 @@ def _answer(
         if max_score is None and looked is not False:
             max_score = companion_max_score(q, k, looked, causal=causal, scale=factor, **optional)
     return ScoredOutput(output.out, output.lse, None if max_score is None else max_score.detach())
-
-
-def probe_backend(backend: Backend, **model: Any) -> None:
-    """Try a backend out before training with it; see attention.look.try_out. Raises ValueError that
-    says what is wrong with the backend.
-    """
-    probe(backend, attention, **model)

@@ -1,103 +1,203 @@
-"""Try out a backend before training a model with it: shapes, dtypes, NaN, causality, gradients, and
-side effects. If the backend claims them, document masks and exactness too.
+"""Try a user's attention out before a run trains with it: values, gradients, strides, causality,
+documents and side effects. And check a user's change of the scores.
+
+Dimensions: B batch, H query heads, H_kv key/value heads, N tokens, D head dim.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from attention.interface import Backend, Output, ScoreMod, dtype_name
+from attention import AttentionOutput, Backend, ScoreMod, attention, dtype_name
 from attention.look.blame import is_foreign, with_place
-from attention.look.diagnose import with_gradients
-from attention.own import build_module
-
-LENGTH = 150  # several tiles, the last one ragged
-HALF = LENGTH // 2
-
-Attend = Callable[..., Output]  # attention(), usually with its backend bound
-
-
-def _restore_default_device(device: torch.device) -> None:
-    torch.set_default_device(None)
-    # an explicit default device intercepts every call and breaks compiled graphs, even if it
-    # changes nothing
-    if torch.get_default_device() != device:
-        torch.set_default_device(device)
-
+from attention.look.diagnose import REFERENCE_SCORES, with_gradients
 
 # settings of the whole program: the function that reads each, and the one that restores it
-SETTINGS: Mapping[Callable[[], Any], Callable[[Any], Any]] = {
+SETTINGS: dict[Callable[[], Any], Callable[[Any], Any]] = {
     torch.get_default_dtype: torch.set_default_dtype,
-    torch.get_default_device: _restore_default_device,
+    # an explicit default device, even the usual one, intercepts every call and breaks graphs
+    torch.get_default_device: lambda _: torch.set_default_device(None),
     torch.get_float32_matmul_precision: torch.set_float32_matmul_precision,
     torch.is_grad_enabled: torch.set_grad_enabled,
     torch.initial_seed: torch.manual_seed,
 }
 
 
-def probe(
+def try_out(
     backend: Backend,
-    attend: Attend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    function: dict[str, Any] | None = None,
+    module: nn.Module | None = None,
+    **function: Any,
 ) -> None:
     """Raise ValueError, in one sentence, for a backend that no training run could trust.
 
-    `attend` is attention(); `function` holds the arguments that a layer of the model passes to it:
-    window, softcap, ... If exact=True, the backend's distance from softmax attention in float64
-    must be at most twice naive's own error in this dtype, plus one rounding. That is the budget of
-    every exact backend.
+    q (B, H, N, D), k and v (B, H_kv, N, D) are what a layer of the model hands to its attention: in
+    its strides and with a graph behind them. `function` is what else it passes: window, softcap,
+    ... If exact=True, the distance from softmax attention in float64 must be at most twice naive's
+    own error in this dtype, plus one rounding. That is the budget of every exact backend.
     """
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, d_out = (
-        torch.randn(1, heads, LENGTH, head_dim, generator=generator).to(device, dtype)
-        for heads in (num_heads, num_kv_heads, num_kv_heads, num_heads)
-    )
-    function = dict(function or {})
-    if function.get("window"):
-        function["window"] = min(function["window"], HALF // 2)  # so that it hides keys here
-    if function.get("alibi_slopes") is not None:
-        function["alibi_slopes"] = function["alibi_slopes"].to(device)
-    if function.get("sinks"):
-        function["sinks"] = torch.zeros(num_heads, device=device)
-    attend = partial(attend, **function)
-    attend_with, own = partial(attend, backend=backend), {}
-    if backend.module is not None:
-        shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        module = build_module(backend, **shape, max_seq_len=LENGTH, layer=0).to(device)
-        attend_with = partial(attend_with, module=module)
-        own = {f"own.{name}": x for name, x in module.named_parameters() if x.requires_grad}
+    # the model merges the heads of out, so the gradient of out is a view of (B, N, H, D)
+    d_out = torch.randn(q.transpose(1, 2).shape, generator=torch.Generator().manual_seed(0))
+    d_out = d_out.to(q).transpose(1, 2)
+    d_out[:, :, compared_rows(q) :] = 0
+    given = {"q": q, "k": k, "v": v, "d_out": d_out}
+    copies = {name: x.contiguous() for name, x in given.items()}
     try:
-        results = _call(backend, attend_with, q, k, v, d_out, own)
-        if backend.defect is not None:
-            return
-        _check_causal(backend, attend_with, q, k, v)
-        if "document_ids" in backend.features:
-            _check_documents(backend, attend_with, q, k, v)
-    except (Exception, SystemExit) as error:  # the user's function may raise anything
-        if isinstance(error, ValueError) and not is_foreign(error):
-            raise
-        raise ValueError(
-            f"attention={backend.name} fails on ordinary inputs: {with_place(error)}"
-        ) from error
-    if backend.exact:
-        naive = partial(attend, backend="naive")
+        Trial(backend, given, function, module).run()
+    except ValueError as error:
         try:
-            _check_exact(backend, naive, results, q, k, v, d_out)
-        except ValueError as error:
-            if "score_mod" not in function:
+            Trial(backend, copies, function, module).run()
+        except ValueError:
+            raise error from None  # whatever the strides
+        strides = ", ".join(f"{name} {x.stride()}" for name, x in given.items())
+        raise ValueError(
+            f"attention={backend.name} is right for contiguous tensors and wrong for the strides "
+            f"of the model, {strides}: use x.stride(), or begin with x.contiguous()"
+        ) from error
+
+
+def compared_rows(q: Tensor) -> int:
+    """How many queries, from the first, are compared with naive attention: its scores must fit into
+    memory.
+    """
+    return min(q.shape[2], math.isqrt(REFERENCE_SCORES // (q.shape[0] * q.shape[1])))
+
+
+@dataclass
+class Trial:
+    """Calls of a backend with the same tensors. Its methods raise ValueError for what is wrong."""
+
+    backend: Backend
+    tensors: dict[str, Tensor]  # q, k, v, d_out
+    function: dict[str, Any]
+    module: nn.Module | None
+
+    def call(self, *tensors: Tensor, seed: int = 0, **mask: Tensor) -> AttentionOutput:
+        own = {} if self.module is None else {"module": self.module}
+        torch.manual_seed(seed)  # for an attention that draws random numbers
+        return attention(*tensors, backend=self.backend, **self.function, **own, **mask)
+
+    def wrong(self, what: str) -> ValueError:
+        return ValueError(f"attention={self.backend.name} {what}")
+
+    def run(self) -> None:
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                with self.left_alone():
+                    results = self.out_and_gradients()
+                    if self.backend.defect is None:
+                        self.check_hidden_keys()
+                self.check_values(results)
+        except (Exception, SystemExit) as error:  # the user's function may raise anything
+            if isinstance(error, ValueError) and not is_foreign(error):
                 raise
-            hint = "the score_mod's fn, its derivative and its kernel must agree"
-            raise ValueError(f"{hint}: {error}") from None
+            raise self.wrong(f"fails on ordinary inputs: {with_place(error)}") from error
+
+    @contextmanager
+    def left_alone(self) -> Iterator[None]:
+        """Refuse code that writes into the tensors or changes a setting of the whole program, which
+        is restored. This may explain an error, so it takes its place.
+        """
+        copies = {name: x.detach().clone() for name, x in self.tensors.items()}
+        before = {read: read() for read in SETTINGS}
+        try:
+            yield
+        finally:
+            for read, value in before.items():
+                if (changed := read()) != value:
+                    SETTINGS[read](value)
+                    raise self.wrong(
+                        f"changes torch.{read.__name__}() from {value} to {changed} for all code "
+                        "that runs after it; put it back before returning"
+                    )
+            for name, x in copies.items():
+                if not torch.equal(x, self.tensors[name]):
+                    raise self.wrong(f"writes into {name}, which others still read: copy it first")
+
+    def out_and_gradients(self) -> list[Tensor]:
+        """out, dq, dk, dv."""
+        q, k, v, d_out = self.tensors.values()
+        inputs = {"q": q, "k": k, "v": v}
+        for name, x in self.module.named_parameters() if self.module else ():
+            if x.requires_grad:
+                inputs[f"own.{name}"] = x
+        out = self.call(q, k, v).out  # attention() itself checks shape and dtype
+        if not out.isfinite().all():
+            raise self.wrong("returns NaN or inf for ordinary inputs")
+        found = [None] * len(inputs)
+        if out.requires_grad:
+            found = torch.autograd.grad(out, [*inputs.values()], d_out, allow_unused=True)
+        for (name, x), gradient in zip(inputs.items(), found, strict=True):
+            if gradient is None or not gradient.isfinite().all():
+                kind = "no" if gradient is None else "a non-finite"
+                raise self.wrong(f"gives {kind} gradient for {name} {tuple(x.shape)}")
+        return [out.detach(), *found[:3]]
+
+    @torch.no_grad()
+    def check_hidden_keys(self) -> None:
+        """Keys of the future, or of another document, must not move an output."""
+        q, k, v, _ = self.tensors.values()
+        batch, _, length, _ = q.shape
+        first, second = slice(0, length // 2), slice(length // 2, length)
+        ways = [("is not causal under causal=True", first, second, {})]
+        if "document_ids" in self.backend.features:
+            ids = (torch.arange(length, device=q.device) >= second.start).int().expand(batch, -1)
+            ways.append(
+                ("declares document_ids and mixes documents", second, first, {"document_ids": ids})
+            )
+        for what, queries, keys, mask in ways if length > 1 else ():
+            before = self.call(q, k, v, **mask).out[:, :, queries]
+            try:
+                for x in (k.data, v.data):  # which autograd does not watch
+                    x[:, :, keys].neg_()  # in place, which keeps the strides
+                after = self.call(q, k, v, **mask).out[:, :, queries]
+            finally:
+                for x in (k.data, v.data):
+                    x[:, :, keys].neg_()
+            leak = (after - before).abs().max().item()
+            if not leak <= 1e-3:  # a NaN is a leak too
+                raise self.wrong(
+                    f"{what}: changing keys {keys.start}:{keys.stop} moved the outputs of queries "
+                    f"{queries.start}:{queries.stop} by {leak:.2g}"
+                )
+
+    def check_values(self, results: list[Tensor]) -> None:
+        """out, dq, dk and dv must be those of naive attention; or, if the backend is not exact, be
+        close to its own for contiguous tensors.
+        """
+        names, tensors = ("out", "dq", "dk", "dv"), list(self.tensors.values())
+        if not self.backend.exact:
+            others = with_gradients(self.call, *(x.contiguous() for x in tensors))
+            random = with_gradients(partial(self.call, seed=1), *tensors)
+            for name, x, other, drawn in zip(names, results, others, random, strict=True):
+                # memory of others is far off; what sorts or rounds may differ in a few rows
+                if not (x - other).norm() <= 0.1 * other.norm() + 2 * (x - drawn).norm():
+                    raise self.wrong(f"gives another {name} for other strides")
+            return
+        rows = compared_rows(tensors[0])
+        tensors, results = ([x[:, :, :rows] for x in each] for each in (tensors, results))
+        naive = partial(attention, backend="naive", **self.function)
+        exact = with_gradients(naive, *(x.double() for x in tensors))
+        in_dtype = with_gradients(naive, *tensors)
+        for name, x, expected, plain in zip(names, results, exact, in_dtype, strict=True):
+            error, own = ((y.double() - expected).abs().max().item() for y in (x, plain))
+            budget = 2 * own + torch.finfo(x.dtype).eps * expected.abs().max().item()
+            if not error <= budget:
+                raise self.wrong(
+                    f"says exact=True, but its {name} is {error:.2g} away from softmax attention "
+                    f"in float64 where {budget:.2g} is allowed in {dtype_name(x.dtype)}; mend it, "
+                    "or declare exact=False to train with it as a variant of its own"
+                )
 
 
 def check_score_mod(mod: ScoreMod, name: str, num_heads: int, device: torch.device) -> None:
@@ -107,177 +207,36 @@ def check_score_mod(mod: ScoreMod, name: str, num_heads: int, device: torch.devi
     """
 
     def wrong(what: str) -> ValueError:
-        return ValueError(f"attention.score_mod={name}: {what}")
+        return ValueError(f"attention.score_mod={name}: fn {what}")
 
-    draw = partial(torch.randn, 2, num_heads, 12, 20, generator=torch.Generator().manual_seed(0))
-    score, step = (draw(dtype=torch.float64).to(device) for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.randn(2, 3, num_heads, 12, 20, dtype=torch.float64, generator=generator)
+    score, step = draws.to(device)
     sizes = enumerate(score.shape)
     places = [torch.arange(n, device=device).view(n, *[1] * (3 - dim)) for dim, n in sizes]
 
     def call(score: Tensor) -> list[Tensor]:
         """The changed score and its derivative."""
         try:
-            found = mod(score, *places)
+            changed, derivative = mod(score, *places)
+            return [x.expand_as(score) for x in (changed, derivative)]
         except (Exception, SystemExit) as error:  # the user's function may raise anything
-            raise wrong(f"fn fails on ordinary scores: {with_place(error)}") from error
-        items = found if isinstance(found, (tuple, list)) else [found]
-        if len(items) != 2 or not all(isinstance(x, Tensor) for x in items):
-            what = f"{len(items)} items" if items is found else type(found).__name__
-            raise wrong(f"fn must return two tensors, (changed, derivative); it returned {what}")
-        try:
-            return [x.expand_as(score) for x in found]
-        except RuntimeError:
-            shapes = " and ".join(str(tuple(x.shape)) for x in found)
-            raise wrong(
-                f"fn must return tensors of the score's shape {tuple(score.shape)}; it returned "
-                f"{shapes}"
-            ) from None
+            what = "must return two tensors of the score's shape, (changed, derivative)"
+            raise wrong(f"{what}: {with_place(error)}") from error
 
     inputs = score.clone().requires_grad_()
     changed, derivative = call(inputs)
-    if changed.isnan().any() or not derivative[changed.isfinite()].isfinite().all():
-        raise wrong("fn returns NaN or inf for ordinary scores")
-    if not torch.equal(call(score)[0], changed):
-        raise wrong("fn gives another result for the same scores")
-    moved = step > 0
-    if not torch.equal(call(torch.where(moved, score + step, score))[0][~moved], changed[~moved]):
-        raise wrong("fn is not elementwise: a score changes the results of others")
+    seen = changed.isfinite()
+    if changed.isnan().any() or not derivative[seen].isfinite().all():
+        raise wrong("returns NaN or inf for ordinary scores")
+    still = step < 0
+    again, _ = call(torch.where(still, score, score + step))
+    if not torch.equal(again[still], changed[still]):
+        raise wrong("is not elementwise: the same score has another result beside other scores")
     slope = torch.zeros_like(score)
     if changed.requires_grad:
-        (slope,) = torch.autograd.grad(changed[changed.isfinite()].sum(), inputs)
-    off = (derivative - slope).abs().masked_fill(~changed.isfinite(), 0.0)
+        (slope,) = torch.autograd.grad(changed[seen].sum(), inputs)
+    off = (derivative - slope).abs().masked_fill(~seen, 0.0)
     if (off > 1e-3 * (1 + slope.abs())).any():
-        worst = off.argmax()
-        says, is_, at = (x.flatten()[worst].item() for x in (derivative, slope, score))
-        raise wrong(f"its derivative is {says:.4g} at a score of {at:.4g}, where fn's is {is_:.4g}")
-
-
-def _call(
-    backend: Backend,
-    attend: Attend,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    d_out: Tensor,
-    own: Mapping[str, Tensor],
-) -> list[Tensor]:
-    """out, dq, dk, dv. `own` are the backend's parameters by name; they must get a gradient too."""
-    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    q, k, v = (x.clone() for x in inputs)  # not leaves, as in a model
-    with _leaves_alone(backend, q=q, k=k, v=v):
-        out = attend(q, k, v).out  # attention() itself checks shape and dtype
-    if not out.isfinite().all():
-        raise ValueError(f"attention={backend.name} returns NaN or inf for ordinary inputs")
-    if not out.requires_grad:
-        raise ValueError(
-            f"attention={backend.name} cuts the gradient: its output does not depend on q, k and "
-            "v for autograd"
-        )
-    inputs += own.values()
-    with _leaves_alone(backend, q=q, k=k, v=v, d_out=d_out):
-        gradients = torch.autograd.grad(out, inputs, d_out, allow_unused=True)
-    for name, x, gradient in zip([*"qkv", *own], inputs, gradients, strict=True):
-        if gradient is None or not gradient.isfinite().all():
-            raise ValueError(
-                f"attention={backend.name} gives {'no' if gradient is None else 'a non-finite'} "
-                f"gradient for {name} {tuple(x.shape)}"
-            )
-    return [out.detach(), *gradients[:3]]
-
-
-@contextmanager
-def _leaves_alone(backend: Backend, **tensors: Tensor) -> Iterator[None]:
-    """Raise ValueError if the backend writes into these tensors or changes a setting of the whole
-    program. The setting is restored.
-    """
-    copies = {name: x.detach().clone() for name, x in tensors.items()}
-    before = {read: read() for read in SETTINGS}
-    try:
-        yield
-    finally:
-        changed = {read: read() for read in SETTINGS if read() != before[read]}
-        for read in changed:
-            SETTINGS[read](before[read])
-    for read, value in changed.items():
-        raise ValueError(
-            f"attention={backend.name} changes torch.{read.__name__}() from {before[read]} to "
-            f"{value} for all code that runs after it; put it back before returning"
-        )
-    for name, x in tensors.items():
-        if not torch.equal(x, copies[name]):
-            raise ValueError(
-                f"attention={backend.name} writes into {name}, which others still read; write into "
-                f"a copy, as {name}.clone(), or into a new tensor"
-            )
-
-
-@torch.no_grad()
-def _largest_move(
-    backend: Backend,
-    attend: Attend,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    keys: slice,
-    queries: slice,
-    **arguments: Tensor,
-) -> float:
-    """How far the outputs of `queries` move when `keys` and their values change their sign."""
-    sign = torch.ones(LENGTH, 1, dtype=q.dtype, device=q.device)
-    sign[keys] = -1
-    found = []
-    for other_k, other_v in ((k, v), (k * sign, v * sign)):
-        with _leaves_alone(backend, q=q, k=other_k, v=other_v):
-            found.append(attend(q, other_k, other_v, **arguments).out[:, :, queries])
-    before, after = found
-    return (after - before).abs().max().item()
-
-
-def _check_causal(backend: Backend, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-    leak = _largest_move(backend, attend, q, k, v, keys=slice(HALF, None), queries=slice(HALF))
-    if not leak <= 1e-3:  # a NaN is a leak too
-        raise ValueError(
-            f"attention={backend.name} is not causal: changing keys {HALF}:{LENGTH} moved the "
-            f"outputs of queries 0:{HALF} by {leak:.2g}; "
-            "query i may only see keys j <= i when it is called with causal=True"
-        )
-
-
-def _check_documents(backend: Backend, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-    document_ids = (torch.arange(LENGTH, device=q.device) >= HALF).int()[None]
-    second = slice(HALF, None)
-    leak = _largest_move(
-        backend, attend, q, k, v, keys=slice(HALF), queries=second, document_ids=document_ids
-    )
-    if not leak <= 1e-3:
-        raise ValueError(
-            f"attention={backend.name} declares the feature document_ids and does not keep "
-            f"documents apart: changing keys 0:{HALF} moved the outputs of queries "
-            f"{HALF}:{LENGTH}, which are another document, by {leak:.2g}"
-        )
-
-
-def _check_exact(
-    backend: Backend,
-    naive: Attend,
-    results: list[Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    d_out: Tensor,
-) -> None:
-    exact = with_gradients(naive, *(x.double() for x in (q, k, v, d_out)))
-    in_dtype = with_gradients(naive, q, k, v, d_out)
-    for name, x, expected, plain in zip(
-        ("out", "dq", "dk", "dv"), results, exact, in_dtype, strict=True
-    ):
-        error, own = ((y.double() - expected).abs().max().item() for y in (x, plain))
-        budget = 2 * own + torch.finfo(q.dtype).eps * expected.abs().max().item()
-        if not error <= budget:
-            raise ValueError(
-                f"attention={backend.name} says exact=True, but its {name} is {error:.2g} away "
-                f"from softmax attention in float64 where {budget:.2g} is allowed in "
-                f"{dtype_name(q.dtype)}; mend it, or declare exact=False to train with it as a "
-                "variant of its own"
-            )
+        at, says, is_ = (x.flatten()[off.argmax()].item() for x in (score, derivative, slope))
+        raise wrong(f"says its derivative at a score of {at:.4g} is {says:.4g}, it is {is_:.4g}")
