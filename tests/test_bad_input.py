@@ -123,7 +123,6 @@ REFUSED = {
     "logger.mode=on": "logger.mode=on auto",
     "device=tpu": "device=tpu auto cpu cuda",
     "dtype=fp8": "dtype=fp8 bf16",
-    "dtype=float32": "dtype=float32 fp32",
     "compile=maybe": "compile=maybe auto true false",
     "attention=triton attention.kernel=fast": "attention.kernel=fast portable hopper",
     "attention.softmax_dtype=fp8": "softmax_dtype=fp8 float32 input",
@@ -398,6 +397,15 @@ def test_a_backend_of_a_user_trains(tmp_path, name):
     assert done.code == 0, done.output
     if name == "WINDOWED":
         assert metrics(tmp_path)[-1]["attention/out_error"] < 1e-5
+
+
+@pytest.mark.parametrize(("typed", "short"), [("bfloat16", "bf16"), ("float16", "fp16")])
+def test_pytorchs_names_of_dtypes_are_taken(tmp_path, typed, short):
+    """A regression test: one who writes torch.bfloat16 all day was refused."""
+    done = run(*tiny(tmp_path, f"dtype={typed}", "steps=1"))
+    assert done.code == 0, done.output
+    assert f"dtype: {short}\n" in (tmp_path / "config.yaml").read_text()
+    assert summary(tmp_path)["dtype"] == typed
 
 
 def test_one_tile_makes_no_rescale_exact_and_says_so(tmp_path):
