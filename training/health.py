@@ -226,7 +226,7 @@ def diagnose(model: GPT, batches: Iterable[tuple[Tensor, ...]]) -> tuple[Row, fl
     # a kernel only shows that its output is bad; the tile loop that computes the same shows where
     looped = [twin] if twin and batches[0][0].shape[1] <= MAX_INSPECTED else []
     for backend in (*looped, model.backend):
-        recorder = Recorder(backend, look_for_breakdowns=True)
+        recorder = Recorder(backend)
         loss_is_finite = True
         watched = _until_breakdown(recorder, twin)
         with model.use_backend(watched), without_dropout(model), contextlib.suppress(_Stop):

@@ -9,7 +9,6 @@ with v, whatever the dtype of the statistics.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -104,41 +103,6 @@ def companion_max_score(
     return max_score_operator(q.detach(), k.detach(), flag(look), **settings)
 
 
-class TileMaxima:
-    """An observer of the tile loop that keeps the largest score of each tile. With `states` it also
-    keeps the largest row_sum and acc, which show whether the state is finite.
-
-    It reads nothing from a GPU before the loop is over, so the GPU never waits at a tile.
-    """
-
-    def __init__(self, q: Tensor, *, states: bool = False) -> None:
-        self.states = states
-        self.values = [torch.full((), -torch.inf, device=q.device, dtype=statistics_dtype(q))]
-        self.sums: list[
-            Tensor
-        ] = []  # largest magnitudes of each tile's row_sum and acc; a NaN counts as the largest
-
-    def observe(self, tile: QueryTile, keys: slice, scores: Tensor, state: OnlineSoftmax) -> None:
-        # detached: a backward pass that reruns the tile must not keep its graph alive
-        self.values.append(scores.detach().amax().to(self.values[0].dtype))
-        if self.states:
-            self.sums += [
-                x.detach().abs().amax().to(self.values[0].dtype) for x in (state.row_sum, state.acc)
-            ]
-
-    def largest(self) -> Tensor:
-        return torch.stack(self.values).amax()
-
-    def first_bad(self) -> int | None:
-        """The number of the first tile that left the finite range."""
-        if not self.sums:
-            return None
-        scores, sums = torch.stack(self.values[1:]), torch.stack(self.sums).view(-1, 2)
-        # -inf marks a hidden key, which is right
-        at = _first(scores.isnan() | (scores == torch.inf) | ~sums.isfinite().all(1))
-        return at[0] if at else None
-
-
 @dataclass(frozen=True)
 class Breakdown:
     """Where one attention call left the finite range."""
@@ -170,57 +134,19 @@ class Breakdown:
         )
 
 
-@torch.no_grad()
-def find_breakdown(
-    q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, **arguments: Any
-) -> Breakdown | None:
-    """The first tensor of this call that is not finite, or None. `arguments` are what attention()
-    hands to backend.fn.
+class TileWatch:
+    """An observer of the tile loop: the largest score, and the first tile that leaves the finite
+    range.
     """
-    maxima = TileMaxima(q, states=True)
-    observer = {"observer": maxima.observe} if backend.observable else {}
-    out = backend.fn(q, k, v, **arguments, **backend.options, **observer).out
-    return _breakdown(q, k, v, out, maxima.first_bad(), backend=backend, **arguments)
 
+    def __init__(self, q: Tensor) -> None:
+        self.largest = torch.full((), -torch.inf, device=q.device, dtype=statistics_dtype(q))
+        self.breakdown: Breakdown | None = None
 
-def _breakdown(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    tile: int | None,
-    *,
-    backend: Backend,
-    **arguments: Any,
-) -> Breakdown | None:  # fmt: skip
-    """find_breakdown() for a finished call that returned `out` and left the finite range in tile
-    number `tile` of its loop.
-    """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if (at := _first(~x.isfinite())) is not None:
-            return _outside_the_loop(name, at)
-    first = None if tile is None else _in_tile(q, k, v, tile, backend=backend, **arguments)
-    if first is None and (at := _first(~out.isfinite())) is not None:
-        first = _outside_the_loop("out", at)
-    return first and replace(first, fate=_fate(out[first.sequence, first.head, first.row]))
-
-
-def _outside_the_loop(tensor: str, at: list[int]) -> Breakdown:
-    sequence, head, row, _ = at
-    return Breakdown(tensor, None, None, None, sequence, head, row)
-
-
-def _in_tile(
-    q: Tensor, k: Tensor, v: Tensor, number: int, *, backend: Backend, **arguments: Any
-) -> Breakdown | None:
-    """Run the loop again; find what left the finite range in the tile of that number or a later
-    one.
-    """
-    numbers = count()
-    breakdowns: list[Breakdown] = []
-
-    def observe(tile: QueryTile, keys: slice, scores: Tensor, state: OnlineSoftmax) -> None:
-        if next(numbers) < number or breakdowns:
+    @torch.no_grad()
+    def observe(self, tile: QueryTile, keys: slice, scores: Tensor, state: OnlineSoftmax) -> None:
+        self.largest = torch.maximum(self.largest, scores.amax().to(self.largest.dtype))
+        if self.breakdown is not None:
             return
         # (B, H_kv, G, R, T or 1 or D); a score of -inf is hidden
         bad = {
@@ -231,20 +157,42 @@ def _in_tile(
         for name, is_bad in bad.items():
             if (at := _first(is_bad)) is not None:
                 sequence, group, member, row = at[:4]
-                breakdown = Breakdown(
+                self.breakdown = Breakdown(
                     name,
                     queries=(tile.start, tile.stop),
-                    keys=(keys.start, min(keys.stop, k.shape[2])),
+                    keys=(keys.start, keys.start + scores.shape[-1]),
                     max_score=scores[sequence, group, member].amax().item(),
                     sequence=sequence,
                     head=group * is_bad.shape[2] + member,
                     row=tile.start + row,
                 )
-                breakdowns.append(breakdown)
                 return
 
-    backend.fn(q, k, v, **arguments, **backend.options, observer=observe)
-    return breakdowns[0] if breakdowns else None
+
+@torch.no_grad()
+def find_breakdown(
+    q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, **arguments: Any
+) -> Breakdown | None:
+    """The first tensor of this call that is not finite, or None. `arguments` are what attention()
+    hands to backend.fn.
+    """
+    watch = TileWatch(q)
+    observer = {"observer": watch.observe} if backend.observable else {}
+    out = backend.fn(q, k, v, **arguments, **backend.options, **observer).out
+    return _breakdown(q, k, v, out, watch.breakdown)
+
+
+def _breakdown(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, in_tile: Breakdown | None
+) -> Breakdown | None:
+    """find_breakdown() for a finished call that returned `out`."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if (at := _first(~x.isfinite())) is not None:
+            return Breakdown(name, None, None, None, *at[:3])
+    found = in_tile
+    if found is None and (at := _first(~out.isfinite())) is not None:
+        found = Breakdown("out", None, None, None, *at[:3])
+    return found and replace(found, fate=_fate(out[found.sequence, found.head, found.row]))
 
 
 def _first(bad: Tensor) -> list[int] | None:
@@ -329,43 +277,33 @@ def _exact_by_head(
     q, d_out: the last queries. A bottom-right aligned mask shows them the same keys as before.
     """
     groups = q.shape[1] // k.shape[1]
+    if document_ids is not None:
+        score_mod = _inside_documents(document_ids, score_mod)
     by_head = []
     for head in range(k.shape[1]):
         own, kv = slice(head * groups, (head + 1) * groups), slice(head, head + 1)
-        inputs = (q[:, own], k[:, kv], v[:, kv], d_out[:, own])
-        slopes = None if alibi_slopes is None else alibi_slopes[own]
-        mod = _for_some_rows(score_mod, head * groups, document_ids)
-        changes = {"alibi_slopes": slopes, "score_mod": mod}
-        wide = (x.double() for x in inputs)
-        by_head.append(with_gradients(naive_attention, *wide, **changes, **arguments))
+        wide = (x.double() for x in (q[:, own], k[:, kv], v[:, kv], d_out[:, own]))
+        if alibi_slopes is not None:
+            arguments["alibi_slopes"] = alibi_slopes[own]
+        if score_mod is not None:
+            first = score_mod.first_head + own.start
+            arguments["score_mod"] = replace(score_mod, first_head=first)
+        by_head.append(with_gradients(naive_attention, *wide, **arguments))
     return [torch.cat(parts, 1) for parts in zip(*by_head, strict=True)]
 
 
-def _for_some_rows(
-    score_mod: ScoreMod | None, first_head: int, document_ids: Tensor | None
-) -> ScoreMod | None:
-    """A ScoreMod that applies score_mod from head first_head on, and masks by document_ids (B, N).
-
-    attention() takes document_ids only for as many queries as keys. A ScoreMod that returns -inf
-    has no such limit.
+def _inside_documents(document_ids: Tensor, score_mod: ScoreMod | None) -> ScoreMod:
+    """A ScoreMod that applies score_mod and hides other documents. attention() itself takes
+    document_ids (B, N) only for as many queries as keys.
     """
-    if score_mod is None and document_ids is None:
-        return None
-    document = None
-    if document_ids is not None:
-        starts = document_ids.diff(dim=1, prepend=document_ids[:, :1]) != 0
-        document = starts.cumsum(1)  # (B, N): unlike ids, these never repeat
+    starts = document_ids.diff(dim=1, prepend=document_ids[:, :1]) != 0
+    document = starts.cumsum(1)  # (B, N): unlike ids, these never repeat
 
-    def change(
-        score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, params: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        derivative = torch.ones_like(score)
+    def change(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, _: None) -> Any:
         if score_mod is not None:
-            score, derivative = score_mod(score, b, h + first_head, i, j)
-        if document is not None:
-            inside = document[b, i] == document[b, j]
-            score, derivative = score.masked_fill(~inside, -torch.inf), derivative * inside
-        return score, derivative
+            score, _ = score_mod(score, b, h, i, j)
+        inside = document[b, i] == document[b, j]
+        return score.masked_fill(~inside, -torch.inf), inside  # naive reads no derivative
 
     return ScoreMod(change)
 
@@ -398,40 +336,33 @@ class Recorder:
         with model.use_backend(recorder.backend):
             model(tokens)
 
-    Then read recorder.max_scores and recorder.breakdowns (look_for_breakdowns=True), or only
-    recorder.calls (keep_calls=True).
+    Then read recorder.max_scores and recorder.breakdowns, or with keep_calls=True recorder.calls.
     """
 
-    def __init__(
-        self, backend: Backend, *, look_for_breakdowns: bool = False, keep_calls: bool = False
-    ) -> None:
+    def __init__(self, backend: Backend, *, keep_calls: bool = False) -> None:
         self.max_scores: list[Tensor] = []
         self.breakdowns: list[Breakdown | None] = []
         self.calls: list[Call] = []
 
         def recorded(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Output:
-            options = {name: arguments.pop(name) for name in backend.options}
-            own = {"module": arguments.pop("module")} if "module" in arguments else {}
             if keep_calls:
-                output = backend.fn(q, k, v, **arguments, **options, **own)
-                self.calls.append(Call(q, k, v, output.out, arguments))
+                output = backend.fn(q, k, v, **arguments)
+                settings = backend.options.keys() | {"module"}
+                kept = {name: x for name, x in arguments.items() if name not in settings}
+                self.calls.append(Call(q, k, v, output.out, kept))
                 return output
-            tile = None
+            watch = TileWatch(q)
             if backend.observable:
                 # observe the scores that it uses: the defect may be in them
-                maxima = TileMaxima(q, states=look_for_breakdowns)
-                output = backend.fn(q, k, v, **arguments, **options, observer=maxima.observe)
-                self.max_scores.append(maxima.largest())
-                tile = maxima.first_bad()
+                output = backend.fn(q, k, v, **arguments, observer=watch.observe)
+                self.max_scores.append(watch.largest)
             else:
-                self.max_scores.append(max_score(q, k, **arguments).amax())
-                output = backend.fn(q, k, v, **arguments, **options, **own)
-            if look_for_breakdowns:
-                configured = backend.configured(**options)
-                with torch.no_grad():
-                    self.breakdowns.append(
-                        _breakdown(q, k, v, output.out, tile, backend=configured, **arguments)
-                    )
+                output = backend.fn(q, k, v, **arguments)
+                names = ("causal", "scale", *OPTIONAL_ARGUMENTS)
+                settings = {name: arguments[name] for name in names if name in arguments}
+                self.max_scores.append(max_score(q, k, **settings).amax())
+            with torch.no_grad():
+                self.breakdowns.append(_breakdown(q, k, v, output.out, watch.breakdown))
             return output
 
         # a loop has one observer; and attention() adds the sinks, so that a call records none

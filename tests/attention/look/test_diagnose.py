@@ -205,7 +205,7 @@ def test_an_output_that_no_tile_explains():
 
 
 def test_recorder_keeps_one_entry_a_call_and_changes_nothing():
-    recorder = Recorder(get_backend("tiled", **TILES), look_for_breakdowns=True)
+    recorder = Recorder(get_backend("tiled", **TILES))
     calls = [
         [random(1, 2, 40, 16, seed=3 * call + i).requires_grad_() for i in range(3)]
         for call in range(3)
@@ -221,17 +221,12 @@ def test_recorder_keeps_one_entry_a_call_and_changes_nothing():
     assert recorder.breakdowns == [None, None, None]
 
 
-def test_recorder_looks_for_breakdowns_only_when_asked():
-    bad = with_one_score(90.0, 40, 21)
-    quiet, curious = (
-        Recorder(get_backend("no_max", **TILES), look_for_breakdowns=look) for look in (False, True)
-    )
-    for recorder in (quiet, curious):
-        for tensors in (bad, with_one_score(1.0, 40, 21)):
-            attention(*tensors, backend=recorder.backend, scale=1.0)
-        assert [score.item() for score in recorder.max_scores] == [90.0, 1.0]
-    assert quiet.breakdowns == []
-    assert [found and found.tensor for found in curious.breakdowns] == ["row_sum", None]
+def test_recorder_names_the_breakdown_of_each_call():
+    recorder = Recorder(get_backend("no_max", **TILES))
+    for tensors in (with_one_score(90.0, 40, 21), with_one_score(1.0, 40, 21)):
+        attention(*tensors, backend=recorder.backend, scale=1.0)
+    assert [score.item() for score in recorder.max_scores] == [90.0, 1.0]
+    assert [found and found.tensor for found in recorder.breakdowns] == ["row_sum", None]
 
 
 def test_recorder_refuses_what_its_backend_refuses():
