@@ -171,9 +171,9 @@ class Trace:
     tiles: list[tuple[int, int]]  # keys
     found: list[Step]
     exact: list[Step | None]  # the exact backend's, in the same dtype
-    reference: list[Tensor]  # (R, D), softmax attention over the keys so far in float64
-    error: list[Tensor]  # (R,), distance of the output so far from `reference`
-    exact_error: list[Tensor]
+    reference: Tensor  # (tiles, R, D), softmax attention over the keys so far in float64
+    error: Tensor  # (tiles, R), distance of the output so far from `reference`
+    exact_error: Tensor
     breaks: list[
         int | None
         # for each of `rows`: the step from which it stays broken, or further off than rounding
@@ -216,16 +216,11 @@ def trace(
     _, exact_steps = record_steps(*call, backend=exact, row=row, **arguments)
     _, true_steps = record_steps(*wide, backend=exact, row=row, **arguments)
 
-    reference = outs_so_far(true_steps, tiles)
-    error, exact_error = (
-        [
-            (out.double() - expected).abs().amax(-1)
-            for out, expected in zip(outs, reference, strict=True)
-        ]
-        for outs in ([step.out for step in steps], outs_so_far(exact_steps, tiles))
+    out, exact_so_far, reference = (
+        outs_so_far(each, tiles) for each in (steps, exact_steps, true_steps)
     )
-    off_budget = torch.stack([~(off <= budget) for off in error])
-    bad = torch.stack([step.broken() for step in steps]) | off_budget
+    error, exact_error = ((x - reference).abs().amax(-1) for x in (out, exact_so_far))
+    bad = torch.stack([step.broken() for step in steps]) | ~(error <= budget)
     breaks = [
         None if fates[i] == "right" else start_of_last_run(bad[:, i - rows.start].tolist())
         for i in rows
@@ -313,11 +308,13 @@ def survey(q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, **arguments: An
     return Survey(out, [breaks[start] for start in sorted(breaks)])
 
 
-def outs_so_far(steps: list[Step], tiles: list[tuple[int, int]]) -> list[Tensor]:
-    """The output after each of `tiles`. Where the loop skips a tile, the earlier one stays."""
-    outs = {step.keys: step.out for step in steps}
-    past = torch.zeros_like(steps[0].out)
-    return [past := outs.get(keys, past) for keys in tiles]
+def outs_so_far(steps: list[Step], tiles: list[tuple[int, int]]) -> Tensor:
+    """The output after each of `tiles`, (tiles, R, D) float64. Where the loop skips a tile, the
+    earlier one stays.
+    """
+    outs = {step.keys: step.out.double() for step in steps}
+    past = torch.zeros_like(steps[0].out.double())
+    return torch.stack([past := outs.get(keys, past) for keys in tiles])
 
 
 def start_of_last_run(bad: list[bool]) -> int | None:
