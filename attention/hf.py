@@ -31,7 +31,7 @@ from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 from attention import BACKENDS, Backend, attention
 
 # how both ends of a row's interval may move to the next row within a piece, and what may follow
-MOVES = {(0, 0): [(0, 0)], (0, 1): [(0, 1), (1, 1)], (1, 1): [(1, 1)]}
+MOVES: dict[Any, list] = {(0, 0): [(0, 0)], (0, 1): [(0, 1), (1, 1)], (1, 1): [(1, 1)]}
 # entries of a mask that are processed at a time: bounds the memory at any length
 MASK_ENTRIES = 1 << 24
 

@@ -50,8 +50,8 @@ def max_score(
     """
     # square tiles compute the fewest scores that a causal mask hides
     block = max(1, math.isqrt(TILE_SCORES // (q.shape[0] * q.shape[1])))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    loop = make_loop(q, k, causal=causal, scale=scale, block_q=block, block_kv=block, **optional)
+    factor: float = q.shape[-1] ** -0.5 if scale is None else scale
+    loop = make_loop(q, k, causal=causal, scale=factor, block_q=block, block_kv=block, **optional)
     q, k, _ = grouped(q, k, k)
     maxima = HeadMaxima(q)
     for tile in loop.visible.query_tiles(block):
@@ -78,10 +78,17 @@ def max_score_operator(
     """max_score() for a graph of torch.compile, computed where `look` holds True."""
     if not look:
         return q.new_empty(q.shape[:2], dtype=statistics_dtype(q))
-    mask = {"document_ids": document_ids, "key_lengths": key_lengths}
-    mask["window"] = None if window is None else tuple(window)
-    changes = {"softcap": softcap, "alibi_slopes": alibi_slopes}
-    return max_score(q, k, causal=causal, scale=scale, **mask, **changes)
+    return max_score(
+        q,
+        k,
+        causal=causal,
+        scale=scale,
+        window=None if window is None else tuple(window),
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        document_ids=document_ids,
+        key_lengths=key_lengths,
+    )
 
 
 @max_score_operator.register_fake
@@ -188,11 +195,16 @@ def _breakdown(
     """find_breakdown() for a finished call that returned `out`."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if (at := _first(~x.isfinite())) is not None:
-            return Breakdown(name, None, None, None, *at[:3])
+            return _outside_the_loop(name, at)
     found = in_tile
     if found is None and (at := _first(~out.isfinite())) is not None:
-        found = Breakdown("out", None, None, None, *at[:3])
+        found = _outside_the_loop("out", at)
     return found and replace(found, fate=_fate(out[found.sequence, found.head, found.row]))
+
+
+def _outside_the_loop(tensor: str, at: list[int]) -> Breakdown:
+    sequence, head, row, _ = at
+    return Breakdown(tensor, None, None, None, sequence, head, row)
 
 
 def _first(bad: Tensor) -> list[int] | None:
@@ -299,9 +311,9 @@ def _inside_documents(document_ids: Tensor, score_mod: ScoreMod | None) -> Score
     starts = document_ids.diff(dim=1, prepend=document_ids[:, :1]) != 0
     document = starts.cumsum(1)  # (B, N): unlike ids, these never repeat
 
-    def change(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, _: None) -> Any:
+    def change(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, _: Any) -> Any:
         if score_mod is not None:
-            score, _ = score_mod(score, b, h, i, j)
+            score = score_mod(score, b, h, i, j)[0]
         inside = document[b, i] == document[b, j]
         return score.masked_fill(~inside, -torch.inf), inside  # naive reads no derivative
 

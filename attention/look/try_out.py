@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attention import AttentionOutput, Backend, ScoreMod, attention, dtype_name
+from attention import Backend, ScoreMod, attention, dtype_name
+from attention.interface import Output
 from attention.look.blame import is_foreign, with_place
 from attention.look.diagnose import REFERENCE_SCORES, with_gradients
 
@@ -81,7 +82,7 @@ class Trial:
     function: dict[str, Any]
     module: nn.Module | None
 
-    def call(self, *tensors: Tensor, seed: int = 0, **mask: Tensor) -> AttentionOutput:
+    def call(self, *tensors: Tensor, seed: int = 0, **mask: Tensor) -> Output:
         own = {} if self.module is None else {"module": self.module}
         torch.manual_seed(seed)  # for an attention that draws random numbers
         return attention(*tensors, backend=self.backend, **self.function, **own, **mask)
@@ -124,7 +125,7 @@ class Trial:
                 if not torch.equal(x, self.tensors[name]):
                     raise self.wrong(f"writes into {name}, which others still read: copy it first")
 
-    def out_and_gradients(self) -> list[Tensor]:
+    def out_and_gradients(self) -> list[Any]:
         """out, dq, dk, dv."""
         q, k, v, d_out = self.tensors.values()
         inputs = {"q": q, "k": k, "v": v}
