@@ -27,6 +27,8 @@ FUNCTION_SETTINGS = ("window", "pattern", "windows", "softcap", "score_mod", "si
 TEXT_SOURCES = ("stdlib", "torch_source", "text", "hub")
 # sources that draw sequences of a task (data/synthetic.py)
 SYNTHETIC_SOURCES = ("last_write", "recall", "needle")
+# PyTorch's names of dtypes, which mean the short ones
+SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 # what loops over the layers, such as a plan, takes minutes with more
 MOST_LAYERS = 10_000
 
@@ -501,7 +503,8 @@ class RunConfig:
     seed: int = 0
     # auto (a GPU if there is one), cpu or cuda
     device: str = "auto"
-    # dtype of the matrix products: auto (bf16 on a GPU that has it, else fp32), fp32, bf16 or fp16
+    # dtype of the matrix products: auto (bf16 on a GPU that has it, else fp32), fp32, bf16 or fp16;
+    # bfloat16 and the like mean the same
     dtype: str = "auto"
     # torch.compile: auto (on a GPU), true or false
     compile: str = "auto"
@@ -531,6 +534,7 @@ class RunConfig:
     left_out: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.dtype = SHORT_DTYPES.get(self.dtype, self.dtype)
         self.compile, self.cuda_graph = (str(x).lower() for x in (self.compile, self.cuda_graph))
         for key in setting_keys(RunConfig):
             check_int64(key, attrgetter(key)(self))

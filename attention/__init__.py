@@ -23,15 +23,6 @@ from attention.backends import (
 )
 from attention.checks import checked
 from attention.decoding import check_cache
-from attention.diagnose import (
-    LIMITS,
-    Breakdown,
-    Recorder,
-    companion_max_score,
-    compare_with_exact,
-    find_breakdown,
-    max_score,
-)
 from attention.interface import (
     AttentionOutput,
     Backend,
@@ -46,9 +37,17 @@ from attention.interface import (
     plain_window,
 )
 from attention.kernels import kernel_choice
+from attention.look.diagnose import (
+    LIMITS,
+    Breakdown,
+    Recorder,
+    companion_max_score,
+    compare_with_exact,
+    find_breakdown,
+    max_score,
+)
 from attention.mask import Window
 from attention.own import build_module, standalone
-from attention.probe import probe
 from attention.ranks import Shards
 from attention.sinks import with_sinks
 from attention.tile_op import operator_attention
@@ -76,7 +75,6 @@ __all__ = [
     "is_shipped",
     "kernel_choice",
     "max_score",
-    "probe_backend",
     "register",
     "standalone",
 ]
@@ -129,7 +127,7 @@ def attention(
     module        this layer's module, from build_module(), if the backend has parameters
     return_max_score
                   return ScoredOutput(out, lse, max_score), with the largest score of each head (B,
-                  H): nearly free from backends with the feature max_score, half a forward pass
+                  H): nearly free from backends with the feature max_score, a pass of the tile loop
                   from others. A 0-d bool tensor on the CPU is read when the call runs, so one
                   compiled graph serves both values. Where it holds False, max_score is None, or
                   undefined in a compiled graph
@@ -323,10 +321,3 @@ def _answer(
         if max_score is None and looked is not False:
             max_score = companion_max_score(q, k, looked, causal=causal, scale=factor, **optional)
     return ScoredOutput(output.out, output.lse, None if max_score is None else max_score.detach())
-
-
-def probe_backend(backend: Backend, **model: Any) -> None:
-    """Try a backend out before training with it; see attention.probe. Raises ValueError that says
-    what is wrong with the backend.
-    """
-    probe(backend, attention, **model)

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from attention.blame import without_gpu
 from attention.defects import DEFECTS
 from attention.exact_variants import EXACT_VARIANTS
 from attention.flex import FLEX
 from attention.interface import Backend, ScoreMod
 from attention.kernels import TRITON
+from attention.look.blame import without_gpu
 from attention.naive import NAIVE
 from attention.sdpa import SDPA
 from attention.tiled import TILED, TiledAttention

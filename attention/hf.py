@@ -30,11 +30,8 @@ from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
 from attention import BACKENDS, Backend, attention
 
-# arguments of models that attention() does not support
-REFUSED = {
-    "position_bias": "a bias for each pair of positions (position_bias)",
-    "cache": "a paged cache",
-}
+# how both ends of a row's interval may move to the next row within a piece, and what may follow
+MOVES: dict[Any, list] = {(0, 0): [(0, 0)], (0, 1): [(0, 1), (1, 1)], (1, 1): [(1, 1)]}
 # entries of a mask that are processed at a time: bounds the memory at any length
 MASK_ENTRIES = 1 << 24
 
@@ -49,8 +46,8 @@ def expose(backend: Backend, name: str | None = None) -> None:
 def attention_function(backend: Backend) -> Callable[..., tuple[Tensor, None]]:
     """`backend` as a function for AttentionInterface.
 
-    The function raises ValueError for dropout of attention weights, for the arguments in REFUSED,
-    for a mask with gaps, and for inputs that the backend does not take.
+    The function raises ValueError for dropout of attention weights, a bias for each pair of
+    positions, a paged cache, a mask with gaps, and inputs that the backend does not take.
     """
 
     def forward(
@@ -64,14 +61,16 @@ def attention_function(backend: Backend) -> Callable[..., tuple[Tensor, None]]:
         is_causal: bool | None = None,
         softcap: float | None = None,
         s_aux: Tensor | None = None,  # the sinks of gpt-oss, (H,)
-        **others: Any,
+        position_bias: Tensor | None = None,  # a bias for each pair of positions
+        cache: object = None,  # of pages
+        **_: Any,
     ) -> tuple[Tensor, None]:
         """The output (B, N, H, D), and no weights."""
-        reasons = [what for name, what in REFUSED.items() if others.get(name) is not None]
-        if dropout:
-            reasons.append(f"{dropout=} of attention weights (set it to 0 in the model's config)")
-        if reasons:
-            raise ValueError(f"attention={backend.name} cannot take {'; '.join(reasons)}")
+        if dropout or not (position_bias is None and cache is None):
+            raise ValueError(
+                f"attention={backend.name} takes no position_bias, no paged cache and no dropout "
+                f"of attention weights; {dropout=} here (the model's config can set it to 0)"
+            )
 
         def attend(sequences: slice | Tensor, piece: Piece) -> Tensor:
             k, v = (x[sequences][:, :, piece.keys] for x in (key, value))
@@ -122,24 +121,17 @@ def pieces(pattern: Tensor) -> Iterator[Piece]:
     after rows that only gain), or all rows see the same keys. Rows without a key belong to no
     piece.
     """
-    rows = pattern.tolist()
-    start = 0
-    while start < len(rows):
-        moves, stop = set(), start + 1
-        while stop < len(rows):
-            (lo, hi), (next_lo, next_hi) = rows[stop - 1], rows[stop]
-            move = (next_lo - lo, next_hi - hi)
-            # once a window moves, both of its ends keep moving
-            known = {(0, 1): {(0, 1)}, (1, 1): {(0, 1), (1, 1)}, (0, 0): {(0, 0)}}.get(move, set())
-            if move not in known or not moves <= known:
-                break
-            moves.add(move)
-            stop += 1
+    rows, moves = pattern.tolist(), pattern.diff(dim=0).tolist()
+    start, move, allowed = 0, None, MOVES
+    for stop, next_move in enumerate([*map(tuple, moves), None], 1):
+        if next_move in allowed:
+            move, allowed = next_move, MOVES[next_move]
+            continue
         (first, _), (lo, last) = rows[start], rows[stop - 1]
         if first < last:
-            window = last - lo if (1, 1) in moves else None
-            yield Piece(slice(start, stop), slice(first, last), (0, 0) not in moves, window)
-        start = stop
+            window = last - lo if move == (1, 1) else None
+            yield Piece(slice(start, stop), slice(first, last), move != (0, 0), window)
+        start, move, allowed = stop, None, MOVES
 
 
 def interval_mask(
@@ -167,14 +159,12 @@ def interval_mask(
 
 def own_intervals(mask: Tensor) -> Tensor:
     """Intervals (B, N, 2) on the CPU, from a mask of interval_mask() or of the user."""
-    if mask.dtype == torch.bool:
-        mask = intervals(mask)
-    if mask.dtype != torch.int64:
+    if mask.is_floating_point():
         raise ValueError(
             f"a mask of {tuple(mask.shape)} in {mask.dtype} is added to the scores, which "
             "attention() cannot do; give a boolean one, or attention_mask (B, M) with 0 for padding"
         )
-    return mask[:, 0].cpu()
+    return (intervals(mask) if mask.dtype == torch.bool else mask)[:, 0].cpu()
 
 
 def intervals(mask: Tensor) -> Tensor:

@@ -190,7 +190,7 @@ class Backend:
         True  # whether torch.compile may trace fn; it must not unroll a Python loop over tiles
     )
     observable: bool = (
-        False  # whether fn takes observer=, called after each tile; see attention.diagnose
+        False  # whether fn takes observer=, called after each tile; see attention.look.diagnose
     )
     # other implementations of the same computation, by the value of the option impl that selects
     # them; each has its own capabilities and options

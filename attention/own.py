@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attention.blame import with_place
 from attention.interface import Backend, Output, dtype_name
+from attention.look.blame import with_place
 
 STANDALONE_SEQ_LEN = 1024
 

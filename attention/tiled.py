@@ -37,7 +37,7 @@ from attention.interface import (
 from attention.mask import QueryTile, VisibleKeys, visible_keys
 from attention.online_softmax import OnlineSoftmax
 
-# called after each tile as observer(query_tile, keys, scores, state); see attention.diagnose
+# called after each tile as observer(query_tile, keys, scores, state); see attention.look.diagnose
 Observer = Callable[[QueryTile, slice, Tensor, OnlineSoftmax], None]
 
 
@@ -240,7 +240,7 @@ class HeadMaxima:
     def __init__(self, q: Tensor) -> None:
         self.largest = q.new_full(q.shape[:3], -torch.inf, dtype=statistics_dtype(q))
 
-    def observe(self, tile: QueryTile, keys: slice, scores: Tensor, state: OnlineSoftmax) -> None:
+    def observe(self, tile: QueryTile, keys: slice, scores: Tensor, *_: OnlineSoftmax) -> None:
         tile_max = scores.amax((-1, -2)).to(self.largest.dtype)
         self.largest = torch.maximum(self.largest, tile_max)
 

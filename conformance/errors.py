@@ -2,7 +2,7 @@
 
 import re
 
-from attention.blame import without_gpu
+from attention.look.blame import without_gpu
 
 LONGEST = 300  # characters of the first line, and of the cause
 NAMED = re.compile(r"\b\w*(?:Error|Exception)\b[:(].*")  # an exception that a message quotes

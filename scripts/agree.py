@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from attention import Backend, dtype_name
-from attention.blame import is_foreign, with_place
+from attention.look.blame import is_foreign, with_place
 from model import GPT, KVCache, generate
 from scripts.arguments import Count, Device, Dtype, command, default, parse_backend
 from scripts.tables import Row, by, most, spread, table

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import yaml
 
 from attention import BACKENDS, Backend, get_backend
-from config import RunConfig, check_int64
+from config import SHORT_DTYPES, RunConfig, check_int64
 from training.command_line import check_keys, compose, key_of, split
 from training.files import check_writable
 from training.interrupt import one_line
@@ -138,6 +138,8 @@ def convert_one(key: str, kind: Any, text: str) -> Any:
             raise ValueError(f"{key}={value} must be at least {minimum}")
         return value
     if get_origin(kind) is Literal:
+        if text not in get_args(kind):
+            text = SHORT_DTYPES.get(text, text)
         if text not in get_args(kind):
             raise ValueError(f"{key}={text} is not one of: {', '.join(get_args(kind))}")
         return text

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 
 from attention import BACKENDS, Backend, dtype_name, get_backend
-from attention.blame import is_foreign, with_place
+from attention.look.blame import is_foreign, with_place
 from config import RunConfig
 from data import Batch
 from scripts.arguments import Count, Device, command, parse_backend

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from attention import BACKENDS, LIMITS, AttentionOutput, Backend, dtype_name, get_backend
-from attention.trace import Trace, trace
+from attention.look.trace import Trace, trace
 from conformance.cases import ADVERSARIAL, Case
 from scripts.arguments import Count, Device, Natural, command
 from scripts.trace_page import render_page

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attention.trace import Step, Trace
+from attention.look.trace import Step, Trace
 
 MAX_NUMBERS = 200_000  # about 1.5 MB of page
 

@@ -173,7 +173,10 @@ REFUSED = {
     "attention=U:NO_GRADIENT": "attention=U:NO_GRADIENT gradient",
     "attention=U:NOT_CAUSAL": "attention=U:NOT_CAUSAL causal=True",
     "attention=U:WRONG": "attention=U:WRONG exact=False",
-    "attention=U:DEAF attention.window=64": "attention=U:DEAF exact=False",
+    # a regression test: they were tried out with contiguous tensors
+    "attention=U:CONTIGUOUS": "U:CONTIGUOUS strides (3072,",
+    "attention=U:CONTIGUOUS_VARIANT dtype=bf16": "U:CONTIGUOUS_VARIANT strides (3072,",
+    "attention=U:DEAF attention.window=16": "attention=U:DEAF exact=False",
     "attention=U:RAISES": "attention=U:RAISES KeyError user_backends.py",
     "attention=U:EXITS": "attention=U:EXITS SystemExit user_backends.py",
     "attention=U:PRESSES_CTRL_C": "KeyboardInterrupt user_backends.py",
@@ -189,9 +192,9 @@ REFUSED = {
     "attention.score_mod=U:WRONG_DERIVATIVE": "attention.score_mod=U:WRONG_DERIVATIVE 0.5",
     "attention=naive attention.score_mod=U:WRONG_DERIVATIVE": "U:WRONG_DERIVATIVE 0.5",
     "attention.score_mod=U:MIXES_SCORES": "attention.score_mod=U:MIXES_SCORES elementwise",
-    "attention.score_mod=U:NO_DERIVATIVE": "attention.score_mod=U:NO_DERIVATIVE two Tensor",
+    "attention.score_mod=U:NO_DERIVATIVE": "attention.score_mod=U:NO_DERIVATIVE two shape",
     "attention.score_mod=U:FEW_ARGUMENTS": "attention.score_mod=U:FEW_ARGUMENTS TypeError",
-    "attention.score_mod=U:FEWER_SCORES": "attention.score_mod=U:FEWER_SCORES shape",
+    "attention.score_mod=U:FEWER_SCORES": "attention.score_mod=U:FEWER_SCORES two shape",
     "attention.score_mod=U:RANDOM_SCORES": "attention.score_mod=U:RANDOM_SCORES same",
     "attention.score_mod=U:NAN_SCORES": "attention.score_mod=U:NAN_SCORES NaN",
     # data and weights
@@ -245,7 +248,6 @@ SETTINGS = {
     "logger.mode=on": "logger.mode=on auto",
     "device=tpu": "device=tpu auto cpu cuda",
     "dtype=fp8": "dtype=fp8 bf16",
-    "dtype=float32": "dtype=float32 fp32",
     "compile=maybe": "compile=maybe auto true false",
     "attention=triton attention.kernel=fast": "attention.kernel=fast portable hopper",
     # values that are too small or too large
@@ -416,6 +418,15 @@ def test_a_backend_of_a_user_trains(tmp_path, name):
     assert done.code == 0, done.output
     if name == "WINDOWED":
         assert metrics(tmp_path)[-1]["attention/out_error"] < 1e-5
+
+
+@pytest.mark.parametrize(("typed", "short"), [("bfloat16", "bf16"), ("float16", "fp16")])
+def test_pytorchs_names_of_dtypes_are_taken(tmp_path, typed, short):
+    """A regression test: one who writes torch.bfloat16 all day was refused."""
+    done = run(*tiny(tmp_path, f"dtype={typed}", "steps=1"))
+    assert done.code == 0, done.output
+    assert f"dtype: {short}\n" in (tmp_path / "config.yaml").read_text()
+    assert summary(tmp_path)["dtype"] == typed
 
 
 def test_one_tile_makes_no_rescale_exact_and_says_so(tmp_path):

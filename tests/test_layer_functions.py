@@ -4,6 +4,7 @@ cannot, kept by a resume, named in a sweep, and read as trained by the commands.
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import yaml
 
 from attention import get_backend
 from data.token_file import meta_checksum
+from model import GPT
 from scripts import cross_eval, sample, trace
 from scripts.plan import Options, plan_all, traffic_of
 from tests.command import (
@@ -26,6 +28,7 @@ from tests.command import (
     tiny_sweep,
 )
 from training.command_line import compose
+from training.device import autocast_to
 from training.names import name_runs
 from training.run import build_run
 from training.schedule import (
@@ -66,6 +69,29 @@ def test_a_users_attention_without_a_window_is_taken():
     """One that says that it takes a window, and does not, is refused under a window alone."""
     config = compose("attention=tests.user_backends:DEAF")
     check_model(config, check_schedule(config), **CPU)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "modern"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_an_attention_is_tried_out_on_what_the_model_hands_over(model, dtype):
+    """Views of one projection; QK-norm and RoPE make other ones."""
+    layouts, naive = set(), get_backend("naive")
+
+    def noting(q, k, v, **arguments):
+        if torch.is_grad_enabled():
+            layouts.add(tuple((x.shape, x.stride(), x.dtype) for x in (q, k, v)))
+        return naive.fn(q, k, v, **arguments)
+
+    own = replace(naive, name="of_a_user:BACKEND", fn=noting, exact=False)
+    sizes = ["model.num_layers=1", "model.num_heads=4", "model.hidden_size=64", "batch_size=2"]
+    config = compose(f"model={model}", "seq_len=48", *sizes)
+    check_model(config, {0: own}, dtype=dtype, device=torch.device("cpu"))
+    tried = layouts.copy()
+    layouts.clear()
+    tokens = torch.zeros(2, 48, dtype=torch.int64)
+    with autocast_to(dtype, torch.device("cpu")):
+        GPT(config.model, vocab_size=9, backend=own)(tokens)
+    assert len(layouts) == 1 and layouts <= tried
 
 
 def test_a_score_mods_kernel_decides_about_the_kernels():

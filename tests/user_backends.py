@@ -44,6 +44,12 @@ def wrong(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Att
     return naive(q, k, v, causal=causal, scale=1.01 * scale)
 
 
+def contiguous(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
+    """It counts the elements of q, as a kernel does that takes no strides."""
+    q = q.as_strided(q.shape, torch.empty(q.shape, device="meta").stride())
+    return right(q, k, v, **arguments)
+
+
 def raises(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
     raise KeyError("my kernel's table")
 
@@ -85,6 +91,8 @@ NO_GRADIENT = Backend("no_gradient", no_gradient)
 NOT_CAUSAL = Backend("not_causal", not_causal)
 WRONG = Backend("wrong", wrong)
 WRONG_AND_SAYS_SO = Backend("wrong_and_says_so", wrong, exact=False)
+CONTIGUOUS = Backend("contiguous", contiguous)
+CONTIGUOUS_VARIANT = Backend("contiguous_variant", contiguous, exact=False)
 RAISES = Backend("raises", raises)
 EXITS = Backend("exits", exits)
 PRESSES_CTRL_C = Backend("presses_ctrl_c", presses_ctrl_c)

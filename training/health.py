@@ -218,15 +218,15 @@ def diagnose(model: GPT, batches: Iterable[tuple[Tensor, ...]]) -> tuple[Row, fl
 
     The diagnosis has a one-sentence message. If an attention layer is to blame, it also has layer,
     head, sequence (of the step), tensor, queries and keys (of the tile), row (the query),
-    tile_max_score and fate (the output); see attention.diagnose.Breakdown. batches: the inputs,
-    targets and, with documents, document_ids of the step, each (B, N).
+    tile_max_score and fate (the output); see attention.Breakdown. batches: the inputs, targets and,
+    with documents, document_ids of the step, each (B, N).
     """
     batches = list(batches)
     twin = _observable_twin(model.backend)
     # a kernel only shows that its output is bad; the tile loop that computes the same shows where
     looped = [twin] if twin and batches[0][0].shape[1] <= MAX_INSPECTED else []
     for backend in (*looped, model.backend):
-        recorder = Recorder(backend, look_for_breakdowns=True)
+        recorder = Recorder(backend)
         loss_is_finite = True
         watched = _until_breakdown(recorder, twin)
         with model.use_backend(watched), without_dropout(model), contextlib.suppress(_Stop):

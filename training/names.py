@@ -13,7 +13,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from config import BACKEND_OPTIONS, FUNCTION_SETTINGS, AttentionConfig
+from config import BACKEND_OPTIONS, FUNCTION_SETTINGS, SHORT_DTYPES, AttentionConfig
 from training.command_line import unescaped
 from training.files import Row
 from training.retention import are_starts
@@ -184,7 +184,8 @@ def _with_its_options(row: Mapping[str, Any]) -> str:
 def _overrides(row: Mapping[str, Any]) -> dict[str, str]:
     given = [each for each in row.get("overrides") or [] if isinstance(each, str)]
     pairs = [override.lstrip("+").partition("=") for override in given]
-    return {key: unescaped(value) for key, _, value in pairs}
+    found = {key: unescaped(value) for key, _, value in pairs}
+    return {key: SHORT_DTYPES.get(x, x) if key == "dtype" else x for key, x in found.items()}
 
 
 def _folder(row: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from attention.blame import is_foreign, place, with_place
+from attention.look.blame import is_foreign, place, with_place
 from training.files import Row, write_json
 from training.interrupt import Ending, Stopped
 from training.memory import describe_out_of_memory, is_out_of_memory, release_memory

@@ -13,16 +13,17 @@ from attention import (
     get_score_mod,
     is_operator,
     kernel_choice,
-    probe_backend,
 )
 from attention.kernels.select import SOFTCAP
-from attention.probe import check_score_mod
+from attention.look.try_out import check_score_mod, try_out
 from attention.tiled import TiledAttention
 from config import AttentionConfig, ModelConfig, RunConfig
-from model.gpt import GPT
+from model.gpt import GPT, CausalSelfAttention
 from model.layer_function import layer_functions
 from model.loss import introduce_operators
+from model.rope import rope_tables
 from training.compiler import keep_compiled
+from training.device import autocast_to
 from training.names import as_typed
 from training.phases import count_compiling
 from training.step_graph import PYTHON, reason_against
@@ -143,7 +144,33 @@ def check_model(
         will_graph(config, backend, dtype=dtype, device=device)
         for function in functions.values():
             if ":" in backend.name or "score_mod" in function:  # pkg.module:NAME
-                probe_backend(backend, **shape, dtype=dtype, device=device, function=function)
+                try_in_layer(config, backend, function, dtype=dtype, device=device)
+
+
+def try_in_layer(
+    config: RunConfig,
+    backend: Backend,
+    function: dict[str, Any],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """try_out() with what a layer of the model hands to its attention in the first step. Two
+    sequences are enough: more have the same strides.
+    """
+    layer = CausalSelfAttention(config.model, backend, function)
+    layer.build_own(config.model, layer=0)
+    layer.to(device)
+    sizes = min(config.batch_size, 2), config.seq_len, layer.qkv.out_features
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(sizes, generator=generator).to(device, dtype).requires_grad_()
+    rope = None
+    if config.model.positions == "rope":
+        tables = {"head_dim": config.model.head_dim, "theta": config.model.rope_theta}
+        rope = rope_tables(torch.arange(config.seq_len, device=device), **tables)
+    with autocast_to(dtype, device):
+        heads = layer.heads(qkv, rope)
+    try_out(backend, *heads, module=layer.own, **layer.function)
 
 
 def attention_schedule(

@@ -14,13 +14,12 @@ from attention import (
     Backend,
     attention,
     build_module,
-    probe_backend,
     standalone,
 )
+from attention.look.try_out import try_out
 from examples.learnable_temperature import BACKEND, LearnableTemperature
 
 SHAPE = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 16}
-CPU = {"dtype": torch.float32, "device": torch.device("cpu")}
 
 
 def own(**methods: Callable) -> Backend:
@@ -37,6 +36,11 @@ def made(change: Callable[[nn.Module], object]) -> Backend:
         return module
 
     return Backend("mine", module=make, exact=False)
+
+
+def try_in_a_model(backend: Backend) -> None:
+    module = build_module(backend, **SHAPE, max_seq_len=150, layer=0)
+    try_out(backend, *torch.randn(3, 1, 2, 150, 16, requires_grad=True).unbind(), module=module)
 
 
 def one_query_less(self, q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
@@ -76,7 +80,7 @@ def add_unused(module: nn.Module) -> None:
 )
 def test_what_no_run_could_train_is_refused_before_it_begins(backend, named):
     with pytest.raises(ValueError) as refused:
-        probe_backend(backend, **SHAPE, **CPU)
+        try_in_a_model(backend)
     assert all(name in str(refused.value) for name in ["attention=mine", *named])
 
 
@@ -85,7 +89,7 @@ def test_a_parameter_may_be_frozen():
         add_unused(module)
         module.idle.requires_grad_(False)
 
-    probe_backend(made(freeze), **SHAPE, **CPU)
+    try_in_a_model(made(freeze))
 
 
 OWN = {"module": LearnableTemperature}

@@ -40,6 +40,10 @@ def test_every_kind_of_value():
     )
 
 
+def test_pytorchs_names_of_dtypes_mean_the_short_ones():
+    assert read_settings(Options, ["run=a", "attention=m:X", "dtype=bfloat16"]).dtype == "bf16"
+
+
 # the argument, and what its refusal names: the key or value, and the way out
 REFUSED = {
     "sequ_len=8": ("sequ_len", "seq_len?"),

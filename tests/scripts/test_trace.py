@@ -13,7 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from attention import BACKENDS, attention, find_breakdown, get_backend
-from attention.trace import Trace
+from attention.look.trace import Trace
 from config import AttentionConfig, DataConfig, ModelConfig, RunConfig
 from data import build_data
 from examples.numpy_attention import online_softmax, standard_attention

@@ -104,6 +104,11 @@ def test_a_name_is_as_a_person_writes_it():
     ]
 
 
+def test_a_dtype_has_one_name():
+    rows = [row("tiled", f"dtype={name}") for name in ("bfloat16", "float16")]
+    assert [name.run for name in name_runs(rows)] == ["tiled dtype=bf16", "tiled dtype=fp16"]
+
+
 def test_runs_whose_training_never_began_are_named_too():
     """Their summaries hold the options in force, and no starts."""
     options = {"block_q": 128, "block_kv": 16, "softmax_dtype": "float32", "detach_max": False}

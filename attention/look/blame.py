@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from traceback import FrameSummary, extract_tb
 
-ROOT, STDLIB = Path(__file__).resolve().parents[1], Path(os.__file__).resolve().parent
+ROOT, STDLIB = Path(__file__).resolve().parents[2], Path(os.__file__).resolve().parent
 OURS = "attention conformance data hydra_plugins lab model scripts training config.py train.py"
 
 

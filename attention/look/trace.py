@@ -35,31 +35,30 @@ class Step:
     acc: Tensor  # (R, D)
     out: Tensor  # (R, D), the output over the keys so far, in q's dtype
 
-    def broken(self) -> Tensor:
-        """(R,) true where a row has left the finite range, or has seen keys but has row_sum = 0."""
-        return torch.stack(list(self.causes().values())).any(0)
-
     def causes(self) -> dict[str, Tensor]:
         """(R,) masks of where each quantity is broken, in the order in which they are computed."""
-        return {
-            "scores": not_finite(self.scores, masked=True),
-            "p": not_finite(self.p),
-            "row_sum": not_finite(self.row_sum.unsqueeze(-1)),
-            "acc": not_finite(self.acc),
-            "row_sum = 0": no_weight(self.row_max, self.row_sum),
-        }
+        found = causes(self.scores, self.row_max, self.row_sum, self.acc)
+        return {"scores": found.pop("scores"), "p": not_finite(self.p)} | found
+
+    def broken(self) -> Tensor:
+        """(R,) true where a row has left the finite range, or has seen keys but has row_sum = 0."""
+        return torch.stack([*self.causes().values()]).any(0)
 
 
-def not_finite(x: Tensor, *, masked: bool = False) -> Tensor:
-    """(...,) true where a row of x (..., T) holds NaN or infinity. With `masked`, -inf is a hidden
-    key and allowed.
-    """
-    return (x.isnan() | (x == torch.inf) | ((x == -torch.inf) & (not masked))).any(-1)
+def causes(scores: Tensor, row_max: Tensor, row_sum: Tensor, acc: Tensor) -> dict[str, Tensor]:
+    """(R,) masks for scores (R, T), row_max and row_sum (R,) and acc (R, D)."""
+    return {
+        "scores": not_finite(scores.masked_fill(scores == -torch.inf, 0.0)),  # hidden keys
+        "row_sum": ~row_sum.isfinite(),
+        "acc": not_finite(acc),
+        # every exp is 0 though the row has seen keys: the output is 0/0
+        "row_sum = 0": (row_sum == 0) & (row_max != -torch.inf),
+    }
 
 
-def no_weight(row_max: Tensor, row_sum: Tensor) -> Tensor:
-    """True where a row has seen keys (row_max shows it) but every exp is 0: the output is 0/0."""
-    return (row_sum == 0) & (row_max != -torch.inf)
+def not_finite(x: Tensor) -> Tensor:
+    """(...,) true where a row of x (..., T) holds NaN or infinity."""
+    return ~x.isfinite().all(-1)
 
 
 @torch.no_grad()
@@ -74,10 +73,8 @@ def observe(
     """Call the backend with an observer of its tiles. The observer gets one head: scores (R, T), a
     state of (R, 1), (R, 1), (R, D).
 
-    Returns out (N, D). Raises ValueError for a backend that cannot be observed.
+    Returns out (N, D).
     """
-    if not backend.observable:
-        raise ValueError(f"attention={backend.name} shows nothing of its tiles while it runs")
 
     def of_head(tile: QueryTile, keys: slice, scores: Tensor, state: OnlineSoftmax) -> None:
         row_max, row_sum, acc = (x[0, 0, 0] for x in (state.row_max, state.row_sum, state.acc))
@@ -174,9 +171,9 @@ class Trace:
     tiles: list[tuple[int, int]]  # keys
     found: list[Step]
     exact: list[Step | None]  # the exact backend's, in the same dtype
-    reference: list[Tensor]  # (R, D), softmax attention over the keys so far in float64
-    error: list[Tensor]  # (R,), distance of the output so far from `reference`
-    exact_error: list[Tensor]
+    reference: Tensor  # (tiles, R, D), softmax attention over the keys so far in float64
+    error: Tensor  # (tiles, R), distance of the output so far from `reference`
+    exact_error: Tensor
     breaks: list[
         int | None
         # for each of `rows`: the step from which it stays broken, or further off than rounding
@@ -206,19 +203,24 @@ def trace(
     seen = survey(*call, backend=backend, **arguments)
     exact_out, reference_out = (survey(*x, backend=exact, **arguments).out for x in (call, wide))
     fates, budget = judge(seen.out, exact_out, reference_out)
+    broken = seen.broken(fates)
     if row is None:
-        row = _row_to_follow(seen, fates, reference_out)
+        row = len(fates) - 1
+        if broken:
+            keys = broken[-1]
+            row = min(keys, key=lambda i: (keys[i], -i))
+        elif "wrong" in fates:
+            row = int((seen.out.double() - reference_out).abs().amax(-1).argmax())
     rows, steps = record_steps(*call, backend=backend, row=row, **arguments)
     tiles = [step.keys for step in steps]
     _, exact_steps = record_steps(*call, backend=exact, row=row, **arguments)
     _, true_steps = record_steps(*wide, backend=exact, row=row, **arguments)
 
-    # where the exact loop skips a tile, its earlier output stays valid
-    exact_so_far = _carried({step.keys: step.out for step in exact_steps}, tiles)
-    reference = _carried({step.keys: step.out for step in true_steps}, tiles)
-    error = row_errors([step.out for step in steps], reference)
-    off_budget = [step.broken() | ~(off <= budget) for step, off in zip(steps, error, strict=True)]
-    bad = torch.stack(off_budget)
+    out, exact_so_far, reference = (
+        outs_so_far(each, tiles) for each in (steps, exact_steps, true_steps)
+    )
+    error, exact_error = ((x - reference).abs().amax(-1) for x in (out, exact_so_far))
+    bad = torch.stack([step.broken() for step in steps]) | ~(error <= budget)
     breaks = [
         None if fates[i] == "right" else start_of_last_run(bad[:, i - rows.start].tolist())
         for i in rows
@@ -226,7 +228,7 @@ def trace(
     exact_by_keys = {step.keys: step for step in exact_steps}
     return Trace(
         fates,
-        _first_break(seen, fates, *call, backend=backend, **arguments),
+        first_break(broken[0], *call, backend=backend, **arguments) if broken else None,
         rows,
         row,
         tiles,
@@ -234,17 +236,20 @@ def trace(
         [exact_by_keys.get(keys) for keys in tiles],
         reference,
         error,
-        row_errors(exact_so_far, reference),
+        exact_error,
         breaks,
     )
 
 
-def row_errors(outs: list[Tensor], reference: list[Tensor]) -> list[Tensor]:
-    """The largest error of each row after each tile."""
-    return [
-        (out.double() - expected).abs().amax(-1)
-        for out, expected in zip(outs, reference, strict=True)
-    ]
+def first_break(
+    broken: dict[int, int], q: Tensor, k: Tensor, v: Tensor, **arguments: Any
+) -> tuple[range, tuple[int, int], str, float]:
+    """Trace.first, for the broken rows of a tile of queries as in Survey."""
+    row = min(broken, key=broken.__getitem__)
+    rows, steps = record_steps(q, k, v, row=row, **arguments)
+    step = next(step for step in steps if step.keys[0] == broken[row])
+    cause = next(name for name, where in step.causes().items() if where[row - rows.start])
+    return rows, step.keys, cause, step.scores.amax().item()
 
 
 def judge(out: Tensor, exact: Tensor, reference: Tensor) -> tuple[list[str], float]:
@@ -275,73 +280,41 @@ class Survey:
     """The outcome of every row of one call."""
 
     out: Tensor  # (N, D)
-    first_break: list[
-        int | None
-    ]  # per row: the first key of the tile from which its sums stay broken
-    query_tiles: list[range]
+    # for each tile of queries: its rows that broke, with the first key of the tile from which on
+    # their sums stay broken
+    breaks: list[dict[int, int]]
+
+    def broken(self, fates: list[str]) -> list[dict[int, int]]:
+        """`breaks` without rows whose output is right, and without tiles that have no other."""
+        wrong = [{i: key for i, key in tile.items() if fates[i] != "right"} for tile in self.breaks]
+        return [tile for tile in wrong if tile]
 
 
 def survey(q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, **arguments: Any) -> Survey:
     """Observe the whole call without storing tiles."""
-    first_break: list[int | None] = [None] * q.shape[2]
-    tiles: dict[int, range] = {}
+    breaks: dict[int, dict[int, int]] = {}
 
     def look(tile: QueryTile, keys: slice, scores: Tensor, state: OnlineSoftmax) -> None:
-        tiles[tile.start] = range(tile.start, tile.stop)
-        row_max, row_sum = state.row_max.squeeze(-1), state.row_sum.squeeze(-1)
-        broken = (
-            not_finite(scores, masked=True)
-            | not_finite(state.row_sum)
-            | not_finite(state.acc)
-            | no_weight(row_max, row_sum)
-        )
-        for i, is_broken in zip(tiles[tile.start], broken.tolist(), strict=True):
-            if not is_broken:
-                first_break[i] = None  # it had no weight before, and now has some
-            elif first_break[i] is None:
-                first_break[i] = keys.start
+        rows = breaks.setdefault(tile.start, {})
+        sums = state.row_max.squeeze(-1), state.row_sum.squeeze(-1), state.acc
+        broken = torch.stack([*causes(scores, *sums).values()]).any(0)
+        for i, is_broken in enumerate(broken.tolist(), tile.start):
+            if is_broken:
+                rows.setdefault(i, keys.start)
+            else:
+                rows.pop(i, None)  # it had no weight before, and now has some
 
     out = observe(look, q, k, v, backend, **arguments)
-    return Survey(out, first_break, [tiles[start] for start in sorted(tiles)])
+    return Survey(out, [breaks[start] for start in sorted(breaks)])
 
 
-def _broken(seen: Survey, fates: list[str], tile: range) -> dict[int, int]:
-    """The rows of a query tile that broke, each with the first key of the tile where it broke."""
-    breaks = {i: seen.first_break[i] for i in tile if fates[i] != "right"}
-    return {i: key for i, key in breaks.items() if key is not None}
-
-
-def _row_to_follow(seen: Survey, fates: list[str], reference: Tensor) -> int:
-    for tile in reversed(seen.query_tiles):
-        broken = _broken(seen, fates, tile)
-        if broken:
-            return min(broken, key=lambda i: (broken[i], -i))
-    if "wrong" in fates:
-        return int((seen.out.double() - reference).abs().amax(-1).argmax())
-    return len(fates) - 1
-
-
-def _first_break(
-    seen: Survey, fates: list[str], q: Tensor, k: Tensor, v: Tensor, **arguments: Any
-) -> tuple[range, tuple[int, int], str, float] | None:
-    for tile in seen.query_tiles:
-        broken = _broken(seen, fates, tile)
-        if broken:
-            row = min(broken, key=broken.__getitem__)
-            _, steps = record_steps(q, k, v, row=row, **arguments)
-            step = next(step for step in steps if step.keys[0] == seen.first_break[row])
-            cause = next(name for name, where in step.causes().items() if where[row - tile.start])
-            return tile, step.keys, cause, step.scores.amax().item()
-    return None
-
-
-def _carried(outs: dict[tuple[int, int], Tensor], tiles: list[tuple[int, int]]) -> list[Tensor]:
-    past = torch.zeros_like(next(iter(outs.values())))
-    carried = []
-    for keys in tiles:
-        past = outs.get(keys, past)
-        carried.append(past)
-    return carried
+def outs_so_far(steps: list[Step], tiles: list[tuple[int, int]]) -> Tensor:
+    """The output after each of `tiles`, (tiles, R, D) float64. Where the loop skips a tile, the
+    earlier one stays.
+    """
+    outs = {step.keys: step.out.double() for step in steps}
+    past = torch.zeros_like(steps[0].out.double())
+    return torch.stack([past := outs.get(keys, past) for keys in tiles])
 
 
 def start_of_last_run(bad: list[bool]) -> int | None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import Backend, attention, get_backend
+from attention import Backend, ScoreMod, attention, get_backend
 from attention.interface import ScoredOutput
 from attention.kernels import op
 
@@ -88,14 +88,44 @@ def test_a_backend_that_returns_a_wrong_shape_is_refused():
         attention(q, q, q, backend=mine, return_max_score=True)
 
 
-def test_a_backend_that_declares_nothing_gets_a_companion():
-    mine = replace(get_backend("naive"), name="mine", features=frozenset({"gqa"}))
+MASKED = {
+    "plain": {},
+    "window": {"window": 7},
+    "both-sides": {"window": (5, 3), "causal": False},
+    "key-lengths": {"key_lengths": torch.tensor([80, 33], device=DEVICE)},
+    "documents": {"document_ids": torch.arange(80, device=DEVICE).expand(2, -1) // 30},
+    "alibi-softcap": {"alibi_slopes": torch.tensor([0.5, 0.25], device=DEVICE), "softcap": 2.0},
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("asked", MASKED.values(), ids=MASKED)
+def test_a_backend_that_declares_nothing_gets_a_companion(asked, compiled):
+    """One graph serves both values of the flag."""
+    features = get_backend("naive").features - {"max_score"}
+    mine = replace(get_backend("naive"), name="mine", features=features)
     tensors = inputs()
-    found, exact = (
-        attention(*tensors, backend=each, return_max_score=True).max_score
-        for each in (mine, "naive")
+
+    def call(flag: Tensor) -> Tensor | None:
+        return attention(*tensors, backend=mine, return_max_score=flag, **asked).max_score
+
+    if compiled:
+        torch._dynamo.reset()
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+        call(torch.tensor(False))
+    exact = attention(*tensors, backend="naive", return_max_score=True, **asked).max_score
+    torch.testing.assert_close(call(torch.tensor(True)), exact)
+
+
+def test_a_companion_knows_a_change_of_the_scores():
+    halved = ScoreMod(lambda score, *_: (score / 2, torch.full_like(score, 0.5)))
+    mine = replace(get_backend("naive"), name="mine", features=frozenset({"gqa", "score_mod"}))
+    tensors = inputs()
+    found, plain = (
+        attention(*tensors, backend=mine, score_mod=mod, return_max_score=True).max_score
+        for mod in (halved, None)
     )
-    torch.testing.assert_close(found, exact)
+    torch.testing.assert_close(2 * found, plain)
 
 
 def test_the_kernels_keep_it_only_where_they_are_asked():
