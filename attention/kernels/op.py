@@ -140,6 +140,7 @@ class FlashAttention(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         *tensors, look, settings = inputs
         output = forward(*tensors, look, settings)
+        ctx.mark_non_differentiable(*[x for x in output[2:] if x is not None])
         ctx.settings = settings
         save(ctx, tuple(tensors), output)
         return output
