@@ -1,14 +1,12 @@
 """Check a call once for each kind of call: the checks take longer than launching a kernel."""
 
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from attention.interface import (
     Backend,
-    Plans,
     check_inputs,
     check_key_lengths_fit,
     prepared,
@@ -17,9 +15,9 @@ from attention.interface import (
 from attention.mask import Window
 from attention.own import check_module
 
-# kinds of calls that passed: a reference to the backend, because another one may later get its id,
-# and the prepared window
-passed: Plans[tuple[ref[Backend], Window]] = Plans()
+MOST_KINDS = 1024
+# the prepared window of each kind of call that passed
+passed: dict[tuple[Any, ...], Window] = {}
 
 
 def checked(
@@ -36,27 +34,33 @@ def checked(
     """The optional arguments in the form that every backend takes. Raises ValueError for inputs
     that no backend or this backend does not take.
     """
-    kind = known = None
+    kind = None
     if module is None and optional["score_mod"] is None and not torch.compiler.is_compiling():
         inputs = (causal, scale, q, k, v, sinks, *optional.values())
-        kind = (id(backend), torch.is_grad_enabled(), *map(outline, inputs))
-        try:
-            known = passed.get(kind)
-        except TypeError:  # an argument that should be a number cannot be hashed
-            kind = None
-    if known is None or known[0]() is not backend:
+        kind = (backend, torch.is_grad_enabled(), *map(outline, inputs))
+    if kind is None or not is_known(kind):
         inputs = {name: x for name, x in optional.items() if name != "cu_seqlens"}
         check_inputs(q, k, v, causal=causal, scale=scale, sinks=sinks, **inputs)
         backend.check_supported(q, k, v, causal=causal, scale=scale, sinks=sinks, **optional)
         check_module(backend, module)
-        known = ref(backend), prepared_window(q, k, optional["window"], causal=causal)
+        window = prepared_window(q, k, optional["window"], causal=causal)
         if kind is not None:
-            passed[kind] = known
+            if len(passed) >= MOST_KINDS:  # such as a growing cache's, which never come again
+                passed.clear()
+            passed[kind] = window
     else:  # checks that depend on more than the kind
+        window = passed[kind]
         if optional["key_lengths"] is not None:
             check_key_lengths_fit(k, optional["key_lengths"])
         backend.check_requirements(q, k, v, causal=causal, scale=scale)
-    return prepared(q, optional | {"window": known[1]})
+    return prepared(q, optional | {"window": window})
+
+
+def is_known(kind: tuple[Any, ...]) -> bool:
+    try:
+        return kind in passed
+    except TypeError:  # an argument that should be a number cannot be hashed: the checks say so
+        return False
 
 
 def outline(x: Any) -> Any:

@@ -7,14 +7,13 @@ D_v head dim of the values.
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from attention.mask import Window, sides
 
-Plan = TypeVar("Plan")
 ALL_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 # arguments of attention() that a backend receives only if it declares the feature of that name
@@ -86,17 +85,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class Plans(dict[Any, Plan]):
-    """A cache of what was computed for each kind of call; it holds at most LIMIT kinds."""
-
-    LIMIT = 1024
-
-    def __setitem__(self, kind: Any, plan: Plan) -> None:
-        if len(self) >= self.LIMIT:  # such as the shapes of a growing cache, which never come again
-            self.clear()
-        super().__setitem__(kind, plan)
-
-
 @dataclass(frozen=True)
 class ScoreMod:
     """A change of every score, after the scale and before the mask: a bias, a cap, a temperature.
@@ -155,7 +143,7 @@ def call_module(q: Tensor, k: Tensor, v: Tensor, *, module: nn.Module, **argumen
     return module(q, k, v, **arguments)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Backend:
     """One implementation of attention, with its capabilities as data.
 
