@@ -16,7 +16,7 @@ from attention.interface import Backend
 from attention.kernels import broken_triton_backend
 from attention.mask import QueryTile, VisibleKeys, visible_keys
 from attention.online_softmax import OnlineSoftmax, finite, weighted_sum
-from attention.tiled import TileLoop, make_loop, tile_loop_backend
+from attention.tiled import TileLoop, tile_loop_backend
 
 
 class NoMax(OnlineSoftmax):
@@ -96,9 +96,16 @@ def relative_keys(q: Tensor, k: Tensor, *, causal: bool, **optional: Any) -> Vis
     return RelativeMask(visible.lo, visible.hi, visible.num_keys) if causal else visible
 
 
-def unscaled_loop(q: Tensor, k: Tensor, *, scale: float, **arguments: Any) -> TileLoop:
-    """The loop with scale 1, whatever scale was requested."""
-    return make_loop(q, k, scale=1.0, **arguments)
+class RelativeLoop(TileLoop):
+    visible_keys = staticmethod(relative_keys)
+
+
+class UnscaledLoop(TileLoop):
+    """The scores are not scaled, whatever scale was requested."""
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, *, scale: float, **settings: Any) -> Self:
+        return super().of(q, k, scale=1.0, **settings)
 
 
 # properties that compare the result with softmax attention; names from
@@ -181,7 +188,7 @@ DEFECTS = (
     ),
     tile_loop_backend(
         "relative_mask",
-        visible_keys=relative_keys,
+        loop=RelativeLoop,
         without=("window", "document_ids", "two_sided_window", "key_lengths", "cu_seqlens"),
         defect="the causal mask uses positions inside the tile: tiles of the future leak in, tiles "
         "of the past are half hidden",
@@ -189,7 +196,7 @@ DEFECTS = (
     ),
     tile_loop_backend(
         "no_scale",
-        make_loop=unscaled_loop,
+        loop=UnscaledLoop,
         defect="scores are not divided by sqrt(head_dim): sqrt(head_dim) times too large, the "
         "stress under which no_max dies first",
         breaks=WRONG,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attention.online_softmax import OnlineSoftmax, finite, weighted_sum
-from attention.tiled import tile_loop_backend
+from attention.tiled import TileLoop, tile_loop_backend
 
 
 class AlphaBeta(OnlineSoftmax):
@@ -64,9 +64,26 @@ class LazyRescale(OnlineSoftmax):
         return torch.where(tile_max > self.row_max + threshold, tile_max, self.row_max)
 
 
+class KvOuter(TileLoop):
+    """Keys in the outer loop, as in the first FlashAttention: every query tile's state stays in
+    memory to the end.
+    """
+
+    def output_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
+        tiles = self.scores.visible.query_tiles(self.block_q)
+        rows = [q[..., tile.rows, :] for tile in tiles]
+        states = [self.empty(q_rows, value_dim=v.shape[-1]) for q_rows in rows]
+        for first in range(0, k.shape[-2], self.block_kv):
+            for i, tile in enumerate(tiles):
+                last = min(tile.last, first + self.block_kv)
+                seen = tile._replace(first=max(tile.first, first), last=last)
+                states[i] = self.absorb(states[i], rows[i], k, v, seen)
+        return [self.finish(state, q_rows) for state, q_rows in zip(states, rows, strict=True)]
+
+
 EXACT_VARIANTS = (
     tile_loop_backend("alpha_beta", softmax=AlphaBeta),
     tile_loop_backend("normalized_acc", softmax=NormalizedAcc),
-    tile_loop_backend("kv_outer", kv_outer=True),
+    tile_loop_backend("kv_outer", loop=KvOuter),
     tile_loop_backend("lazy_rescale", softmax=LazyRescale),
 )

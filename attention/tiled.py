@@ -8,17 +8,18 @@ streaming softmax, then discard it:
             R:2R   [   ]  [ / ]                      inside: no mask
            2R:3R   [   ]  [   ]  [ / ]            (nothing drawn: skipped)
 
-The softmax object and the order of the loops are parameters: exact and broken variants run this
-same code. Dao, "FlashAttention-2" (2023), algorithm 1 (forward) and 2 (backward).
+Exact and broken variants run this same code with another softmax object, or override one method.
+Dao, "FlashAttention-2" (2023), algorithm 1 (forward) and 2 (backward).
 
 Dimensions: B batch, H = H_kv * G query heads, N queries, M keys, D head dim, D_v that of the
-values; a tile is R = block_q queries by T = block_kv keys.
+values; a tile is R = block_q queries by T = block_kv keys. Inside the loop q is (B, H_kv, G, N, D),
+k is (B, H_kv, 1, M, D) and v is (B, H_kv, 1, M, D_v).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -43,25 +44,187 @@ Observer = Callable[[QueryTile, slice, Tensor, OnlineSoftmax], None]
 
 @dataclass(frozen=True)
 class TileLoop:
-    """The loop of one call. Its methods take q (B, H_kv, G, N, D), k (B, H_kv, 1, M, D) and v (B,
-    H_kv, 1, M, D_v).
-    """
+    """The loop of one call."""
+
+    scores: "TileScores"
+    empty: Callable[..., OnlineSoftmax]  # makes the state before any key
+    block_q: int
+    block_kv: int
+    recompute: bool = False  # whether backward() reruns the tiles instead of using lse
+    observer: Observer | None = None
+
+    def output_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """out and lse of each tile of queries."""
+        tiles = self.scores.visible.query_tiles(self.block_q)
+        return [self.query_tile(q[..., tile.rows, :], k, v, tile) for tile in tiles]
+
+    def query_tile(
+        self, q_rows: Tensor, k: Tensor, v: Tensor, tile: QueryTile
+    ) -> tuple[Tensor, Tensor]:
+        """out (B, H_kv, G, R, D_v) and lse (B, H_kv, G, R) of one tile of queries."""
+        state = self.empty(q_rows, value_dim=v.shape[-1])
+        return self.finish(self.absorb(state, q_rows, k, v, tile), q_rows)
+
+    def absorb(
+        self, state: OnlineSoftmax, q_rows: Tensor, k: Tensor, v: Tensor, tile: QueryTile
+    ) -> OnlineSoftmax:
+        """The state after the keys that this tile of queries sees."""
+        for keys, needs_mask in tile.key_tiles(self.block_kv):
+            scores, _ = self.scores(q_rows, k[..., keys, :], tile.rows, keys, needs_mask)
+            state = state.update(scores, v[..., keys, :])
+            if self.observer is not None:
+                self.observer(tile, keys, scores, state)
+        return state
+
+    def finish(self, state: OnlineSoftmax, q_rows: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = state.finalize()
+        return out.to(q_rows.dtype), lse.to(torch.promote_types(lse.dtype, torch.float32))
+
+    def backward_from_lse(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        d_out: Tensor,
+        d_lse: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradient of softmax attention: p = exp(score - lse) is rebuilt tile by tile."""
+        dtype, scale = self.scores.dtype, self.scores.scale
+        dq_tiles = []
+        dk, dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
+        for tile in self.scores.visible.query_tiles(self.block_q):
+            rows = tile.rows
+            q_rows, do_rows = q[..., rows, :].to(dtype), d_out[..., rows, :].to(dtype)
+            # a row without a key has lse = -inf; exp(score - inf) = 0 keeps it out of every
+            # gradient
+            lse_rows = lse[..., rows].unsqueeze(-1)
+            lse_rows = torch.where(lse_rows == -torch.inf, torch.inf, lse_rows)
+            # sum_j p_j dp_j, from the output alone; the gradient of lse enters with the opposite
+            # sign
+            delta = (do_rows * out[..., rows, :].to(dtype)).sum(-1, keepdim=True)
+            delta = delta - d_lse[..., rows].unsqueeze(-1)
+            dq_rows = torch.zeros_like(q_rows)
+            for keys, needs_mask in tile.key_tiles(self.block_kv):
+                k_keys, v_keys = k[..., keys, :].to(dtype), v[..., keys, :].to(dtype)
+                scores, derivative = self.scores(q_rows, k_keys, rows, keys, needs_mask)
+                p = torch.exp(scores - lse_rows)
+                ds = p * (do_rows @ v_keys.mT - delta) * scale
+                if derivative is not None:
+                    ds = ds * derivative
+                dq_rows += ds @ k_keys
+                # the query heads of a group share their key/value head
+                dk[..., keys, :] += (ds.mT @ q_rows).sum(2, keepdim=True)
+                dv[..., keys, :] += (p.mT @ do_rows).sum(2, keepdim=True)
+            dq_tiles.append(dq_rows.to(q.dtype))
+        return torch.cat(dq_tiles, -2), dk.to(k.dtype), dv.to(v.dtype)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """out (B, H, N, D_v) and lse (B, H, N) for q (B, H, N, D), k (B, H_kv, M, D) and v (B,
+        H_kv, M, D_v).
+        """
+        outs, lses = zip(*self.output_tiles(*grouped(q, k, v)), strict=True)
+        return torch.cat(outs, -2).flatten(1, 2), torch.cat(lses, -1).flatten(1, 2)
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, *results: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv from the inputs of forward() and from `results`: out, lse, d_out, d_lse. The
+        last two are enough to recompute.
+        """
+        results = tuple(x.unflatten(1, (k.shape[1], -1)) for x in results)
+        q, k, v = grouped(q, k, v)
+        if self.recompute:
+            dq, dk, dv = self.backward_by_recomputing(q, k, v, *results[-2:])
+        else:
+            dq, dk, dv = self.backward_from_lse(q, k, v, *results)
+        return dq.flatten(1, 2), dk.squeeze(2), dv.squeeze(2)
+
+    def backward_by_recomputing(
+        self, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, d_lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradient of whatever the softmax object computes: run each query tile again under
+        autograd.
+
+        Autograd through the whole loop would keep every tile, more memory than the score matrix
+        that the loop avoids.
+        """
+        dq_tiles = []
+        dk, dv = (torch.zeros_like(x, dtype=self.scores.dtype) for x in (k, v))
+        for tile in self.scores.visible.query_tiles(self.block_q):
+            leaves = [x.detach().requires_grad_() for x in (q[..., tile.rows, :], k, v)]
+            if tile.first >= tile.last:  # no key, no gradient
+                dq_tiles.append(torch.zeros_like(leaves[0]))
+                continue
+            # turns autograd on, even inside a torch.library operator, which runs below autograd
+            with torch.inference_mode(False):
+                outputs = self.query_tile(*leaves, tile=tile)
+                gradients = d_out[..., tile.rows, :], d_lse[..., tile.rows]
+                found = torch.autograd.grad(outputs, leaves, gradients)
+            dq_tiles.append(found[0])
+            dk += found[1]
+            dv += found[2]
+        return torch.cat(dq_tiles, -2), dk.to(k.dtype), dv.to(v.dtype)
+
+    # which keys a query sees
+    visible_keys = staticmethod(visible_keys)
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        alibi_slopes: Tensor | None = None,
+        score_mod: ScoreMod | None = None,
+        block_q: int,
+        block_kv: int,
+        softmax_dtype: str = "float32",
+        detach_max: bool = False,
+        softmax: type[OnlineSoftmax] = OnlineSoftmax,
+        exact: bool = True,
+        observer: Observer | None = None,
+        **mask: Any,
+    ) -> Self:
+        """The loop for q (B, H, N, D) and k (B, H_kv, M, D), with the arguments of attention();
+        `mask` is what attention.mask.intervals() takes.
+
+        softmax_dtype: "float32" keeps scores and statistics in float32 (float64 for float64
+        inputs), "input" keeps them in q's dtype. exact=False uses the gradient of what `softmax`
+        computes, not that of softmax attention. It includes the gradient of the maximum, unless
+        detach_max.
+        """
+        visible = cls.visible_keys(q, k, **mask)
+        dtype = q.dtype if softmax_dtype == "input" else statistics_dtype(q)
+        slopes = None
+        if alibi_slopes is not None:
+            slopes = alibi_slopes.detach().to(statistics_dtype(q)).view(k.shape[1], -1, 1, 1)
+        return cls(
+            TileScores(visible, scale, dtype, softcap, slopes, score_mod),
+            partial(softmax.empty, dtype=dtype, detach_max=detach_max),
+            block_q,
+            block_kv,
+            # an lse in low precision is too coarse for rebuilding p
+            recompute=not exact or softmax_dtype == "input",
+            observer=observer,
+        )
+
+
+@dataclass(frozen=True)
+class TileScores:
+    """The scores of one call, a tile at a time."""
 
     visible: VisibleKeys
     scale: float
     dtype: torch.dtype  # of the scores and the statistics
-    block_q: int
-    block_kv: int
     softcap: float | None = None
     slopes: Tensor | None = None  # (H_kv, G, 1, 1), float32 or float64
     score_mod: ScoreMod | None = None
-    softmax: type[OnlineSoftmax] = OnlineSoftmax
-    detach_max: bool = False
-    kv_outer: bool = False
-    recompute: bool = False  # whether backward() reruns the tiles instead of using lse
-    observer: Observer | None = None
 
-    def scores(
+    def __call__(
         self, q_rows: Tensor, k_keys: Tensor, rows: slice, keys: slice, needs_mask: bool
     ) -> tuple[Tensor, Tensor | None]:
         """One tile of scores (B, H_kv, G, R, T): scaled, capped, biased, masked. Also returns d
@@ -90,148 +253,10 @@ class TileLoop:
             scores = scores.masked_fill(~self.visible.mask(rows, keys).unsqueeze(2), -torch.inf)
         return scores, derivative
 
-    def absorb(
-        self,
-        state: OnlineSoftmax,
-        tile: QueryTile,
-        keys: slice,
-        needs_mask: bool,
-        q_rows: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> OnlineSoftmax:
-        scores, _ = self.scores(q_rows, k[..., keys, :], tile.rows, keys, needs_mask)
-        state = state.update(scores, v[..., keys, :])
-        if self.observer is not None:
-            self.observer(tile, keys, scores, state)
-        return state
 
-    def query_tile(
-        self, q_rows: Tensor, k: Tensor, v: Tensor, tile: QueryTile
-    ) -> tuple[Tensor, Tensor]:
-        """out (B, H_kv, G, R, D_v) and lse (B, H_kv, G, R) of one tile of queries."""
-        return self.finish(self.query_state(q_rows, k, v, tile), q_rows)
-
-    def empty(self, q_rows: Tensor, v: Tensor) -> OnlineSoftmax:
-        """The state of these rows before any key."""
-        options = {"dtype": self.dtype, "detach_max": self.detach_max}
-        return self.softmax.empty(q_rows, **options, value_dim=v.shape[-1])
-
-    def query_state(self, q_rows: Tensor, k: Tensor, v: Tensor, tile: QueryTile) -> OnlineSoftmax:
-        """The state of one tile of queries after all its keys."""
-        state = self.empty(q_rows, v)
-        for keys, needs_mask in tile.key_tiles(self.block_kv):
-            state = self.absorb(state, tile, keys, needs_mask, q_rows, k, v)
-        return state
-
-    def finish(self, state: OnlineSoftmax, q_rows: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = state.finalize()
-        return out.to(q_rows.dtype), lse.to(torch.promote_types(lse.dtype, torch.float32))
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        tiles = self.visible.query_tiles(self.block_q)
-        if self.kv_outer:
-            outputs = self.forward_kv_outer(q, k, v, tiles)
-        else:
-            outputs = [self.query_tile(q[..., tile.rows, :], k, v, tile) for tile in tiles]
-        outs, lses = zip(*outputs, strict=True)
-        return torch.cat(outs, -2), torch.cat(lses, -1)
-
-    def forward_kv_outer(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: list[QueryTile]
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Keys in the outer loop, as in the first FlashAttention: every query tile's state stays in
-        memory to the end.
-        """
-        states = [self.empty(q[..., tile.rows, :], v) for tile in tiles]
-        steps = [
-            (keys.start, i, keys, needs_mask)
-            for i, tile in enumerate(tiles)
-            for keys, needs_mask in tile.key_tiles(self.block_kv)
-        ]
-        for _, i, keys, needs_mask in sorted(steps, key=lambda step: step[:2]):
-            states[i] = self.absorb(
-                states[i], tiles[i], keys, needs_mask, q[..., tiles[i].rows, :], k, v
-            )
-        return [
-            self.finish(state, q[..., tile.rows, :])
-            for state, tile in zip(states, tiles, strict=True)
-        ]
-
-    def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *gradients: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv from the inputs and results of forward() and from `gradients`: d_out and
-        d_lse.
-        """
-        if self.recompute:
-            return self.backward_by_recomputing(q, k, v, *gradients)
-        return self.backward_from_lse(q, k, v, out, lse, *gradients)
-
-    def backward_from_lse(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        d_out: Tensor,
-        d_lse: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradient of softmax attention: p = exp(score - lse) is rebuilt tile by tile."""
-        dq_tiles = []
-        dk, dv = torch.zeros_like(k, dtype=self.dtype), torch.zeros_like(v, dtype=self.dtype)
-        for tile in self.visible.query_tiles(self.block_q):
-            rows = tile.rows
-            q_rows, do_rows = q[..., rows, :].to(self.dtype), d_out[..., rows, :].to(self.dtype)
-            # a row without a key has lse = -inf; exp(score - inf) = 0 keeps it out of every
-            # gradient
-            lse_rows = lse[..., rows].unsqueeze(-1)
-            lse_rows = torch.where(lse_rows == -torch.inf, torch.inf, lse_rows)
-            # sum_j p_j dp_j, from the output alone; the gradient of lse enters with the opposite
-            # sign
-            delta = (do_rows * out[..., rows, :].to(self.dtype)).sum(-1, keepdim=True)
-            delta = delta - d_lse[..., rows].unsqueeze(-1)
-            dq_rows = torch.zeros_like(q_rows)
-            for keys, needs_mask in tile.key_tiles(self.block_kv):
-                k_keys, v_keys = k[..., keys, :].to(self.dtype), v[..., keys, :].to(self.dtype)
-                scores, derivative = self.scores(q_rows, k_keys, rows, keys, needs_mask)
-                p = torch.exp(scores - lse_rows)
-                ds = p * (do_rows @ v_keys.mT - delta) * self.scale
-                if derivative is not None:
-                    ds = ds * derivative
-                dq_rows += ds @ k_keys
-                # the query heads of a group share their key/value head
-                dk[..., keys, :] += (ds.mT @ q_rows).sum(2, keepdim=True)
-                dv[..., keys, :] += (p.mT @ do_rows).sum(2, keepdim=True)
-            dq_tiles.append(dq_rows.to(q.dtype))
-        return torch.cat(dq_tiles, -2), dk.to(k.dtype), dv.to(v.dtype)
-
-    def backward_by_recomputing(
-        self, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, d_lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradient of whatever the softmax object computes: run each query tile again under
-        autograd.
-
-        Autograd through the whole loop would keep every tile, more memory than the score matrix
-        that the loop avoids.
-        """
-        dq_tiles = []
-        dk, dv = torch.zeros_like(k, dtype=self.dtype), torch.zeros_like(v, dtype=self.dtype)
-        for tile in self.visible.query_tiles(self.block_q):
-            leaves = [x.detach().requires_grad_() for x in (q[..., tile.rows, :], k, v)]
-            if tile.first >= tile.last:  # no key, no gradient
-                dq_tiles.append(torch.zeros_like(leaves[0]))
-                continue
-            # turns autograd on, even inside a torch.library operator, which runs below autograd
-            with torch.inference_mode(False):
-                outputs = self.query_tile(*leaves, tile=tile)
-                gradients = d_out[..., tile.rows, :], d_lse[..., tile.rows]
-                found = torch.autograd.grad(outputs, leaves, gradients)
-            dq_tiles.append(found[0])
-            dk += found[1]
-            dv += found[2]
-        return torch.cat(dq_tiles, -2), dk.to(k.dtype), dv.to(v.dtype)
+def grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q as (B, H_kv, G, N, D), k and v as (B, H_kv, 1, M, D or D_v)."""
+    return q.unflatten(1, (k.shape[1], -1)), k.unsqueeze(2), v.unsqueeze(2)
 
 
 class HeadMaxima:
@@ -245,98 +270,39 @@ class HeadMaxima:
         self.largest = torch.maximum(self.largest, tile_max)
 
 
-class BackwardFromLse(torch.autograd.Function):
-    """The loop with TileLoop.backward_from_lse: it saves O(N) for the backward pass."""
+class LoopFunction(torch.autograd.Function):
+    """A TileLoop with its own backward pass, for which it saves O(N)."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, loop: TileLoop) -> tuple[Tensor, Tensor]:
         out, lse = loop.forward(q, k, v)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.loop = loop
+        results = () if loop.recompute else (out, lse)
+        ctx.save_for_backward(q, k, v, *results)
+        # an observer sees each tile once, not again in the backward pass
+        ctx.loop = replace(loop, observer=None)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.loop.backward_from_lse(*ctx.saved_tensors, *gradients), None
+        return *ctx.loop.backward(*ctx.saved_tensors, *gradients), None
 
 
-class BackwardByRecomputing(torch.autograd.Function):
-    """The loop with TileLoop.backward_by_recomputing: it saves only its inputs."""
+class RecomputingFunction(LoopFunction):
+    """Its backward pass runs autograd itself, so it has no second derivative."""
 
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, loop: TileLoop) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(q, k, v)
-        # an observer sees each tile once, not again in the backward pass
-        ctx.loop = replace(loop, observer=None)
-        return loop.forward(q, k, v)
-
-    @staticmethod
-    @once_differentiable  # which hides the name of ctx
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *gradients: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        return *ctx.loop.backward_by_recomputing(*ctx.saved_tensors, *gradients), None
-
-
-def make_loop(
-    q: Tensor,
-    k: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    softcap: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    score_mod: ScoreMod | None = None,
-    block_q: int,
-    block_kv: int,
-    softmax_dtype: str = "float32",
-    detach_max: bool = False,
-    softmax: type[OnlineSoftmax] = OnlineSoftmax,
-    exact: bool = True,
-    kv_outer: bool = False,
-    visible_keys: Callable[..., VisibleKeys] = visible_keys,
-    observer: Observer | None = None,
-    **mask: Any,
-) -> TileLoop:
-    """The loop for q (B, H, N, D) and k (B, H_kv, M, D), with the arguments of attention(); `mask`
-    is what attention.mask.intervals() takes.
-
-    softmax_dtype: "float32" keeps scores and statistics in float32 (float64 for float64 inputs),
-    "input" keeps them in q's dtype. exact=False uses the gradient of what `softmax` computes, not
-    that of softmax attention. It includes the gradient of the maximum, unless detach_max.
-    """
-    num_heads, num_kv_heads = q.shape[1], k.shape[1]
-    slopes = None
-    if alibi_slopes is not None:
-        slopes = alibi_slopes.detach().to(statistics_dtype(q))
-        slopes = slopes.view(num_kv_heads, num_heads // num_kv_heads, 1, 1)
-    return TileLoop(
-        visible=visible_keys(q, k, causal=causal, **mask),
-        scale=scale,
-        softcap=softcap,
-        slopes=slopes,
-        score_mod=score_mod,
-        dtype=q.dtype if softmax_dtype == "input" else statistics_dtype(q),
-        block_q=block_q,
-        block_kv=block_kv,
-        softmax=softmax,
-        detach_max=detach_max,
-        kv_outer=kv_outer,
-        # an lse in low precision is too coarse for rebuilding p
-        recompute=not exact or softmax_dtype == "input",
-        observer=observer,
-    )
+    backward = staticmethod(once_differentiable(LoopFunction.backward))
 
 
 @dataclass(frozen=True)
 class TiledAttention:
-    """Attention by a tile loop. backward() is separate because attention.tile_op needs it.
+    """Attention by a tile loop, as a Backend calls it. `settings` are those of TileLoop.of()."""
 
-    q (B, H, N, D), k (B, H_kv, M, D), v (B, H_kv, M, D_v), out (B, H, N, D_v); lse (B, H, N).
-    `settings` are those of make_loop().
-    """
+    loop: type[TileLoop] = TileLoop
+    softmax: type[OnlineSoftmax] = OnlineSoftmax
+    exact: bool = True
 
-    make_loop: Callable[..., TileLoop] = make_loop
+    def make_loop(self, q: Tensor, k: Tensor, **settings: Any) -> TileLoop:
+        return self.loop.of(q, k, softmax=self.softmax, exact=self.exact, **settings)
 
     def __call__(
         self,
@@ -348,44 +314,15 @@ class TiledAttention:
         **settings: Any,
     ) -> Output:
         loop = self.make_loop(q, k, **settings)
-        function = BackwardByRecomputing if loop.recompute else BackwardFromLse
-        q, k, v = grouped(q, k, v)
-        maxima = HeadMaxima(q) if return_max_score else None
+        maxima = HeadMaxima(grouped(q, k, v)[0]) if return_max_score else None
         if maxima is not None:
             assert loop.observer is None, "a loop has one observer"
             loop = replace(loop, observer=maxima.observe)
-        out, lse = (x.flatten(1, 2) for x in function.apply(q, k, v, loop))
+        function = RecomputingFunction if loop.recompute else LoopFunction
+        out, lse = function.apply(q, k, v, loop)
         if maxima is not None:
             return ScoredOutput(out, lse, maxima.largest.flatten(1, 2))
         return AttentionOutput(out, lse)
-
-    def backward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        d_out: Tensor,
-        d_lse: Tensor,
-        **settings: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv from the inputs and results of the call."""
-        loop = self.make_loop(q, k, **settings)
-        q, k, v = grouped(q, k, v)
-        out, d_out = (x.reshape(*q.shape[:-1], -1) for x in (out, d_out))
-        lse, d_lse = (x.reshape(q.shape[:-1]) for x in (lse, d_lse))
-        dq, dk, dv = loop.backward(q, k, v, out, lse, d_out, d_lse)
-        return dq.flatten(1, 2), dk.squeeze(2), dv.squeeze(2)
-
-
-def grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q as (B, H_kv, G, N, D), k and v as (B, H_kv, 1, M, D or D_v)."""
-    batch, num_heads, num_queries, head_dim = q.shape
-    num_kv_heads = k.shape[1]
-    groups = num_heads // num_kv_heads
-    q = q.reshape(batch, num_kv_heads, groups, num_queries, head_dim)
-    return q, k.unsqueeze(2), v.unsqueeze(2)
 
 
 def tile_loop_backend(
@@ -394,19 +331,16 @@ def tile_loop_backend(
     defect: str | None = None,
     breaks: frozenset[str] = frozenset(),
     without: tuple[str, ...] = (),
-    make_loop: Callable[..., TileLoop] = make_loop,
     **variant: Any,
 ) -> Backend:
-    """A Backend that runs the tile loop with another make_loop(), or with the arguments `variant`
-    for it.
-    """
+    """A Backend that runs a tile loop; `variant` is loop= or softmax= of TiledAttention."""
     exact = defect is None
     options: dict[str, Any] = {"block_q": 128, "block_kv": 64, "softmax_dtype": "float32"}
     if not exact:
         options["detach_max"] = False
     return Backend(
         name,
-        TiledAttention(partial(make_loop, exact=exact, **variant)),
+        TiledAttention(exact=exact, **variant),
         features=FEATURES - {"sinks", *without},
         options=options,
         exact=exact,

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from attention import BACKENDS, AttentionOutput, Backend, get_backend
-from attention.mask import visible_keys
 from attention.tiled import TileLoop
 from conformance.memory_growth import exponents, weigh
 
@@ -41,10 +40,7 @@ def test_naive_grows_with_the_square():
 
 def through_the_loop(q, k, v, *, causal, scale) -> AttentionOutput:
     """The tile loop under plain autograd, without the backward pass it brings along."""
-    visible = visible_keys(q, k, causal=causal)
-    loop = TileLoop(visible, scale=scale, dtype=q.dtype, **TILES)
-    out, lse = loop.forward(*(x.unsqueeze(2) for x in (q, k, v)))
-    return AttentionOutput(out.squeeze(2), lse.squeeze(2))
+    return AttentionOutput(*TileLoop.of(q, k, causal=causal, scale=scale, **TILES).forward(q, k, v))
 
 
 def test_plain_autograd_through_the_tile_loop_keeps_more_than_the_matrix_it_avoids():

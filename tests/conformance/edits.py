@@ -1,7 +1,7 @@
 """Wrong lines that survive tidying: an edit names a function, and as code what it changes there.
 
     swap("OnlineSoftmax.update", "alpha * self.row_sum", "self.row_sum")
-    swap("TileLoop.scores", "_x * self.scale", "_x")          the factor goes, whatever it scaled
+    swap("TileScores.__call__", "_x * self.scale", "_x")      the factor goes, whatever it scaled
     drop("TileLoop.backward_from_lse", "ds * derivative")     the statement that holds it
     argument("dq_kernel", "add_key_tile", "MASKED", "True", "False")
 
