@@ -48,7 +48,7 @@ from attention.interface import (
 )
 from attention.kernels import kernel_choice
 from attention.mask import Window
-from attention.own import build_module, standalone
+from attention.own import build_module
 from attention.probe import probe
 from attention.ranks import Shards
 from attention.sinks import with_sinks
@@ -79,7 +79,6 @@ __all__ = [
     "max_score",
     "probe_backend",
     "register",
-    "standalone",
 ]
 
 

@@ -15,8 +15,8 @@ from attention import (
     attention,
     build_module,
     probe_backend,
-    standalone,
 )
+from conformance.backend_under_test import standalone
 from examples.learnable_temperature import BACKEND, LearnableTemperature
 
 SHAPE = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 16}
