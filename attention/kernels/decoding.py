@@ -40,17 +40,15 @@ SLOTS_OF_A_CPU = 8  # the interpreter runs programs one by one; several make tes
 
 @triton.jit
 def load_keys(
-    ptr, stride_page, stride_n, page, keys, inside, PAGE_SIZE: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Load rows `keys` of one head as (BLOCK_KV, BLOCK_D), zero where not `inside`."""
-    if PAGE_SIZE == 0:
-        row = ptr + tl.cast(keys, tl.int64) * stride_n
-    else:
-        row = ptr + tl.cast(page, tl.int64) * stride_page + keys % PAGE_SIZE * stride_n
+    ptr, stride_page, stride_n, page, row, inside, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Load these rows of one head's page, or of each row's page, as (BLOCK_KV, BLOCK_D), zero where
+    not `inside`.
+    """
+    ptr += tl.cast(page, tl.int64) * stride_page + tl.cast(row, tl.int64) * stride_n
     column = tl.arange(0, BLOCK_D)
     mask = inside[:, None] & (column < D)[None, :]
-    return tl.load(row[:, None] + column[None, :], mask=mask, other=0.0)
+    return tl.load(ptr[:, None] + column[None, :], mask=mask, other=0.0)
 
 
 # do not recompile for each length
@@ -104,24 +102,22 @@ def split_kernel(
     )
     k_ptr += kv_head * stride_kh
     v_ptr += kv_head * stride_vh
-    if PAGE_SIZE == 0:
-        k_ptr += batch * stride_kb
-        v_ptr += batch * stride_vb
-    else:
+    if PAGE_SIZE != 0:
         table_ptr += batch * stride_table
     row_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for start in tl.range(begin, end, BLOCK_KV):
         keys = start + tl.arange(0, BLOCK_KV)
-        inside, page = (keys >= first) & (keys < end), start
+        inside = (keys >= first) & (keys < end)
+        page, row = batch, keys  # a contiguous cache has one page a sequence
         if PAGE_SIZE != 0:
             if PAGE_SIZE % BLOCK_KV == 0:
                 page = tl.load(table_ptr + start // PAGE_SIZE)
             else:
                 page = tl.load(table_ptr + keys // PAGE_SIZE, mask=inside, other=0)
-            page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
-        k = load_keys(k_ptr, stride_kb, stride_kn, page, keys, inside, PAGE_SIZE, D, BLOCK_D)
+            page, row = tl.minimum(tl.maximum(page, 0), num_pages - 1), keys % PAGE_SIZE
+        k = load_keys(k_ptr, stride_kb, stride_kn, page, row, inside, D, BLOCK_D)
         scores, _ = scores_of(
             tl.dot(q, tl.trans(k), input_precision=PRECISION), (past + n)[:, None],
             keys[None, :], lo[:, None], hi[:, None], batch, head[:, None], M, scale, scale_log2,
@@ -130,7 +126,7 @@ def split_kernel(
         row_max, shift, alpha = move_max(row_max, tl.max(scores, 1), True)
         p = tl.exp2(scores - shift[:, None])
         row_sum = alpha * row_sum + tl.sum(p, 1)
-        v = load_keys(v_ptr, stride_vb, stride_vn, page, keys, inside, PAGE_SIZE, D, BLOCK_D)
+        v = load_keys(v_ptr, stride_vb, stride_vn, page, row, inside, D, BLOCK_D)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
 
     if PAGE_SIZE != 0:
