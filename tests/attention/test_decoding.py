@@ -12,7 +12,6 @@ import torch
 from attention import BACKENDS, AttentionOutput, attention, attention_with_cache, get_backend
 from attention.decoding import FIXED_SPLITS, busy_splits, num_splits
 from attention.kernels import decoding as kernels
-from attention.online_softmax import OnlineSoftmax
 from conformance.caches import Cache
 from conformance.cases import Case, expect
 from tests.selection import diagonal
@@ -99,27 +98,9 @@ def test_fixed_splits_give_the_same_bits_in_any_batch_room_and_order_of_pages():
 
 
 def test_more_parts_than_are_merged_at_a_time():
-    """Some without a key, one row without any; against OnlineSoftmax.merge."""
-    count, dim = 2 * kernels.MERGED + 6, 16
-    lse = torch.randn(3, count) * 20
-    lse[0, :40], lse[1] = -torch.inf, -torch.inf
-    parts = torch.randn(3, count, dim).masked_fill(lse[..., None] == -torch.inf, 0.0)
-    state = OnlineSoftmax.empty(torch.zeros(3, 1, dim), dtype=torch.float32)
-    for each_lse, part in zip(lse.unbind(1), parts.unbind(1), strict=True):
-        row_max = each_lse.view(3, 1, 1)
-        # a state with no key has no sum either
-        row_sum = (row_max > -torch.inf).float()
-        state = state.merge(OnlineSoftmax(row_max, row_sum, part.unsqueeze(1)))
-    out, found = torch.empty(1, 3, 1, dim, device=DEVICE), torch.empty(3, device=DEVICE)
-    in_base_2 = (lse / torch.log(torch.tensor(2.0))).to(DEVICE)
-    strides = out.stride()[:3]
-    kernels.merge_kernel[(3,)](
-        parts.to(DEVICE), in_base_2, out, found, *strides, 3, 1, SPLITS=count, D=dim,
-        BLOCK_S=kernels.MERGED, BLOCK_D=16,
-    )  # fmt: skip
-    expected, expected_lse = state.finalize()
-    torch.testing.assert_close(out.view(3, 1, dim).cpu(), expected)
-    torch.testing.assert_close(found.view(3, 1).cpu(), expected_lse)
+    """Most of them without a key, one row without any."""
+    cache = cache_of([150, 0], Case(num_heads=1, num_kv_heads=1, num_queries=1))
+    assert share(cache, cache.call("triton", splits=2 * kernels.MERGED + 6)) <= 1
 
 
 @pytest.mark.parametrize(
