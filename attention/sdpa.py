@@ -146,22 +146,23 @@ def refusals(
         )
     if backend == "auto" or torch.compiler.is_compiling():
         return reasons
-    # PyTorch's own choice among one kernel: it says as warnings why that one is none
+    num_queries, num_keys = q.shape[2], k.shape[2]
+    is_causal, mask = causal and num_queries > 1, None
+    if is_causal and num_queries != num_keys:  # as in sdpa_attention(); its values do not matter
+        is_causal, mask = False, q.new_empty(num_queries, num_keys, dtype=torch.bool)
+    settings = {"is_causal": is_causal, "enable_gqa": q.shape[1] != k.shape[1]}
+    tensors = aligned(q), aligned(k), aligned(v), mask
+    # let PyTorch choose among this one kernel. Why it cannot, it says as warnings
     with sdpa_kernel(KERNELS[backend]), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            torch._fused_sdp_choice(
-                aligned(q),
-                aligned(k),
-                aligned(v),
-                is_causal=causal and q.shape[2] > 1,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
+            torch._fused_sdp_choice(*tensors, **settings)
         except RuntimeError as error:
-            words = "; ".join(str(warning.message) for warning in said)
+            # without the place in PyTorch's source
+            words = [str(warning.message).partition(" (Triggered")[0] for warning in said]
             reasons.append(
-                f"PyTorch's {backend} kernel refuses them on {q.device.type}: {words or error}; "
-                "attention.backend=auto lets PyTorch choose"
+                f"PyTorch's {backend} kernel cannot run on {q.device.type}: "
+                f"{'; '.join(words) or error}; attention.backend=auto lets PyTorch choose"
             )
     return reasons
 
