@@ -156,7 +156,9 @@ def refusals(
     with sdpa_kernel(KERNELS[backend]), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            torch._fused_sdp_choice(*tensors, **settings)
+            torch._fused_sdp_choice(  # pyright: ignore[reportPrivateImportUsage]
+                *tensors, **settings
+            )
         except RuntimeError as error:
             # without the place in PyTorch's source
             words = [str(warning.message).partition(" (Triggered")[0] for warning in said]
