@@ -47,7 +47,7 @@ from attention.look.diagnose import (
     max_score,
 )
 from attention.mask import Window
-from attention.own import build_module, standalone
+from attention.own import build_module
 from attention.ranks import Shards
 from attention.sinks import with_sinks
 from attention.tile_op import operator_attention
@@ -76,7 +76,6 @@ __all__ = [
     "kernel_choice",
     "max_score",
     "register",
-    "standalone",
 ]
 
 

@@ -41,48 +41,6 @@ FIXED_SPLITS, MOST_SPLITS = 16, 128
 START, MERGE, MERGE_SPLIT, TAIL = 0.25, 4.0, 0.05, 0.25
 
 
-def split_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: VisibleKeys,
-    *,
-    scale: float,
-    splits: int,
-    softcap: float | None = None,
-    block_kv: int = 64,
-) -> AttentionOutput:
-    """Attention of q (B, H, N, D) to k, v (B, H_kv, M, D), in `splits` splits of whole tiles of
-    keys.
-    """
-    q, dtype = q.unflatten(1, (k.shape[1], -1)), statistics_dtype(q)  # (B, H_kv, G, N, D)
-    seen = visible.mask()  # (B or 1, 1, N, M)
-    # a cache has memory that is not written yet, and 0 * NaN would be NaN
-    v = v.masked_fill(~seen.any(2).unsqueeze(-1), 0.0).unsqueeze(2)
-    scores = q.to(dtype) @ k.to(dtype).unsqueeze(2).mT * scale  # (B, H_kv, G, N, M)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~seen.unsqueeze(2), -torch.inf)
-    state = empty = OnlineSoftmax.empty(q, dtype=dtype, value_dim=v.shape[-1])
-    for own in keys_of_splits(visible, splits, block_kv):
-        part = empty.update(scores.masked_fill(~own[:, None, None, None], -torch.inf), v)
-        state = state.merge(part)
-    out, lse = state.finalize()
-    return AttentionOutput(out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2))
-
-
-def keys_of_splits(visible: VisibleKeys, splits: int, block_kv: int) -> Iterator[Tensor]:
-    """A mask of each split's own keys, (B or 1, M). Splits differ by at most one tile. The masks
-    depend only on what the sequence sees, not on the rest of the batch.
-    """
-    first, last = visible.lo.amin(1, keepdim=True), visible.hi.amax(1, keepdim=True)
-    tiles = (last - first + block_kv - 1) // block_kv
-    j = torch.arange(visible.num_keys, device=first.device)
-    for split in range(splits):
-        start, end = (first + x * tiles // splits * block_kv for x in (split, split + 1))
-        yield (j >= start) & (j < end)
-
-
 def decode(
     q: Tensor,
     k: Tensor,
@@ -99,19 +57,48 @@ def decode(
     """The `decode` of a Backend, for attention_with_cache(). k, v are (B, H_kv, M, D), or with a
     block_table (P, H_kv, page_size, D).
     """
-    (num_pages, _, room, _), broken = k.shape, cache_lengths < 0
+    outside = outside_cache(k, cache_lengths, block_table).view(-1, 1, 1)
     if block_table is not None:
-        used = torch.arange(block_table.shape[1], device=k.device) * room < cache_lengths[:, None]
-        outside = (block_table < 0) | (block_table >= num_pages)
-        broken, room = broken | (used & outside).any(1), room * block_table.shape[1]
         k, v = gathered(k, block_table), gathered(v, block_table)
-    broken = (broken | (cache_lengths > room)).view(-1, 1, 1)
     visible = visible_keys(q, k, causal=causal, window=window, cache_lengths=cache_lengths)
-    count = num_splits(splits)
-    out, lse = split_attention(q, k, v, visible, scale=scale, softcap=softcap, splits=count)
-    assert lse is not None
-    nan = float("nan")
-    return AttentionOutput(out.masked_fill(broken.unsqueeze(-1), nan), lse.masked_fill(broken, nan))
+    # a cache has memory that is not written yet, and 0 * NaN would be NaN
+    v = v.masked_fill(~visible.mask().any(2).unsqueeze(-1), 0.0).unsqueeze(2)
+    rows, dtype = q.unflatten(1, (k.shape[1], -1)), statistics_dtype(q)  # (B, H_kv, G, N, D)
+    scores = rows.to(dtype) @ k.to(dtype).unsqueeze(2).mT * scale  # (B, H_kv, G, N, M)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    state = empty = OnlineSoftmax.empty(rows, dtype=dtype, value_dim=v.shape[-1])
+    for part in parts_of(visible, num_splits(splits)):
+        hidden = ~part.mask().unsqueeze(2)  # (B or 1, 1, 1, N, M)
+        state = state.merge(empty.update(scores.masked_fill(hidden, -torch.inf), v))
+    out, lse = (x.flatten(1, 2) for x in state.finalize())
+    out = out.to(q.dtype).masked_fill(outside.unsqueeze(-1), torch.nan)
+    return AttentionOutput(out, lse.masked_fill(outside, torch.nan))
+
+
+def parts_of(visible: VisibleKeys, splits: int, block_kv: int = 64) -> Iterator[VisibleKeys]:
+    """What each split sees. Splits differ by at most one tile. They depend only on what the
+    sequence sees, not on the rest of the batch.
+    """
+    first, last = visible.lo.amin(1, keepdim=True), visible.hi.amax(1, keepdim=True)
+    tiles = (last - first + block_kv - 1) // block_kv
+    for split in range(splits):
+        start, end = (first + x * tiles // splits * block_kv for x in (split, split + 1))
+        lo, hi = (x.clamp(start, end) for x in (visible.lo, visible.hi))
+        yield VisibleKeys(lo, hi, visible.num_keys)
+
+
+def outside_cache(k: Tensor, cache_lengths: Tensor, block_table: Tensor | None) -> Tensor:
+    """Whether the length of a sequence, or the number of a page that it uses, points outside the
+    cache, (B,). k as in decode().
+    """
+    lengths, room = cache_lengths.long(), k.shape[2]
+    outside = lengths < 0
+    if block_table is not None:
+        used = torch.arange(block_table.shape[1], device=k.device) * room < lengths[:, None]
+        outside = outside | (used & ((block_table < 0) | (block_table >= len(k)))).any(1)
+        room *= block_table.shape[1]
+    return outside | (lengths > room)
 
 
 def gathered(pages: Tensor, block_table: Tensor) -> Tensor:
@@ -135,10 +122,9 @@ def num_splits(splits: str | int, *, programs: int = 1, tiles: int = 1, slots: i
     if splits == "fixed":
         return FIXED_SPLITS
     # settings of a run are text
-    count = int(splits) if isinstance(splits, str) and splits.isdecimal() else splits
-    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_SPLITS:
+    if not str(splits).isdecimal() or not 1 <= int(splits) <= MOST_SPLITS:
         raise ValueError(f"splits={splits} must be auto, fixed or a number of 1 to {MOST_SPLITS}")
-    return count
+    return int(splits)
 
 
 @lru_cache(maxsize=4096)
@@ -173,24 +159,20 @@ def check_cache(
             f"{tuple(k.shape)}, v {tuple(v.shape)}"
         )
     _check_integers("cache_lengths", cache_lengths, q, dims=1)
-    room = k.shape[2]
+    size = f"{k.shape[2]} keys"
     if block_table is not None:
         _check_integers("block_table", block_table, q, dims=2)
-        room = block_table.shape[1] * k.shape[1]
+        k = k.transpose(1, 2)
+        size = f"{len(k)} pages of {k.shape[2]} keys"
     if q.device.type != "cpu" or not values_can_be_read():
         return
-    lengths = cache_lengths.tolist()
-    if not 0 <= min(lengths) <= max(lengths) <= room:
-        raise ValueError(f"cache_lengths must lie in 0 to {room}, the room; got {lengths}")
-    if block_table is not None:
-        num_pages, page_size = k.shape[:2]
-        for row, length in zip(block_table.tolist(), lengths, strict=True):
-            used = row[: -(-length // page_size)]
-            if used and not 0 <= min(used) <= max(used) < num_pages:
-                raise ValueError(
-                    f"a block_table's pages must lie in 0 to {num_pages - 1} as far as its "
-                    f"sequence's {length} keys reach; got {used}"
-                )
+    outside = outside_cache(k, cache_lengths, block_table)
+    if outside.any():
+        row = int(outside.nonzero()[0])
+        got = f"cache_lengths[{row}] is {cache_lengths[row]}"
+        if block_table is not None:
+            got += f", block_table[{row}] is {block_table[row].tolist()}"
+        raise ValueError(f"a sequence points outside its cache of {size}: {got}")
 
 
 def _check_integers(name: str, x: Any, q: Tensor, *, dims: int) -> None:

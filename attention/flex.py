@@ -5,12 +5,10 @@ Without a GPU, PyTorch runs it uncompiled and materialises the scores: correct, 
 in memory.
 """
 
-from functools import cache, lru_cache, reduce
-from operator import and_
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import (
     AuxRequest,
@@ -25,9 +23,8 @@ from attention.interface import (
     Backend,
     ScoreMod,
     needs_gradient,
-    statistics_dtype,
 )
-from attention.mask import VisibleKeys, Window, visible_keys
+from attention.mask import Window, visible_keys
 
 
 @cache
@@ -55,49 +52,14 @@ def quick(function, device: torch.device):
     )
 
 
-def block_mask_of(
-    q: Tensor,
-    k: Tensor,
-    *,
-    causal: bool,
-    window: Window,
-    document_ids: Tensor | None = None,
-    **wide: Tensor | None,
-) -> BlockMask | None:
-    """The mask of attention/mask.py, or None where every query sees every key. It compares
-    positions, as users of FlexAttention write it. With a two-sided window, key_lengths or
-    cu_seqlens it uses intervals.
+def block_mask_of(q: Tensor, k: Tensor, *, causal: bool, **mask: Any) -> BlockMask | None:
+    """The intervals of attention/mask.py, or None where every query sees every key. mask: as for
+    visible_keys().
     """
-    if isinstance(window, tuple) or any(each is not None for each in wide.values()):
-        mask = {"window": window, "document_ids": document_ids, **wide}
-        return interval_mask(q, k, visible_keys(q, k, causal=causal, **mask))
-    if not causal and document_ids is None:
+    if not causal and all(each is None for each in mask.values()):
         return None
-    num_queries, num_keys, batch, documents = q.shape[2], k.shape[2], None, None
-    if document_ids is not None:  # numbered, because an id may return in another document
-        batch, documents = (
-            q.shape[0],
-            F.pad((document_ids[:, 1:] != document_ids[:, :-1]).cumsum(1), (1, 0)),
-        )
-
-    def mask_mod(b, h, i, j):
-        i = i + num_keys - num_queries
-        masks = []
-        if causal:
-            masks.append(i >= j)
-        if window is not None:
-            masks.append(i - j < window)
-        if documents is not None:
-            masks.append(documents[b, i] == documents[b, j])
-        return reduce(and_, masks)
-
-    return quick(create_block_mask, q.device)(
-        mask_mod, batch, None, num_queries, num_keys, device=q.device
-    )
-
-
-def interval_mask(q: Tensor, k: Tensor, visible: VisibleKeys) -> BlockMask:
-    lo, hi = visible.lo, visible.hi
+    visible = visible_keys(q, k, causal=causal, **mask)
+    lo, hi = torch.broadcast_tensors(visible.lo, visible.hi)
     batch = len(lo) if len(lo) > 1 else None
 
     def mask_mod(b, h, i, j):
@@ -113,8 +75,8 @@ def interval_mask(q: Tensor, k: Tensor, visible: VisibleKeys) -> BlockMask:
 def standing_mask(
     num_queries: int, num_keys: int, device: torch.device, *, causal: bool, window: Window
 ) -> BlockMask | None:
-    """The mask without documents, cached for all layers and steps: making it takes longer than
-    attention to a few thousand tokens.
+    """The mask without tensors of the batch, cached for all layers and steps: making it takes
+    longer than attention to a few thousand tokens.
     """
     with torch.inference_mode(False), torch.no_grad():
         q, k = (torch.empty(1, 1, length, 0, device=device) for length in (num_queries, num_keys))
@@ -147,16 +109,16 @@ def flex(
     """
     q, k, v = map(within_reach, (q, k, v))
     num_queries, num_keys = q.shape[2], k.shape[2]
-    if alibi_slopes is not None:
-        alibi_slopes = alibi_slopes.to(statistics_dtype(q))
+    plain = softcap is None and alibi_slopes is None and score_mod is None
 
     def change(score, b, h, i, j):
+        i = i + num_keys - num_queries
         if softcap is not None:
             score = softcap * torch.tanh(score / softcap)
         if alibi_slopes is not None:
-            score = score - alibi_slopes[h] * (i + num_keys - num_queries - j)
+            score = score - alibi_slopes[h] * (i - j)
         if score_mod is not None:
-            score, _ = score_mod(score, b, h, i + num_keys - num_queries, j)
+            score, _ = score_mod(score, b, h, i, j)
         return score
 
     if torch.compiler.is_compiling() or any(each is not None for each in of_batch.values()):
@@ -169,9 +131,7 @@ def flex(
         q,
         k,
         v,
-        score_mod=None
-        if softcap is None and alibi_slopes is None and score_mod is None
-        else change,
+        score_mod=None if plain else change,
         block_mask=block_mask,
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],

@@ -16,17 +16,11 @@ module holds whatever the attention needs besides q, k and v: parameters, buffer
 layer's number.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from attention.interface import Backend, Output, dtype_name
+from attention.interface import Backend, dtype_name
 from attention.look.blame import with_place
-
-STANDALONE_SEQ_LEN = 1024
 
 
 def build_module(
@@ -71,37 +65,3 @@ def check_module(backend: Backend, module: nn.Module | None) -> None:
         )
     if backend.module is None and module is not None:
         raise ValueError(f"attention={backend.name} takes no module= (got {type(module).__name__})")
-
-
-def standalone(backend: Backend, *, noise: float = 0.0) -> Backend:
-    """The backend as a function of q, k and v, for calls outside a model. It makes a module for
-    each new shape, always with the same random numbers.
-
-    noise: standard deviation of the noise added to every parameter. A parameter that starts at zero
-    may hide what it multiplies.
-    """
-    if backend.module is None:
-        return backend
-    modules: dict[tuple[int, int, int, bool], nn.Module] = {}
-
-    def module_for(q: Tensor, k: Tensor) -> nn.Module:
-        wide = q.dtype == torch.float64
-        key = (q.shape[1], k.shape[1], q.shape[3], wide)
-        if key not in modules:
-            sizes = dict(zip(("num_heads", "num_kv_heads", "head_dim"), key[:3], strict=True))
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
-                torch.manual_seed(0)
-                module = build_module(backend, **sizes, max_seq_len=STANDALONE_SEQ_LEN, layer=0)
-                for x in module.parameters():
-                    x.add_(torch.randn(x.shape), alpha=noise)
-            modules[key] = module.to(q.device, torch.float64 if wide else None)
-        return modules[key]
-
-    def bound(fn: Callable[..., Output]) -> Callable[..., Output]:
-        def attend(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Output:
-            return fn(q, k, v, module=module_for(q, k), **arguments)
-
-        return attend
-
-    reference = None if backend.reference is None else bound(backend.reference)
-    return replace(backend, fn=bound(backend.fn), reference=reference, module=None)

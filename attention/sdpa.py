@@ -2,13 +2,13 @@
 
 `backend=` names the kernel (flash, efficient, cudnn, math); "auto" lets PyTorch choose. A kernel
 that cannot take the inputs is an error with PyTorch's reasons in it, never another kernel. Causal
-attention of 1 < N < M queries (a prefill in chunks) needs a boolean N x M mask, because PyTorch's
-own causal flag is aligned to the other corner. key_lengths and packed sequences always need a mask.
+attention of several queries to another number of keys (a prefill in chunks) needs a boolean N x M
+mask, because PyTorch's own causal flag is aligned to the other corner. So do key_lengths and packed
+sequences.
 """
 
 import warnings
-from contextlib import nullcontext, suppress
-from functools import cache
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from attention.interface import AttentionOutput, Backend, Refusal, needs_gradient
-from attention.mask import VisibleKeys, visible_keys
+from attention.mask import visible_keys
 
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -51,37 +51,15 @@ def sdpa_attention(
 ) -> AttentionOutput:
     """q (B, H, N, D); k (B, H_kv, M, D); v (B, H_kv, M, D_v). Returns no lse."""
     q, k, v = aligned(q), aligned(k), aligned(v)
-    if key_lengths is not None or cu_seqlens is not None:
-        mask = {"key_lengths": key_lengths, "cu_seqlens": cu_seqlens}
-        visible = visible_keys(q, k, causal=causal, **mask)
-        return masked(q, k, v, visible, scale=scale, backend=backend)
-    num_queries, num_keys = q.shape[2], k.shape[2]
-    # PyTorch's is_causal is aligned top-left. The first N - M rows of a longer q see no key;
-    # without them the rest is square
-    no_key = max(num_queries - num_keys, 0) if causal else 0
-    q = q[:, :, no_key:]
+    settings = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    whole = key_lengths is None and cu_seqlens is None
     is_causal = causal and q.shape[2] > 1
-    mask = visible_keys(q, k, causal=True).mask() if is_causal and q.shape[2] < num_keys else None
-    arguments = {
-        "attn_mask": mask,
-        "is_causal": is_causal and mask is None,
-        "scale": scale,
-        "enable_gqa": q.shape[1] != k.shape[1],
-    }
-    out = by_kernel(q, k, v, backend=backend, **arguments)
-    return AttentionOutput(torch.nn.functional.pad(out, (0, 0, no_key, 0)) if no_key else out)
-
-
-def masked(
-    q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, *, scale: float, backend: str
-) -> AttentionOutput:
-    """Attention under a boolean N x M mask. Kernels disagree on a row without a key, so such a row
-    sees all keys here, and its result is discarded.
-    """
+    if whole and (not is_causal or q.shape[2] == k.shape[2]):
+        return AttentionOutput(by_kernel(q, k, v, backend=backend, is_causal=is_causal, **settings))
+    visible = visible_keys(q, k, causal=causal, key_lengths=key_lengths, cu_seqlens=cu_seqlens)
+    # kernels disagree on a row without a key: it sees all keys here, and its result is discarded
     no_key = (visible.lo == visible.hi)[:, None, :, None]  # (B or 1, 1, N, 1)
-    gqa = q.shape[1] != k.shape[1]
-    mask = visible.mask() | no_key
-    out = by_kernel(q, k, v, backend=backend, attn_mask=mask, scale=scale, enable_gqa=gqa)
+    out = by_kernel(q, k, v, backend=backend, attn_mask=visible.mask() | no_key, **settings)
     return AttentionOutput(out.masked_fill(no_key, 0.0))
 
 
@@ -109,10 +87,19 @@ class OneGradientLayout(torch.autograd.Function):
         return aligned(d_out.transpose(1, 2).contiguous().transpose(1, 2))
 
 
-def by_kernel(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **arguments: Any) -> Tensor:
+def by_kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    backend: str,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    **settings: Any,
+) -> Tensor:
     """PyTorch's function with only this kernel; "auto" lets PyTorch choose."""
     kernels = [] if backend == "auto" else [KERNELS[backend]]
-    if q.is_cuda and cudnn_loses_dq(q, k, v, is_causal=arguments.get("is_causal", False)):
+    if q.is_cuda and cudnn_loses_dq(q, k, v, is_causal=is_causal):
         if backend == "cudnn":
             raise Refusal(
                 f"attention=sdpa cannot take these inputs: with {k.shape[2]} keys, a multiple of "
@@ -120,11 +107,15 @@ def by_kernel(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **arguments: Any
                 "row are low; attention.backend=auto takes another kernel"
             )
         kernels = kernels or [kernel for name, kernel in KERNELS.items() if name != "cudnn"]
+    if q.is_cuda and backend == "flash" and attn_mask is not None:
+        raise Refusal(
+            "attention=sdpa cannot take these inputs: on a GPU PyTorch's flash kernel takes no "
+            "mask, which they need; attention.backend=auto takes another kernel"
+        )
     with sdpa_kernel(kernels) if kernels else nullcontext():
-        if torch.compiler.is_compiling():
-            out = scaled_dot_product_attention(q, k, v, **arguments)
-        else:
-            out = called(q, k, v, backend=backend, **arguments)
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=attn_mask, is_causal=is_causal, **settings
+        )
     return OneGradientLayout.apply(out) if out.is_cuda and out.requires_grad else out
 
 
@@ -134,49 +125,6 @@ def cudnn_loses_dq(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> bool:
     the padding.
     """
     return needs_gradient(q, k, v) and not is_causal and k.shape[2] % 128 == 64
-
-
-def called(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **arguments: Any) -> Tensor:
-    """PyTorch's function. Raises a Refusal with PyTorch's reasons if the requested kernel does not
-    take the inputs.
-    """
-    try:
-        return scaled_dot_product_attention(q, k, v, **arguments)
-    except RuntimeError as error:
-        if backend == "auto" or isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)):
-            raise
-        reason = _reason(q, k, v, error, backend=backend, **arguments)
-        raise Refusal(f"attention=sdpa cannot take these inputs: {reason}") from error
-
-
-def _reason(
-    q: Tensor, k: Tensor, v: Tensor, error: RuntimeError, *, backend: str, **arguments: Any
-) -> str:
-    """PyTorch gives its reasons as warnings; the error that follows has none. Call it again and
-    record the warnings.
-    """
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with suppress(RuntimeError):
-            scaled_dot_product_attention(q, k, v, **arguments)
-    words = [str(warning.message).split(" (Triggered internally")[0] for warning in caught]
-    # drop headings and remarks on other kernels
-    words = [
-        each
-        for each in words
-        if not each.endswith(("not used because:", "has been runtime disabled."))
-    ]
-    # on a CPU, PyTorch only says that no kernel is left
-    elsewhere = (
-        ["it runs on a GPU alone"]
-        if backend in ("efficient", "cudnn") and q.device.type != "cuda"
-        else []
-    )
-    said = "; ".join(words or elsewhere or [str(error)])
-    return (
-        f"PyTorch's {backend} kernel refuses them: {said}; attention.backend=auto lets "
-        "PyTorch choose"
-    )
 
 
 def refusals(
@@ -196,36 +144,29 @@ def refusals(
             "hidden scores; "
             "attention.backend=math and attention=tiled take it"
         )
-    if backend != "auto" and not torch.compiler.is_compiling():
-        # two sequences of a batch are as good a test as all
-        layouts = (((min(len(x), 2), *x.shape[1:]), x.stride()) for x in (q, k, v))
-        backward = needs_gradient(q, k, v)
-        reasons += _tried(backend, causal, backward, q.device, q.dtype, *layouts)
-    return reasons
-
-
-@cache
-def _tried(
-    backend: str,
-    causal: bool,
-    backward: bool,
-    device: torch.device,
-    dtype: torch.dtype,
-    *layouts: tuple[tuple[int, ...], tuple[int, ...]],
-) -> tuple[str, ...]:
-    """Only PyTorch knows all its conditions: try tensors with these shapes and strides once."""
-    tensors = (
-        torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
-        for shape, strides in layouts
-    )
-    q, k, v = (x.requires_grad_(backward) for x in tensors)
-    with warnings.catch_warnings(), torch.set_grad_enabled(backward):
-        warnings.simplefilter("ignore")  # the refusal contains them
+    if backend == "auto" or torch.compiler.is_compiling():
+        return reasons
+    num_queries, num_keys = q.shape[2], k.shape[2]
+    is_causal, mask = causal and num_queries > 1, None
+    if is_causal and num_queries != num_keys:  # as in sdpa_attention(); its values do not matter
+        is_causal, mask = False, q.new_empty(num_queries, num_keys, dtype=torch.bool)
+    settings = {"is_causal": is_causal, "enable_gqa": q.shape[1] != k.shape[1]}
+    tensors = aligned(q), aligned(k), aligned(v), mask
+    # let PyTorch choose among this one kernel. Why it cannot, it says as warnings
+    with sdpa_kernel(KERNELS[backend]), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         try:
-            sdpa_attention(q, k, v, causal=causal, scale=1.0, backend=backend)
-        except Refusal as refusal:
-            return (str(refusal).partition(": ")[2],)
-    return ()
+            torch._fused_sdp_choice(  # pyright: ignore[reportPrivateImportUsage]
+                *tensors, **settings
+            )
+        except RuntimeError as error:
+            # without the place in PyTorch's source
+            words = [str(warning.message).partition(" (Triggered")[0] for warning in said]
+            reasons.append(
+                f"PyTorch's {backend} kernel cannot run on {q.device.type}: "
+                f"{'; '.join(words) or error}; attention.backend=auto lets PyTorch choose"
+            )
+    return reasons
 
 
 SDPA = Backend(

@@ -4,15 +4,16 @@ Dimensions: N queries, M keys.
 """
 
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from attention import Backend, standalone
+from attention import Backend, build_module
+from attention.interface import Output
 from conformance.cases import Case, Check, Expected, attend, distance, expect, run
 from conformance.dialects import Adapter, dialect_of
 from conformance.other_functions import expect_function
@@ -25,6 +26,45 @@ PARAMETER_NOISE = 0.1
 
 # the same for every backend, so it is computed once
 expected_of = lru_cache(maxsize=512)(expect)
+
+
+def standalone(backend: Backend, *, noise: float = 0.0) -> Backend:
+    """The backend as a function of q, k and v, for calls outside a model. It makes a module for
+    each new shape, always with the same random numbers.
+
+    noise: standard deviation of the noise added to every parameter. A parameter that starts at zero
+    may hide what it multiplies.
+    """
+    if backend.module is None:
+        return backend
+
+    @cache
+    def module_for(
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype | None,
+        device: torch.device,
+    ) -> nn.Module:
+        shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            module = build_module(backend, **shape, max_seq_len=1024, layer=0)
+            for x in module.parameters():
+                x.add_(torch.randn(x.shape), alpha=noise)
+        return module.to(device, dtype)
+
+    def bound(fn: Callable[..., Output]) -> Callable[..., Output]:
+        def attend(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Output:
+            # parameters stay as they were made, unless the inputs are wider
+            dtype = torch.float64 if q.dtype == torch.float64 else None
+            module = module_for(q.shape[1], k.shape[1], q.shape[3], dtype, q.device)
+            return fn(q, k, v, module=module, **arguments)
+
+        return attend
+
+    reference = None if backend.reference is None else bound(backend.reference)
+    return replace(backend, fn=bound(backend.fn), reference=reference, module=None)
 
 
 @dataclass

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from attention import Backend, attention, standalone
+from attention import Backend, attention
+from conformance.backend_under_test import standalone
 from conformance.errors import in_one_line
 from conformance.memory_growth import LiveTensors
 from model.layer_function import alibi_slopes

@@ -40,17 +40,15 @@ SLOTS_OF_A_CPU = 8  # the interpreter runs programs one by one; several make tes
 
 @triton.jit
 def load_keys(
-    ptr, stride_page, stride_n, page, keys, inside, PAGE_SIZE: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Load rows `keys` of one head as (BLOCK_KV, BLOCK_D), zero where not `inside`."""
-    if PAGE_SIZE == 0:
-        row = ptr + tl.cast(keys, tl.int64) * stride_n
-    else:
-        row = ptr + tl.cast(page, tl.int64) * stride_page + keys % PAGE_SIZE * stride_n
+    ptr, stride_page, stride_n, page, row, inside, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Load these rows of one head's page, or of each row's page, as (BLOCK_KV, BLOCK_D), zero where
+    not `inside`.
+    """
+    ptr += tl.cast(page, tl.int64) * stride_page + tl.cast(row, tl.int64) * stride_n
     column = tl.arange(0, BLOCK_D)
     mask = inside[:, None] & (column < D)[None, :]
-    return tl.load(row[:, None] + column[None, :], mask=mask, other=0.0)
+    return tl.load(ptr[:, None] + column[None, :], mask=mask, other=0.0)
 
 
 # do not recompile for each length
@@ -58,16 +56,14 @@ def load_keys(
 def split_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, lengths_ptr, table_ptr, params_ptr,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn,
-    stride_vb, stride_vh, stride_vn, stride_ob, stride_oh, stride_on, stride_os,
-    stride_table, num_kv_heads, N, M, num_pages, left, right, scale, scale_log2,
+    stride_vb, stride_vh, stride_vn, stride_table,
+    num_kv_heads, N, M, num_pages, left, right, scale, scale_log2,
     SCORE_MOD: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """lengths_ptr: how many keys each sequence has, or None for M keys; table_ptr: its pages.
-
-    With one split, out and lse are the final results. Otherwise they are those of each split, with
-    lse in base 2.
+    """lengths_ptr: how many keys each sequence has; table_ptr: its pages. out (B, N, H, S, D) and
+    lse (B, N, H, S) are contiguous. With several splits, lse is in base 2.
     """
     row_tiles = tl.cdiv(N * GROUPS, BLOCK_Q)
     tile, head_of_batch = tl.program_id(0) % row_tiles, tl.program_id(0) // row_tiles
@@ -79,11 +75,9 @@ def split_kernel(
     n, head = rows // GROUPS, kv_head * GROUPS + rows % GROUPS
     first_n = tile * BLOCK_Q // GROUPS
     last_n = tl.minimum((tile * BLOCK_Q + BLOCK_Q - 1) // GROUPS, N - 1)
-    length, broken = M, M < 0
-    if lengths_ptr is not None:
-        given = tl.load(lengths_ptr + batch)
-        length = tl.minimum(given.to(tl.int32), M)
-        broken = (given > M) | (given < 0)
+    given = tl.load(lengths_ptr + batch)
+    length = tl.minimum(given.to(tl.int32), M)
+    broken = (given > M) | (given < 0)
     past = length - N  # the position of query 0
     lo = tl.maximum(past + n - left, 0)
     hi = tl.minimum(past + n + right + 1, length)
@@ -104,24 +98,22 @@ def split_kernel(
     )
     k_ptr += kv_head * stride_kh
     v_ptr += kv_head * stride_vh
-    if PAGE_SIZE == 0:
-        k_ptr += batch * stride_kb
-        v_ptr += batch * stride_vb
-    else:
+    if PAGE_SIZE != 0:
         table_ptr += batch * stride_table
     row_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for start in tl.range(begin, end, BLOCK_KV):
         keys = start + tl.arange(0, BLOCK_KV)
-        inside, page = (keys >= first) & (keys < end), start
+        inside = (keys >= first) & (keys < end)
+        page, row = batch, keys  # a contiguous cache has one page a sequence
         if PAGE_SIZE != 0:
             if PAGE_SIZE % BLOCK_KV == 0:
                 page = tl.load(table_ptr + start // PAGE_SIZE)
             else:
                 page = tl.load(table_ptr + keys // PAGE_SIZE, mask=inside, other=0)
-            page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
-        k = load_keys(k_ptr, stride_kb, stride_kn, page, keys, inside, PAGE_SIZE, D, BLOCK_D)
+            page, row = tl.minimum(tl.maximum(page, 0), num_pages - 1), keys % PAGE_SIZE
+        k = load_keys(k_ptr, stride_kb, stride_kn, page, row, inside, D, BLOCK_D)
         scores, _ = scores_of(
             tl.dot(q, tl.trans(k), input_precision=PRECISION), (past + n)[:, None],
             keys[None, :], lo[:, None], hi[:, None], batch, head[:, None], M, scale, scale_log2,
@@ -130,7 +122,7 @@ def split_kernel(
         row_max, shift, alpha = move_max(row_max, tl.max(scores, 1), True)
         p = tl.exp2(scores - shift[:, None])
         row_sum = alpha * row_sum + tl.sum(p, 1)
-        v = load_keys(v_ptr, stride_vb, stride_vn, page, keys, inside, PAGE_SIZE, D, BLOCK_D)
+        v = load_keys(v_ptr, stride_vb, stride_vn, page, row, inside, D, BLOCK_D)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
 
     if PAGE_SIZE != 0:
@@ -146,19 +138,18 @@ def split_kernel(
     lse = row_max + tl.log2(row_sum)
     if SPLITS == 1:
         lse *= 0.6931471805599453  # back to the natural logarithm
-    out_ptr += batch * stride_ob + split * stride_os
+    part = ((batch * N + n) * num_kv_heads * GROUPS + head) * SPLITS + split
     tl.store(
-        out_ptr + (head * stride_oh + n * stride_on)[:, None] + column[None, :],
+        out_ptr + part[:, None] * D + column[None, :],
         (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty),
         mask=row_exists[:, None] & (column < D)[None, :],
     )
-    row = ((batch * num_kv_heads * GROUPS + head) * N + n) * SPLITS + split
-    tl.store(lse_ptr + row, lse, mask=row_exists)
+    tl.store(lse_ptr + part, lse, mask=row_exists)
 
 
 @triton.jit
 def merge_kernel(
-    parts_ptr, part_lse_ptr, out_ptr, lse_ptr, stride_ob, stride_oh, stride_on, num_heads, N,
+    parts_ptr, part_lse_ptr, out_ptr, lse_ptr,
     SPLITS: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """OnlineSoftmax.merge of a row's parts, BLOCK_S at a time; each part is the state (lse, 1,
@@ -183,9 +174,8 @@ def merge_kernel(
         row_sum = alpha * row_sum + tl.sum(p, 0)
         acc = alpha * acc + tl.sum(p[:, None] * out, 0)
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # no key
-    n, head = row % N, row // N % num_heads
-    out_ptr += row // N // num_heads * stride_ob + head * stride_oh + n * stride_on
-    tl.store(out_ptr + column, (acc / row_sum).to(out_ptr.dtype.element_ty), mask=column < D)
+    out = (acc / row_sum).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * D + column, out, mask=column < D)
     tl.store(lse_ptr + row + tl.arange(0, 1), (row_max + tl.log2(row_sum)) * 0.6931471805599453)
 
 
@@ -239,15 +229,14 @@ def split_attention(
     busy = {"tiles": tiles_of(seen, tile.block_kv), "slots": slots_of(device, memory)}
     count = num_splits(splits, programs=programs, **busy)
 
-    out = empty_heads(q.shape, q)
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    part, part_lse, strides = out, lse, (*out.stride()[:3], 0)
+    out, lse = outputs(q)
+    parts, part_lse = out, lse
     if count > 1:
-        part = lse.new_empty(*q.shape[:3], count, head_dim)
-        part_lse, strides = lse.new_empty(part.shape[:-1]), part.stride()[:4]
+        parts = lse.new_empty(batch, num_queries, num_heads, count, head_dim)
+        part_lse = lse.new_empty(parts.shape[:-1])
     split_kernel[(programs, count)](
-        q, k, v, part, part_lse, cache_lengths.contiguous(), block_table, params,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *strides, batch_stride(block_table),
+        q, k, v, parts, part_lse, cache_lengths.contiguous(), block_table, params,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], batch_stride(block_table),
         num_kv_heads, num_queries, num_keys, len(k), left, right, scale, scale * math.log2(math.e),
         SCORE_MOD=find_score_mod(score_mod), GROUPS=num_heads // num_kv_heads, SPLITS=count,
         PAGE_SIZE=page_size, D=head_dim, BLOCK_Q=block_q, BLOCK_KV=tile.block_kv,
@@ -256,8 +245,8 @@ def split_attention(
     )  # fmt: skip
     if count > 1:
         merge_kernel[(batch * num_heads * num_queries,)](
-            part, part_lse, out, lse, *out.stride()[:3], num_heads, num_queries, SPLITS=count,
-            D=head_dim, BLOCK_S=min(MERGED, triton.next_power_of_2(count)), BLOCK_D=block_d,
+            parts, part_lse, out, lse, SPLITS=count, D=head_dim,
+            BLOCK_S=min(MERGED, triton.next_power_of_2(count)), BLOCK_D=block_d,
         )  # fmt: skip
     return out.to(dtype), lse
 
@@ -275,5 +264,7 @@ split_attention_op = operator("split_attention")(split_attention)
 
 
 @torch.library.register_fake("tilegpt::split_attention")
-def _(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return empty_heads(q.shape, q), q.new_empty(q.shape[:3], dtype=torch.float32)
+def outputs(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    """Memory for out (B, H, N, D) and lse (B, H, N), where a token's heads are side by side."""
+    lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+    return empty_heads(q.shape, q), lse.transpose(1, 2)

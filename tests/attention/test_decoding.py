@@ -125,10 +125,13 @@ REFUSED = {
     "k-of-3-dims": ({"k": torch.zeros(1, 20, 16)}, r"\(1, 20, 16\)"),
     "lengths-of-another-batch": ({"cache_lengths": torch.tensor([1])}, r"cache_lengths .* B = 2"),
     "lengths-in-floats": ({"cache_lengths": torch.tensor([1.0, 2.0])}, "cache_lengths .* float32"),
-    "more-keys-than-room": ({"cache_lengths": torch.tensor([20, 21])}, r"0 to 20, .*\[20, 21\]"),
+    "more-keys-than-room": (
+        {"cache_lengths": torch.tensor([20, 21])},
+        r"20 keys: cache_lengths\[1\] is 21",
+    ),
     "no-such-page": (
         {"block_table": torch.tensor([[0, 1], [1, 2]]), "k": PAGES, "v": PAGES},
-        r"0 to 1 .* 9 keys .*\[1, 2\]",
+        r"2 pages of 8 keys: .* is 9, block_table\[1\] is \[1, 2\]",
     ),
     "pages-of-k-and-v-differ": (
         {"block_table": torch.tensor([[0, 1], [1, 0]]), "k": PAGES, "v": PAGES[:1]},

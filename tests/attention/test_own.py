@@ -14,9 +14,9 @@ from attention import (
     Backend,
     attention,
     build_module,
-    standalone,
 )
 from attention.look.try_out import try_out
+from conformance.backend_under_test import standalone
 from examples.learnable_temperature import BACKEND, LearnableTemperature
 
 SHAPE = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 16}
