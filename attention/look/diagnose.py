@@ -25,7 +25,7 @@ from attention.interface import (
 from attention.mask import QueryTile
 from attention.naive import naive_attention
 from attention.online_softmax import OnlineSoftmax
-from attention.tiled import HeadMaxima, grouped, make_loop
+from attention.tiled import HeadMaxima, TileLoop, grouped
 
 LIMITS = {
     dtype: math.log(torch.finfo(dtype).max)
@@ -50,13 +50,14 @@ def max_score(
     # square tiles compute the fewest scores that a causal mask hides
     block = max(1, math.isqrt(TILE_SCORES // (q.shape[0] * q.shape[1])))
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
-    loop = make_loop(q, k, causal=causal, scale=factor, block_q=block, block_kv=block, **optional)
+    tiles = {"block_q": block, "block_kv": block}
+    scores_of = TileLoop.of(q, k, causal=causal, scale=factor, **tiles, **optional).scores
     q, k, _ = grouped(q, k, k)
     maxima = HeadMaxima(q)
-    for tile in loop.visible.query_tiles(block):
+    for tile in scores_of.visible.query_tiles(block):
         q_rows = q[..., tile.rows, :]
         for keys, needs_mask in tile.key_tiles(block):
-            scores, _ = loop.scores(q_rows, k[..., keys, :], tile.rows, keys, needs_mask)
+            scores, _ = scores_of(q_rows, k[..., keys, :], tile.rows, keys, needs_mask)
             maxima.observe(tile, keys, scores)
     return maxima.largest.flatten(1, 2)
 
