@@ -35,6 +35,7 @@ from attention.interface import (
     dtype_name,
     needs_gradient,
     plain_window,
+    without_padding,
 )
 from attention.kernels import kernel_choice
 from attention.look.diagnose import (
@@ -118,8 +119,9 @@ def attention(
     score_mod     any other change of the scores, given with its derivative, in place of softcap and
                   alibi_slopes
     key_lengths   (B,) integers from 0 to M: sequence b has keys 0 <= j < key_lengths[b], and the
-                  rest is padding. Padding moves no position: causal and window still count from M.
-                  Checking the values waits for a GPU; a compiled graph does not check them
+                  rest is padding, which may hold anything, NaN included. Padding moves no position:
+                  causal and window still count from M. Checking the values waits for a GPU; a
+                  compiled graph does not check them
     sinks         (H,) floating: one extra logit per head in the softmax's denominator, like a key
                   whose value is zero. lse includes it, max_score does not, and gradients flow to
                   it; needs a backend that returns lse
@@ -289,6 +291,8 @@ def _answer(
 ) -> Output:
     """Check the inputs, call the backend, check its output."""
     optional = checked(q, k, v, backend, causal, scale, sinks, module, optional)
+    if (key_lengths := optional["key_lengths"]) is not None:
+        k, v = without_padding(k, v, key_lengths)
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     looked = return_max_score
     compiling = torch.compiler.is_compiling()

@@ -601,6 +601,13 @@ def prepared(q: Tensor, optional: dict[str, Any]) -> dict[str, Any]:
     return optional
 
 
+def without_padding(k: Tensor, v: Tensor, key_lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v with zeros past key_lengths (B,): a weight of 0 times NaN would be NaN."""
+    j = torch.arange(k.shape[2], device=k.device)
+    padding = (j >= key_lengths[:, None])[:, None, :, None]  # (B, 1, M, 1)
+    return k.masked_fill(padding, 0), v.masked_fill(padding, 0)
+
+
 def check_output(backend: Backend, q: Tensor, v: Tensor, output: Any) -> None:
     """Raise ValueError if a backend's output does not have the type, shapes and dtypes of
     AttentionOutput, or is not on the device of q.

@@ -220,3 +220,21 @@ def test_sdpa_is_right_after_a_gradient_of_another_layout(layout, compiled):
         found = torch.autograd.grad(function(*tensors), tensors, d_out)
         for x, y in zip(found, expected, strict=True):
             assert (x - y).norm() <= 0.02 * y.norm()
+
+
+@pytest.mark.parametrize("name", ["naive", "tiled", "sdpa", "triton"])
+def test_padding_may_hold_anything(name):
+    """A regression test: NaN past key_lengths had a weight of 0, and 0 * NaN is NaN."""
+    q, k, v = (random(2, 2, 8, 8, seed=seed) for seed in range(3))
+    lengths = torch.tensor([8, 5], device=DEVICE)
+    results = []
+    for padding in (0.0, torch.nan, torch.inf):
+        tensors = [x.clone() for x in (q, k, v)]
+        for x in tensors[1:]:
+            x[1, :, 5:] = padding
+            x.requires_grad_()
+        q_leaf = tensors[0].requires_grad_()
+        out = attention(*tensors, backend=name, causal=False, key_lengths=lengths).out
+        results.append((out, *torch.autograd.grad(out.square().sum(), (q_leaf, *tensors[1:]))))
+    for found in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(found, results[0], strict=True))
