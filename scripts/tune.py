@@ -270,8 +270,8 @@ def workloads(kernel: str, head_dim: int) -> list[Callable[[], Any]]:
         if kernel == "forward":
             calls.append(partial(forward, q, k, v, *others))
         else:
-            out, lse, _ = forward(q, k, v, *others)
-            calls.append(partial(backward, d_out, None, q, k, v, out, lse, *others))
+            results = forward(q, k, v, *others)[:3]
+            calls.append(partial(backward, d_out, None, q, k, v, *results, *others))
     return calls
 
 

@@ -92,10 +92,10 @@ def triton_attention(
     sinks = None if sinks is None else sinks.float().contiguous()
     tensors = q, k, v, lo, hi, params, sinks
     if torch.compiler.is_compiling():
-        out, lse, max_score = op.flash_attention(*tensors, flag(return_max_score), *settings)
+        out, lse, _, max_score = op.flash_attention(*tensors, flag(return_max_score), *settings)
     else:
         run = op.FlashAttention.apply if needs_gradient(*tensors) else forward
-        out, lse, top = run(*tensors, bool(return_max_score), settings)
+        out, lse, _, top = run(*tensors, bool(return_max_score), settings)
         max_score = None if top is None else top.amax(-1)
     if narrower:
         out = out[..., :value_dim]

@@ -1,5 +1,6 @@
 """The backward kernels: they rebuild p = exp(score - lse) tile by tile, so the forward saves only
-out and lse.
+out and lse. In float32 it saves row_max and log(row_sum) instead of lse, their sum, whose rounding
+shows where scores are large: the p of a row that sees one key is then exactly 1.
 
 The first kernel computes delta = rowsum(d_out * out). Two more compute the gradients, without
 atomics, so the result does not depend on the order in which programs run. For dk and dv, a program
@@ -85,14 +86,25 @@ def in_base_2(lse):
 
 
 @triton.jit
-def load_lse_log2(ptr, start, limit, BLOCK: tl.constexpr):
-    """Load lse in base 2; a row past the end counts as one without a key."""
-    return in_base_2(load_rows(ptr, start, limit, float("-inf"), BLOCK))
+def load_shift(max_ptr, lse_ptr, start, limit, BLOCK: tl.constexpr):
+    """shift and log_sum of these rows, in base 2: p = exp2(score - shift - log_sum). Without
+    max_ptr, shift is 0 and log_sum is lse. A row past the end counts as one without a key.
+    """
+    shift = tl.zeros([BLOCK], tl.float32)
+    log_sum = load_rows(lse_ptr, start, limit, float("-inf"), BLOCK)
+    if max_ptr is not None:
+        shift = load_rows(max_ptr, start, limit, float("-inf"), BLOCK)
+        log_sum = tl.where(shift == float("-inf"), float("inf"), log_sum)
+        shift = tl.where(shift == float("-inf"), 0.0, shift)
+    else:
+        log_sum = in_base_2(log_sum)
+    return shift, log_sum
 
 
 @triton.jit
 def add_query_tile(
-    dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr, batch, head,
+    dk, dv, k, v, q_desc, do_desc, max_ptr, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr, batch,
+    head,
     start_q, keys, N, M, scale, scale_log2,
     CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, MASKED: tl.constexpr, SCORE_MOD: tl.constexpr,
     PROBABILITY: tl.constexpr, SCORE_GRADIENT: tl.constexpr, BLOCK_Q: tl.constexpr,
@@ -101,7 +113,7 @@ def add_query_tile(
     """Add what the queries start_q : start_q + BLOCK_Q contribute to dk and dv. Scores are
     transposed (keys, queries), so p and ds enter the next product without a transposition."""
     q = load_tile(q_desc, batch, head, start_q, BLOCK_Q, BLOCK_D)
-    lse = load_lse_log2(lse_ptr, start_q, N, BLOCK_Q)
+    shift, log_sum = load_shift(max_ptr, lse_ptr, start_q, N, BLOCK_Q)
     rows = start_q + tl.arange(0, BLOCK_Q)
     lo, hi = load_interval(lo_ptr, hi_ptr, rows, N, INTERVALS and MASKED)
     product = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # (BLOCK_KV, BLOCK_Q)
@@ -109,7 +121,8 @@ def add_query_tile(
         product, (rows + (M - N))[None, :], keys[:, None], lo[None, :], hi[None, :],
         batch, head, M, scale, scale_log2, params_ptr, CAUSAL, INTERVALS, MASKED, SCORE_MOD,
     )  # fmt: skip
-    p = PROBABILITY(scores, lse[None, :], 0)
+    scores -= shift[None, :]
+    p = PROBABILITY(scores, log_sum[None, :], 0)
     do = load_tile(do_desc, batch, head, start_q, BLOCK_Q, BLOCK_D)
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
     dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
@@ -123,7 +136,8 @@ def add_query_tile(
 
 @triton.jit
 def walk_queries(
-    dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr, batch, head,
+    dk, dv, k, v, q_desc, do_desc, max_ptr, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr, batch,
+    head,
     num_heads, keys,
     first, full_first, full_last, last, N, M, scale, scale_log2,
     CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, SCORE_MOD: tl.constexpr,
@@ -134,21 +148,23 @@ def walk_queries(
     keys, full_first : full_last see all of them.
     """
     row_offset = tl.cast(batch * num_heads + head, tl.int64) * N
+    if max_ptr is not None:
+        max_ptr += row_offset
     lse_ptr += row_offset
     delta_ptr += row_offset
     for step in tl.range(first, last - (full_last - full_first), BLOCK_Q):
         # without INTERVALS there is no right edge: masked are only the queries before full_first
         start_q = edge_tile(step, full_first, full_last, True) if INTERVALS else step
         dk, dv = add_query_tile(
-            dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr, batch,
-            head, start_q, keys, N, M, scale,
+            dk, dv, k, v, q_desc, do_desc, max_ptr, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr,
+            batch, head, start_q, keys, N, M, scale,
             scale_log2, CAUSAL, INTERVALS, True, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_Q,
             BLOCK_D, PRECISION,
         )  # fmt: skip
     for start_q in tl.range(full_first, full_last, BLOCK_Q):
         dk, dv = add_query_tile(
-            dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr, batch,
-            head, start_q, keys, N, M, scale,
+            dk, dv, k, v, q_desc, do_desc, max_ptr, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr,
+            batch, head, start_q, keys, N, M, scale,
             scale_log2, CAUSAL, INTERVALS, False, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_Q,
             BLOCK_D, PRECISION,
         )  # fmt: skip
@@ -157,7 +173,7 @@ def walk_queries(
 
 @triton.jit(do_not_specialize=["section"])  # it depends on the lengths; do not recompile for each
 def dkdv_kernel(
-    q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, dk_ptr, dv_ptr, lo_ptr, hi_ptr,
+    q_desc, k_desc, v_desc, do_desc, max_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, lo_ptr, hi_ptr,
     ranges_ptr, params_ptr,
     stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn, stride_interval,
     stride_ranges,
@@ -207,7 +223,8 @@ def dkdv_kernel(
     if GROUPS == 1:
         # one head needs no loop, which would take registers from the tile
         dk, dv = walk_queries(
-            dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr, batch,
+            dk, dv, k, v, q_desc, do_desc, max_ptr, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr,
+            batch,
             kv_head, num_kv_heads, keys,
             first, full_first, full_last, last, N, M, scale, scale_log2,
             CAUSAL, INTERVALS, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_Q, BLOCK_D, PRECISION,
@@ -215,8 +232,8 @@ def dkdv_kernel(
     else:
         for group in tl.range(0, GROUPS):
             dk, dv = walk_queries(
-                dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr,
-                batch, kv_head * GROUPS + group,
+                dk, dv, k, v, q_desc, do_desc, max_ptr, lse_ptr, delta_ptr, lo_ptr, hi_ptr,
+                params_ptr, batch, kv_head * GROUPS + group,
                 num_kv_heads * GROUPS, keys, first, full_first, full_last, last, N, M, scale,
                 scale_log2,
                 CAUSAL, INTERVALS, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_Q, BLOCK_D,
@@ -230,7 +247,8 @@ def dkdv_kernel(
 
 @triton.jit
 def add_key_tile(
-    dq, q, do, lse, delta, k_desc, v_desc, batch, head, kv_head, start, position, lo, hi, M, scale,
+    dq, q, do, shift, log_sum, delta, k_desc, v_desc, batch, head, kv_head, start, position, lo,
+    hi, M, scale,
     scale_log2, params_ptr,
     CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, MASKED: tl.constexpr, SCORE_MOD: tl.constexpr,
     PROBABILITY: tl.constexpr, SCORE_GRADIENT: tl.constexpr, BLOCK_KV: tl.constexpr,
@@ -244,7 +262,8 @@ def add_key_tile(
         None], hi[:, None],
         batch, head, M, scale, scale_log2, params_ptr, CAUSAL, INTERVALS, MASKED, SCORE_MOD,
     )  # fmt: skip
-    p = PROBABILITY(scores, lse[:, None], 1)
+    scores -= shift[:, None]
+    p = PROBABILITY(scores, log_sum[:, None], 1)
     v = load_tile(v_desc, batch, kv_head, start, BLOCK_KV, BLOCK_D)
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
     ds = SCORE_GRADIENT(p, dp, delta[:, None], scores, 1)
@@ -255,8 +274,8 @@ def add_key_tile(
 
 @triton.jit(do_not_specialize=["section"])  # it depends on the lengths; do not recompile for each
 def dq_kernel(
-    q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, dq_ptr, lo_ptr, hi_ptr, params_ptr,
-    stride_dqb, stride_dqh, stride_dqn, stride_interval,
+    q_desc, k_desc, v_desc, do_desc, max_ptr, lse_ptr, delta_ptr, dq_ptr, lo_ptr, hi_ptr,
+    params_ptr, stride_dqb, stride_dqh, stride_dqn, stride_interval,
     num_heads, groups, batch_heads, section, N, M, scale, scale_log2,
     CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, SCORE_MOD: tl.constexpr,
     PROBABILITY: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
@@ -278,7 +297,9 @@ def dq_kernel(
     lo, hi = load_interval(lo_ptr, hi_ptr, rows, N, INTERVALS)
     q = load_tile(q_desc, batch, head, start_q, BLOCK_Q, BLOCK_D)
     do = load_tile(do_desc, batch, head, start_q, BLOCK_Q, BLOCK_D)
-    lse = load_lse_log2(lse_ptr + row_offset, start_q, N, BLOCK_Q)
+    if max_ptr is not None:
+        max_ptr += row_offset
+    shift, log_sum = load_shift(max_ptr, lse_ptr + row_offset, start_q, N, BLOCK_Q)
     delta = load_rows(delta_ptr + row_offset, start_q, N, 0.0, BLOCK_Q)
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
@@ -287,7 +308,8 @@ def dq_kernel(
     )
     for start in tl.range(full_first, full_last, BLOCK_KV):
         dq = add_key_tile(
-            dq, q, do, lse, delta, k_desc, v_desc, batch, head, kv_head, start, position, lo, hi,
+            dq, q, do, shift, log_sum, delta, k_desc, v_desc, batch, head, kv_head, start, position,
+            lo, hi,
             M, scale, scale_log2, params_ptr,
             CAUSAL, INTERVALS, False, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_KV, BLOCK_D,
             PRECISION,
@@ -295,7 +317,8 @@ def dq_kernel(
     for step in tl.range(first, last - (full_last - full_first), BLOCK_KV):
         start = edge_tile(step, full_first, full_last, INTERVALS)
         dq = add_key_tile(
-            dq, q, do, lse, delta, k_desc, v_desc, batch, head, kv_head, start, position, lo, hi,
+            dq, q, do, shift, log_sum, delta, k_desc, v_desc, batch, head, kv_head, start, position,
+            lo, hi,
             M, scale, scale_log2, params_ptr,
             CAUSAL, INTERVALS, True, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_KV, BLOCK_D,
             PRECISION,

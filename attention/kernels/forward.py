@@ -183,15 +183,16 @@ def with_sink(row_max, row_sum, sink):
 
 @triton.jit(do_not_specialize=["section"])  # it depends on the lengths; do not recompile for each
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, top_ptr, lo_ptr, hi_ptr, params_ptr, sinks_ptr,
-    stride_ob, stride_oh, stride_on, stride_interval,
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, top_ptr, max_ptr, log_sum_ptr, lo_ptr, hi_ptr,
+    params_ptr, sinks_ptr, stride_ob, stride_oh, stride_on, stride_interval,
     num_heads, groups, batch_heads, section, N, M, scale, scale_log2,
     CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, SCORE_MOD: tl.constexpr, MOVE_MAX: tl.constexpr,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """top_ptr: receives each row's largest score; may be None. sinks_ptr (H,): a logit of each head
-    in the denominator; may be None."""
+    """top_ptr: receives each row's largest score; max_ptr, log_sum_ptr: its row_max and the
+    logarithm of its row_sum, in base 2, for the backward pass. sinks_ptr (H,): a logit of each head
+    in the denominator. All may be None."""
     # the last query tiles run first: under a causal mask they are the longest, and short ones fill
     # the gaps at the end
     num_tiles = tl.cdiv(N, BLOCK_Q)
@@ -242,5 +243,8 @@ def forward_kernel(
     out_ptr += tl.cast(batch, tl.int64) * stride_ob + tl.cast(head, tl.int64) * stride_oh
     store_tile(out_ptr, stride_on, start_q, N, acc / row_sum[:, None], D, BLOCK_Q, BLOCK_D)
     tl.store(lse_ptr + statistics, lse, mask=rows < N)
+    if max_ptr is not None:
+        tl.store(max_ptr + statistics, row_max, mask=rows < N)
+        tl.store(log_sum_ptr + statistics, tl.log2(row_sum), mask=rows < N)
     if top_ptr is not None:
         tl.store(top_ptr + statistics, top * 0.6931471805599453, mask=rows < N)

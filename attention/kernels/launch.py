@@ -75,9 +75,11 @@ def forward(
     sinks: Tensor | None,
     look: bool,
     settings: Settings,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """out (B, H, N, D), lse (B, H, N), and if `look` each row's largest score (B, H, N), for q (B,
-    H, N, D); k, v (B, H_kv, M, D). All but out are float32.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """out (B, H, N, D), lse (B, H, N), the state that backward() needs beside lse, and if `look`
+    each row's largest score (B, H, N), for q (B, H, N, D); k, v (B, H_kv, M, D). All but out are
+    float32. The state is empty for 16 bits, and row_max and log(row_sum), (2, B, H, N) in base 2,
+    for float32: their sum, lse, is less precise where scores are large.
 
     lo, hi: (B or 1, N) int32, the interval of keys that each query sees; if None, `causal` decides.
     params: the numbers of the score modifier, float32. sinks: (H,) float32, a logit of each head in
@@ -87,23 +89,24 @@ def forward(
     q, k, v = map(readable, (q, k, v))
     out = empty_heads(q.shape, q)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    state = empty_state(lse, dtype)
     top = torch.empty_like(lse) if look else None
     if settings.choice(q) == "hopper":
         from attention.kernels.hopper import launch
 
         launch.forward(q, k, v, out, lse, top, lo, hi, params, sinks, settings)
-        return out, lse, top
+        return out, lse, state, top
     batch, num_heads, num_queries, _ = q.shape
     groups = num_heads // k.shape[1]
     meta = constants("forward", q, lo, settings)
     equal = lo is None and not settings.causal
     forward_kernel[(tiles_of(num_queries, meta["BLOCK_Q"]) * batch * num_heads,)](
-        *descriptors(meta, q, k, v), out, lse, top, lo, hi, params, sinks,
+        *descriptors(meta, q, k, v), out, lse, top, *parts_of(state), lo, hi, params, sinks,
         *out.stride()[:3], batch_stride(lo), num_heads, groups, batch * num_heads,
         section_of(k.device, 2 * bytes_of_a_head(k), heads=groups, equal=equal),
         *sizes(q, k, settings), MOVE_MAX=SOFTMAXES[settings.softmax].move_max, **meta,
     )  # fmt: skip
-    return out.to(dtype), lse, top
+    return out.to(dtype), lse, state, top
 
 
 def backward(
@@ -114,6 +117,7 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    state: Tensor,
     lo: Tensor | None,
     hi: Tensor | None,
     params: Tensor | None,
@@ -129,15 +133,16 @@ def backward(
     d_out, q, k, v, out = map(readable, (d_out, q, k, v, out))
     gradients = empty_gradients(q, k, v, packed)
     dq, dk, dv = unpacked(gradients, q.shape[1], k.shape[1])
-    tensors = d_out, d_lse, q, k, v, out, lse, dq, dk, dv, lo, hi, params, settings
+    given = d_out, d_lse, q, k, v, out, lse
+    others = dq, dk, dv, lo, hi, params, settings
     # the Hopper kernels sum dq in any order
     any_order = not torch.are_deterministic_algorithms_enabled()
     if any_order and settings.choice(q) == "hopper":
         from attention.kernels.hopper import launch
 
-        delta = launch.backward(*tensors)
+        delta = launch.backward(*given, *others)
     else:
-        delta = portable_backward(*tensors)
+        delta = portable_backward(*given, state, *others)
     gradients = [x.to(dtype) for x in gradients]
     return gradients if sinks is None else [*gradients, gradient_of_sinks(sinks, lse, delta)]
 
@@ -150,6 +155,7 @@ def portable_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    state: Tensor,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
@@ -170,11 +176,13 @@ def portable_backward(
         D=head_dim, BLOCK_Q=DELTA_BLOCK_Q, BLOCK_D=padded_head_dim(head_dim),
     )  # fmt: skip
 
+    row_max, log_sum = parts_of(state)
+    statistics = row_max, lse if log_sum is None else log_sum, delta
     plain = groups == 1 and lo is None and not settings.score_mod
     meta = constants("dkdv" if plain else "dkdv_general", q, lo, settings)
     ranges = None if lo is None else query_ranges(lo, hi, num_keys, meta["BLOCK_KV"])
     dkdv_kernel[(tiles_of(num_keys, meta["BLOCK_KV"]) * batch * num_kv_heads,)](
-        *descriptors(meta, q, k, v, d_out), lse, delta, dk, dv, lo, hi, ranges, params,
+        *descriptors(meta, q, k, v, d_out), *statistics, dk, dv, lo, hi, ranges, params,
         *dk.stride()[:3], *dv.stride()[:3], batch_stride(lo), batch_stride(ranges),
         num_kv_heads, batch * num_kv_heads,
         section_of(q.device, groups * 2 * bytes_of_a_head(q), equal=equal),
@@ -183,12 +191,22 @@ def portable_backward(
 
     meta = constants("dq", q, lo, settings)
     dq_kernel[(tiles_of(num_queries, meta["BLOCK_Q"]) * batch * num_heads,)](
-        *descriptors(meta, q, k, v, d_out), lse, delta, dq, lo, hi, params,
+        *descriptors(meta, q, k, v, d_out), *statistics, dq, lo, hi, params,
         *dq.stride()[:3], batch_stride(lo), num_heads, groups, batch * num_heads,
         section_of(k.device, 2 * bytes_of_a_head(k), heads=groups, equal=equal),
         *sizes(q, k, settings), **steps, **meta,
     )  # fmt: skip
     return delta
+
+
+def empty_state(lse: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory for the state of a call in this dtype."""
+    return lse.new_empty((2, *lse.shape) if dtype == torch.float32 else 0)
+
+
+def parts_of(state: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """row_max and log(row_sum), or None twice if the state is empty."""
+    return (state[0], state[1]) if state.numel() else (None, None)
 
 
 def constants(kernel: str, q: Tensor, lo: Tensor | None, settings: Settings) -> dict[str, Any]:

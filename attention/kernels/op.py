@@ -15,6 +15,7 @@ from attention.kernels.launch import (
     Settings,
     backward,
     empty_gradients,
+    empty_state,
     forward,
     is_packed,
     unpacked,
@@ -39,22 +40,22 @@ def flash_attention(
     block_kv: int,
     kernel_choice: str,
     documents: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """launch.forward() as an operator; Inductor uses the name `kernel`. The third result is
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """launch.forward() as an operator; Inductor uses the name `kernel`. The last result is
     max_score (B, H), which is undefined where `look` (0-d, bool, on the CPU) holds False.
     """
     settings = Settings(
         causal, scale, score_mod, softmax, block_q, block_kv, kernel_choice, documents
     )
     looked = look is not None and bool(look)
-    out, lse, top = forward(q, k, v, lo, hi, params, sinks, looked, settings)
-    return out, lse, lse.new_empty(lse.shape[:2]) if top is None else top.amax(-1)
+    out, lse, state, top = forward(q, k, v, lo, hi, params, sinks, looked, settings)
+    return out, lse, state, lse.new_empty(lse.shape[:2]) if top is None else top.amax(-1)
 
 
 @torch.library.register_fake("tilegpt::flash_attention")
-def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     lse, max_score = (q.new_empty(q.shape[:dims], dtype=torch.float32) for dims in (3, 2))
-    return empty_heads(q.shape, q), lse, max_score
+    return empty_heads(q.shape, q), lse, empty_state(lse, q.dtype), max_score
 
 
 @operator("flash_attention_backward")
@@ -66,6 +67,7 @@ def flash_attention_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    state: Tensor,
     lo: Tensor | None,
     hi: Tensor | None,
     params: Tensor | None,
@@ -84,15 +86,15 @@ def flash_attention_backward(
     settings = Settings(
         causal, scale, score_mod, softmax, block_q, block_kv, kernel_choice, documents
     )
-    tensors = d_out, d_lse, q, k, v, out, lse, lo, hi, params, sinks
+    tensors = d_out, d_lse, q, k, v, out, lse, state, lo, hi, params, sinks
     return backward(*tensors, packed, settings)
 
 
 @torch.library.register_fake("tilegpt::flash_attention_backward")
 def _(
     d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    lo: Tensor | None, hi: Tensor | None, params: Tensor | None, sinks: Tensor | None,
-    packed: bool, *_: Any,
+    state: Tensor, lo: Tensor | None, hi: Tensor | None, params: Tensor | None,
+    sinks: Tensor | None, packed: bool, *_: Any,
 ) -> list[Tensor]:  # fmt: skip
     gradients = empty_gradients(q, k, v, packed)
     return gradients if sinks is None else [*gradients, torch.empty_like(sinks)]
@@ -102,16 +104,16 @@ def save(ctx: Any, tensors: tuple[Tensor | None, ...], output: tuple[Tensor, ...
     """Keep what the backward pass needs. tensors: q, k, v, lo, hi, params, sinks."""
     ctx.packed = is_packed(*tensors[:3])  # now: saved tensors may come back with other strides
     ctx.set_materialize_grads(False)  # no zeros for an unused gradient of lse
-    ctx.save_for_backward(*tensors[:3], *output[:2], *tensors[3:])
+    ctx.save_for_backward(*tensors[:3], *output[:3], *tensors[3:])
 
 
 def gradients_of(
     ctx: Any, run: Any, d_out: Tensor | None, d_lse: Tensor | None, *settings: Any
 ) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v, lo, hi, params, sinks. run: one of the two backward functions."""
-    q, k, v, out, lse, *others, sinks = ctx.saved_tensors
+    q, k, v, out, *others, sinks = ctx.saved_tensors
     d_out = torch.zeros_like(out) if d_out is None else d_out
-    gradients = run(d_out, d_lse, q, k, v, out, lse, *others, sinks, ctx.packed, *settings)
+    gradients = run(d_out, d_lse, q, k, v, out, *others, sinks, ctx.packed, *settings)
     d_sinks = None
     if sinks is not None:
         *gradients, d_sinks = gradients
@@ -123,7 +125,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     save(ctx, inputs[:7], output)
 
 
-def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: Tensor | None) -> Any:
+def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, *_: Tensor | None) -> Any:
     gradients = gradients_of(ctx, flash_attention_backward, d_out, d_lse, *ctx.settings)
     return *gradients, None, *[None] * len(ctx.settings)
 
@@ -132,12 +134,12 @@ torch.library.register_autograd("tilegpt::flash_attention", _backward, setup_con
 
 
 class FlashAttention(torch.autograd.Function):
-    """flash_attention without the operator, for eager mode: the third result is each row's largest
+    """flash_attention without the operator, for eager mode: the last result is each row's largest
     score (B, H, N) or None.
     """
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         *tensors, look, settings = inputs
         output = forward(*tensors, look, settings)
         ctx.mark_non_differentiable(*[x for x in output[2:] if x is not None])
@@ -147,5 +149,5 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: Tensor | None) -> Any:
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, *_: Tensor | None) -> Any:
         return *gradients_of(ctx, backward, d_out, d_lse, ctx.settings), None, None
