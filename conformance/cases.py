@@ -182,6 +182,14 @@ def _huge(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
     return 40 * q, 0.3 * k + q[:, : k.shape[1]], v
 
 
+def _steep(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
+    """Scores in the tens, and of one query and one key in the thousands."""
+    q, k = 4 * q, 4 * k
+    q[:, :, q.shape[2] // 2] *= 8
+    k[:, :, k.shape[2] // 2] *= 8
+    return q, k, v
+
+
 def _negative(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
     """Every score is far below zero: if the maximum started at 0, every exp would be 0."""
     return q.abs() + 3, -(k.abs() + 3) * (40 / q.shape[-1] ** 0.5), v
@@ -225,6 +233,7 @@ ADVERSARIAL = {
     "spike": _spike,
     "tower": _tower,
     "huge": _huge,
+    "steep": _steep,
     "negative": _negative,
     **{name: partial(_shifted, by=[by]) for name, by in SHIFTS.items()},
     "up and down": partial(_shifted, by=list(SHIFTS.values())),

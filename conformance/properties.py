@@ -290,6 +290,36 @@ def rows_without_a_key(subject: Subject) -> Iterator[Check]:
             yield Check(f"non-finite numbers in {name} of {case}", wrong, 0.0)
 
 
+def rows_of_one_key(subject: Subject) -> Iterator[Check]:
+    """A row that sees one key gives it all weight, however large its score: out is the key's value,
+    and dv is d_out. A backward pass that rebuilds p from a rounded lse gives it a little more or
+    less.
+    """
+    if not is_softmax(subject):
+        return
+    # a scale that is a power of two may hide it
+    widths = [d for d in (80, 128) if d in subject.head_dims] or subject.head_dims[:1] or [16]
+    steep = {"inputs": "steep", "head_dim": widths[0]}
+    cases = (
+        subject.case(1, **steep),
+        subject.case(window=1, **steep),
+        subject.case(window=1, **steep, num_heads=4, num_kv_heads=1),
+    )
+    eps = torch.finfo(subject.dtype).eps
+    for case in cases:
+        if not subject.passes(case):
+            continue
+        expected, results = subject.expected(case), subject.run(case)
+        groups = case.num_heads // case.num_kv_heads
+        summed = {"out": (expected.tensors[2], 1), "dv": (expected.d_out, groups)}
+        for name, (terms, count) in summed.items():
+            if name in results:
+                rounding = count * eps * terms.abs().max().item()
+                error = distance(results[name], expected.reference[name])
+                budget = 2 * expected.own[name] + rounding
+                yield Check(f"{name} of {case}", error, budget)
+
+
 def cross_length(subject: Subject) -> Iterator[Check]:
     """N and M differ: queries are aligned with the last keys. With one key more than queries the
     last row of a tile of queries sees one key of a tile of its own.
@@ -637,6 +667,7 @@ PROPERTIES: dict[str, Property] = {
     "every length": every_length,
     "first tile masked": first_tile_masked,
     "rows without a key": rows_without_a_key,
+    "rows of one key": rows_of_one_key,
     "N != M": cross_length,
     "grouped heads": grouped_heads,
     "strides and views": strides,

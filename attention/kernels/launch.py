@@ -101,7 +101,7 @@ def forward(
     meta = constants("forward", q, lo, settings)
     equal = lo is None and not settings.causal
     forward_kernel[(tiles_of(num_queries, meta["BLOCK_Q"]) * batch * num_heads,)](
-        *descriptors(meta, q, k, v), out, lse, top, *parts_of(state), lo, hi, params, sinks,
+        *descriptors(meta, q, k, v), out, lse, top, *statistics_of(state), lo, hi, params, sinks,
         *out.stride()[:3], batch_stride(lo), num_heads, groups, batch * num_heads,
         section_of(k.device, 2 * bytes_of_a_head(k), heads=groups, equal=equal),
         *sizes(q, k, settings), MOVE_MAX=SOFTMAXES[settings.softmax].move_max, **meta,
@@ -176,7 +176,7 @@ def portable_backward(
         D=head_dim, BLOCK_Q=DELTA_BLOCK_Q, BLOCK_D=padded_head_dim(head_dim),
     )  # fmt: skip
 
-    row_max, log_sum = parts_of(state)
+    row_max, log_sum = statistics_of(state)
     statistics = row_max, lse if log_sum is None else log_sum, delta
     plain = groups == 1 and lo is None and not settings.score_mod
     meta = constants("dkdv" if plain else "dkdv_general", q, lo, settings)
@@ -204,7 +204,7 @@ def empty_state(lse: Tensor, dtype: torch.dtype) -> Tensor:
     return lse.new_empty((2, *lse.shape) if dtype == torch.float32 else 0)
 
 
-def parts_of(state: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def statistics_of(state: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """row_max and log(row_sum), or None twice if the state is empty."""
     return (state[0], state[1]) if state.numel() else (None, None)
 

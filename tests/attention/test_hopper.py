@@ -747,7 +747,7 @@ def test_deterministic_algorithms_take_the_portable_backward():
     q, k, v = (random(1, 4, 600, 64, seed=seed).requires_grad_() for seed in range(3))
     out, lse = attention(q, k, v, backend=HOPPER)
     d_out = random(1, 4, 600, 64, seed=3)
-    saved = q, k, v, out.detach(), lse.detach()
+    saved = q, k, v, out.detach(), lse.detach(), lse.new_empty(0)
     portable = backward(d_out, None, *saved, *(None,) * 4, False, Settings(True, 64**-0.5))
     torch.use_deterministic_algorithms(True)
     try:

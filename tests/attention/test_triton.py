@@ -78,11 +78,11 @@ def test_the_operator_keeps_pytorchs_contract(name):
     look = torch.ones((), dtype=torch.bool)
     torch.library.opcheck(flash_attention, (q, k, v, *masks, look, *settings))
     with torch.no_grad():
-        out, lse, _ = flash_attention(q, k, v, *masks, look, *settings)
+        out, lse, state, _ = flash_attention(q, k, v, *masks, look, *settings)
         d_out = random(*out.shape, dtype=out.dtype)
         d_lse = torch.ones_like(lse) if with_d_lse else None
         for packed in {False, is_packed(q, k, v)}:
-            inputs = (d_out, d_lse, q, k, v, out, lse, *masks, packed, *settings)
+            inputs = (d_out, d_lse, q, k, v, out, lse, state, *masks, packed, *settings)
             torch.library.opcheck(flash_attention_backward, inputs)
 
 
@@ -245,8 +245,8 @@ def test_packed_views_are_read_where_they_are():
     """Without a copy of the input, and none to merge the heads of the output."""
     q, k, v = packed_views(random(2, 40, 3, 2, 16))
     assert all(readable(x) is x for x in (q, k, v))
-    out, lse, _ = forward(q, k, v, *(None,) * 4, False, PLAIN)
-    grads = backward(out, None, q, k, v, out, lse, *(None,) * 4, False, PLAIN)
+    results = out, *_ = forward(q, k, v, *(None,) * 4, False, PLAIN)[:3]
+    grads = backward(out, None, q, k, v, *results, *(None,) * 4, False, PLAIN)
     for x in (out, *grads):
         assert x.transpose(1, 2).is_contiguous()
         assert x.transpose(1, 2).flatten(2).data_ptr() == x.data_ptr()
