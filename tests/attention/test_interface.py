@@ -3,7 +3,6 @@ targets, and backends that break their promise.
 """
 
 import sys
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -313,51 +312,6 @@ def test_a_kernel_of_pytorchs_that_is_none_or_cannot():
     fast, efficient = (get_backend("sdpa", backend=name) for name in ("fast", "efficient"))
     refused(attention, "backend=fast", *sdpa.KERNELS, **QKV, backend=fast)
     refused(attention, "efficient", "attention.backend=auto", **QKV, backend=efficient)
-
-
-def answer_of_pytorch(monkeypatch, warnings_for) -> None:
-    """Let PyTorch's function refuse those q for which there are warnings: some it gives on a GPU
-    alone.
-    """
-    plain = sdpa.scaled_dot_product_attention
-
-    def answer(q, *others, **arguments):
-        for words in (said := warnings_for(q)):
-            warnings.warn(f"{words} (Triggered internally at sdp_utils.cpp:1.)", stacklevel=1)
-        if said:
-            raise RuntimeError("No available kernel. Aborting execution.")
-        return plain(q, *others, **arguments)
-
-    monkeypatch.setattr(sdpa, "scaled_dot_product_attention", answer)
-
-
-def test_only_pytorchs_words_about_the_kernel_that_was_asked_for(monkeypatch):
-    """As PyTorch 2.11 says it on an H200 where flash meets float32."""
-    said = [
-        "Memory efficient kernel not used because:",
-        "Memory Efficient attention has been runtime disabled.",
-        "Flash attention kernel not used because:",
-        "Expected query to be of dtype: {Half, BFloat16}. Got float instead.",
-        "cuDNN attention has been runtime disabled.",
-    ]
-    answer_of_pytorch(monkeypatch, lambda q: said)
-    # a shape of its own: a kernel is tried once for each
-    tensors = {name: ones(1, 2, 7, 8) for name in "qkv"}
-    text = refused(attention, "attention=sdpa", "flash", said[3], **tensors, backend=FLASH)
-    assert "Memory" not in text and "cuDNN" not in text
-
-
-def test_a_layout_that_a_kernel_cannot_take_is_a_refusal(monkeypatch):
-    """A kernel may take no sequence that is read as a batch of several. It is tried with that
-    layout, and the call itself is listened to.
-    """
-    words = "it takes no expanded batch"
-    answer_of_pytorch(monkeypatch, lambda q: [words] * (len(q) > 1 and q.stride(0) == 0))
-    assert attention(**QKV, backend=FLASH).out.shape == Q.shape
-    expanded = {name: x.expand(3, -1, -1, -1) for name, x in QKV.items()}
-    refused(attention, "flash", words, "attention.backend=auto", **expanded, backend=FLASH)
-    untried = {"causal": True, "scale": 1.0, "backend": "flash"}
-    refused(FLASH.fn, "flash", words, **expanded, **untried)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0])

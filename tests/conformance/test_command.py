@@ -56,7 +56,7 @@ def test_a_backend_that_is_red_as_documented_passes(attn_conform):
 
 def test_a_wrong_backend_is_red(attn_conform):
     code, out = attn_conform("run", "tests.user_backends:WRONG", *QUICK, "dtype=fp16")
-    assert re.match(r"attn-conform: \d+ of 28 ", code)
+    assert re.match(r"attn-conform: \d+ of 29 ", code)
     assert re.search(r"^fp16  forward +red", out, re.MULTILINE)
     assert re.search(r"^fp16  grouped heads +n/a: .*gqa", out, re.MULTILINE)
 
