@@ -99,7 +99,7 @@ class Case:
             arguments["alibi_slopes"] = slopes
         if "score_mod" in arguments:
             arguments["score_mod"] = ScoreMod(
-                every_index, "attention.kernels.score_mods:every_index", slopes
+                every_index, "conformance.every_index_kernel:every_index", slopes
             )
         if "sinks" in arguments:
             # one sink takes much of a row, one takes little, also if scores are shifted
@@ -144,7 +144,7 @@ def numbers(value: float | tuple[float, ...]) -> tuple[float, ...]:
 def every_index(
     score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, params: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """A score_mod that uses every argument; its kernel is in attention/kernels/score_mods.py.
+    """A score_mod that uses every argument; its kernel is in conformance/every_index_kernel.py.
     params: one slope a head.
     """
     gain = 1 / (1 + b)

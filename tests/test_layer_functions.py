@@ -103,7 +103,7 @@ def test_a_score_mods_kernel_decides_about_the_kernels():
     own = compose(
         "attention=triton", "attention.score_mod='tests.user_backends:HALVED_WITH_KERNEL'"
     )
-    assert kernel_inputs(own, **CPU)["score_mod"] == "attention.kernels.score_mods:every_index"
+    assert kernel_inputs(own, **CPU)["score_mod"] == "conformance.every_index_kernel:every_index"
 
 
 def test_a_score_mod_in_a_compiled_graph():

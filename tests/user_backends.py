@@ -153,7 +153,7 @@ def hides_a_diagonal(score, b, h, i, j, params):
 
 
 HALVED = ScoreMod(halved)
-HALVED_WITH_KERNEL = ScoreMod(halved, kernel="attention.kernels.score_mods:every_index")
+HALVED_WITH_KERNEL = ScoreMod(halved, kernel="conformance.every_index_kernel:every_index")
 HIDES_A_DIAGONAL = ScoreMod(hides_a_diagonal)
 WRONG_DERIVATIVE = ScoreMod(wrong_derivative)
 MIXES_SCORES = ScoreMod(mixes_scores)

@@ -61,17 +61,6 @@ def softcap_alibi(score, b, h, i, j, params_ptr):
     return biased, derivative
 
 
-@triton.jit
-def every_index(score, b, h, i, j, params_ptr):
-    """The kernel of every_index() in conformance/cases.py. That case tests that a backend passes
-    every argument. params: one slope a head.
-    """
-    gain = 1.0 / (1 + b)
-    return gain * (score + score * score / 8) - tl.load(params_ptr + h) * (i - j), gain * (
-        1 + score / 4
-    )
-
-
 @cache
 def find_score_mod(name: str) -> triton.JITFunction | None:
     """The @triton.jit function at pkg.module:NAME; "" is none. pkg.module:NAME+8 is the function

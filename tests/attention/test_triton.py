@@ -31,7 +31,7 @@ from model.gpt import CausalSelfAttention
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PORTABLE = get_backend("triton", kernel="portable")  # test_hopper.py tests the Hopper kernels
 SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.0], device=DEVICE)
-MOD = ScoreMod(every_index, "attention.kernels.score_mods:every_index", SLOPES)
+MOD = ScoreMod(every_index, "conformance.every_index_kernel:every_index", SLOPES)
 PLAIN = Settings(causal=True, scale=0.25)
 
 
