@@ -12,6 +12,8 @@ import torch
 from attention import (
     BACKENDS,
     LIMITS,
+    AttentionOutput,
+    Backend,
     Breakdown,
     Recorder,
     attention,
@@ -46,15 +48,9 @@ def breakdown(tensors, name: str, **arguments):
 
 
 def test_limits_are_where_exp_overflows():
-    assert {dtype: round(limit, 2) for dtype, limit in LIMITS.items()} == {
-        torch.float16: 11.09,
-        torch.bfloat16: 88.72,
-        torch.float32: 88.72,
-    }
+    assert LIMITS.keys() == {torch.float16, torch.bfloat16, torch.float32}
     for dtype, limit in LIMITS.items():
-        below, above = (
-            torch.tensor([limit * 0.995, limit * 1.005], dtype=torch.float64).exp().to(dtype)
-        )
+        below, above = torch.tensor([0.995 * limit, 1.005 * limit]).double().exp().to(dtype)
         assert below.isfinite() and above.isinf()
 
 
@@ -62,28 +58,30 @@ def documents(*lengths: int) -> torch.Tensor:
     return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
 
 
-SQUARE = (300, 300)
 # lengths, key/value heads of four, dtype, and what is asked of attention()
 ASKED = {
-    "causal": (SQUARE, 4, torch.float32, {}),
-    "full": (SQUARE, 1, torch.bfloat16, {"causal": False}),
-    "window": (SQUARE, 2, torch.float64, {"window": 7}),
-    "wide-window": (SQUARE, 2, torch.float32, {"window": 180}),
-    "documents": (SQUARE, 1, torch.bfloat16, {"document_ids": documents(3, 190, 107)}),
+    "full": (300, 300, 1, torch.bfloat16, {"causal": False}),
+    "window": (300, 300, 2, torch.float64, {"window": 7}),
     "window-documents": (
-        SQUARE,
+        300,
+        300,
         4,
         torch.float32,
         {"window": 130, "document_ids": documents(1, 129, 170)},
     ),
-    "negative-scale": (SQUARE, 2, torch.float32, {"scale": -0.3}),
-    "scale-0": ((40, 40), 2, torch.float32, {"scale": 0.0}),
-    "softcap": ((300, 300), 2, torch.bfloat16, {"softcap": 2.0}),
-    "alibi": ((300, 300), 1, torch.float32, {"alibi_slopes": torch.tensor([0.5, 0.25, 0.01, 0])}),
-    "few-queries": ((20, 400), 2, torch.float32, {}),
-    "one-token": ((1, 1), 4, torch.float32, {}),
+    "negative-scale": (300, 300, 2, torch.float32, {"scale": -0.3}),
+    "scale-0": (40, 40, 2, torch.float32, {"scale": 0.0}),
+    "softcap-alibi": (
+        300,
+        300,
+        1,
+        torch.float32,
+        {"softcap": 2.0, "alibi_slopes": torch.tensor([0.5, 0.25, 0.01, 0])},
+    ),
+    "few-queries": (20, 400, 2, torch.float32, {}),
+    "one-token": (1, 1, 4, torch.float32, {}),
     # the first tile of queries sees no key at all
-    "rows-without-a-key": ((400, 150), 2, torch.float32, {}),
+    "rows-without-a-key": (400, 150, 2, torch.float32, {}),
 }
 
 
@@ -93,7 +91,7 @@ def test_max_score_is_that_of_naive_attention(monkeypatch, name):
     count.
     """
     monkeypatch.setattr(diagnose, "TILE_SCORES", 2**16)
-    (num_queries, num_keys), num_kv_heads, dtype, asked = ASKED[name]
+    num_queries, num_keys, num_kv_heads, dtype, asked = ASKED[name]
     q = random(1, 4, num_queries, 16, dtype=dtype)
     k = random(1, num_kv_heads, num_keys, 16, seed=1, dtype=dtype)
     k[:, :, -1] *= 30
@@ -237,14 +235,6 @@ def test_recorder_refuses_what_its_backend_refuses():
     assert recorder.max_scores == []
 
 
-def test_recorder_sees_the_scores_a_defect_really_works_with():
-    """no_scale leaves out the 1 / sqrt(D) that it was asked for."""
-    q, k, v = (random(1, 2, 40, 64, seed=i) for i in range(3))
-    recorder = Recorder(get_backend("no_scale", **TILES))
-    attention(q, k, v, backend=recorder.backend)
-    torch.testing.assert_close(recorder.max_scores[0], max_score(q, k, scale=1.0).amax())
-
-
 def for_comparison(
     num_heads: int, num_kv_heads: int, length: int, dtype: torch.dtype = torch.float32
 ) -> list[torch.Tensor]:
@@ -278,25 +268,16 @@ def test_exact_backends_are_near_exact(name, heads, dtype, bound):
         assert 0 < row[f"{tensor}_error"] < bound and row[f"{tensor}_cosine"] > 1 - bound
 
 
-def test_a_defect_is_as_far_as_autograd_in_float64_says():
-    """no_rescale against naive, both in float64 and over all queries, with the figures written out
-    once more.
-    """
-    q, k, v, d_out = (x.double() for x in for_comparison(2, 2, 60))
-    results = []
-    for backend in (get_backend("no_rescale", **TILES), "naive"):
-        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-        out = attention(*inputs, backend=backend, scale=0.3).out
-        results.append([out.detach(), *torch.autograd.grad(out, inputs, d_out)])
-    row = compare_with_exact(q, k, v, d_out, backend=get_backend("no_rescale", **TILES), scale=0.3)
-    for name, x, exact in zip(("out", "dq", "dk", "dv"), *results, strict=True):
-        assert row[f"{name}_error"] == pytest.approx(
-            (((x - exact) ** 2).sum() / (exact**2).sum()).sqrt().item(), rel=1e-9
-        )
-        assert row[f"{name}_cosine"] == pytest.approx(
-            torch.cosine_similarity(x.flatten(), exact.flatten(), 0).item(), rel=1e-9
-        )
-        assert row[f"{name}_error"] > 0.05
+@pytest.mark.parametrize(("factor", "error", "cosine"), [(2, 1, 1), (-1, 2, -1)])
+def test_the_figures_of_a_multiple(factor, error, cosine):
+    def multiplied(q, k, v, **arguments) -> AttentionOutput:
+        return AttentionOutput(factor * attention(q, k, v, backend="naive", **arguments).out)
+
+    tensors = [x.double() for x in for_comparison(2, 2, 60)]
+    row = compare_with_exact(*tensors, backend=Backend("multiple", multiplied), scale=0.3)
+    for name in ("out", "dq", "dk", "dv"):
+        assert row[f"{name}_error"] == pytest.approx(error, rel=1e-9)
+        assert row[f"{name}_cosine"] == pytest.approx(cosine, rel=1e-9)
 
 
 def test_a_long_sequence_is_compared_in_its_last_queries():
