@@ -206,27 +206,18 @@ def test_an_output_that_no_tile_explains():
 
 
 def test_recorder_keeps_one_entry_a_call_and_changes_nothing():
-    recorder = Recorder(get_backend("tiled", **TILES))
-    calls = [
-        [random(1, 2, 40, 16, seed=3 * call + i).requires_grad_() for i in range(3)]
-        for call in range(3)
-    ]
-    for q, k, v in calls:
-        out, lse = attention(q, k, v, backend=recorder.backend, scale=0.1, window=7)
-        expected = attention(q, k, v, backend=get_backend("tiled", **TILES), scale=0.1, window=7)
-        assert torch.equal(out, expected.out) and torch.equal(lse, expected.lse)
-        assert torch.autograd.grad(out.sum(), q)[0].any()
-    # tiles of another size round differently
-    expected = [max_score(q, k, scale=0.1, window=7).amax() for q, k, _ in calls]
-    torch.testing.assert_close(recorder.max_scores, expected)
-    assert recorder.breakdowns == [None, None, None]
-
-
-def test_recorder_names_the_breakdown_of_each_call():
-    recorder = Recorder(get_backend("no_max", **TILES))
-    for tensors in (with_one_score(90.0, 40, 21), with_one_score(1.0, 40, 21)):
-        attention(*tensors, backend=recorder.backend, scale=1.0)
-    assert [score.item() for score in recorder.max_scores] == [90.0, 1.0]
+    backend = get_backend("no_max", **TILES)
+    recorder = Recorder(backend)
+    calls = with_one_score(90.0, 40, 21), [random(1, 2, 40, 16, seed=i) for i in range(3)]
+    for tensors in calls:
+        found, expected = (
+            attention(*tensors, backend=each, scale=1.0, window=30)
+            for each in (recorder.backend, backend)
+        )
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    q, k, _ = calls[1]
+    expected = torch.stack((torch.tensor(90.0), max_score(q, k, scale=1.0, window=30).amax()))
+    torch.testing.assert_close(torch.stack([*recorder.max_scores]), expected)
     assert [found and found.tensor for found in recorder.breakdowns] == ["row_sum", None]
 
 
@@ -253,21 +244,13 @@ def for_comparison(
     [
         ("naive", (2, 2), torch.float32, 2e-6),
         ("tiled", (4, 2), torch.float32, 2e-6),
-        ("sdpa", (4, 1), torch.float32, 2e-6),
-        ("tiled", (4, 1), torch.bfloat16, 1e-2),
-        ("sdpa", (2, 2), torch.bfloat16, 1e-2),
+        ("sdpa", (4, 1), torch.bfloat16, 1e-2),
     ],
 )
 def test_exact_backends_are_near_exact(name, heads, dtype, bound):
+    """An error of 0 would mean that something was compared with itself."""
     row = compare_with_exact(*for_comparison(*heads, 150, dtype), backend=get_backend(name))
-    assert row.keys() == {
-        f"{tensor}_{figure}"
-        for tensor in ("out", "dq", "dk", "dv")
-        for figure in ("error", "cosine")
-    }
     for tensor in ("out", "dq", "dk", "dv"):
-        # float32 arithmetic cannot be right to the last bit: an error of 0 would mean that
-        # something was compared with itself
         assert 0 < row[f"{tensor}_error"] < bound and row[f"{tensor}_cosine"] > 1 - bound
 
 
@@ -317,17 +300,3 @@ def test_recorder_keeps_the_tensors_of_a_call_in_the_graph():
     (d_out,) = torch.autograd.grad((out**2).sum(), call.out)
     assert torch.equal(d_out, 2 * out)
     assert recorder.max_scores == []
-
-
-@pytest.mark.parametrize("name", ["tiled", "no_rescale"])
-def test_a_tile_is_observed_once_and_keeps_no_graph_alive(name):
-    """The backward pass of a defect runs each tile again, under autograd, and is not watched."""
-    seen = []
-    backend = get_backend(name, **TILES)
-    q, k, v = (random(1, 2, 40, 16, seed=i).requires_grad_() for i in range(3))
-    arguments = {"causal": True, "scale": 0.25, **backend.options}
-    out = backend.fn(q, k, v, **arguments, observer=lambda *tile: seen.append(tile[2])).out
-    forward = len(seen)
-    out.sum().backward()
-    assert len(seen) == forward > 8
-    assert not any(scores.requires_grad for scores in seen)
