@@ -181,7 +181,7 @@ def test_a_page_or_length_outside_the_cache_is_nan_where_no_value_is_read(backen
     """
     q, pages = torch.randn(2, 2, 1, 16, device=DEVICE), torch.randn(9, 2, 4, 16, device=DEVICE)
     settings = {"causal": True, "scale": 1.0, "window": None, "softcap": None, "splits": 2}
-    for length, row in ((4, [0, 99]), (5, [0, 99]), (9, [0, 1]), (-1, [0, 1])):
+    for length, row in ((4, [0, 99]), (5, [0, 99]), (5, [0, -1]), (9, [0, 1]), (-1, [0, 1])):
         lengths = torch.tensor([length, 8], device=DEVICE)
         table = torch.tensor([row, [2, 3]], device=DEVICE)
         out, lse = get_backend(backend).decode(q, pages, pages, lengths, table, **settings)

@@ -88,6 +88,7 @@ def test_a_backend_that_returns_a_wrong_shape_is_refused():
 
 
 MASKED = {
+    "window": {"window": 1},
     "key-lengths": {
         "window": (5, 3),
         "causal": False,
