@@ -109,18 +109,6 @@ def test_a_change_of_the_scores_leaves_them_in_their_dtype(changed):
     assert seen == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8, torch.uint8])
-def test_document_ids_may_be_integers_of_any_width(dtype):
-    """A run of equal ids is a document, and an id may come again: the conformance suite's part."""
-    ids = torch.tensor((1, 0, 100, 1, 0)).repeat_interleave(torch.tensor((5, 9, 1, 17, 8)))[None]
-    q, k, v = (random(1, 2, 40, 16, seed=seed).cpu() for seed in range(3))
-    found, expected = (
-        attention(q, k, v, backend=small_tiles("tiled"), document_ids=x).out
-        for x in (ids.to(dtype), ids)
-    )
-    assert torch.equal(found, expected)
-
-
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("name", EXACT)
 def test_scores_past_the_largest_number(name, causal):

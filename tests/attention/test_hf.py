@@ -153,15 +153,6 @@ def test_a_mask_in_parts_is_the_whole_mask():
     assert torch.equal(hf.interval_mask(**sizes, mask_function=function)[0, 0], expected)
 
 
-def test_a_window_is_one_call():
-    window = transformers.masking_utils.sliding_window_causal_mask_function(3)
-    mask = hf.interval_mask(
-        batch_size=1, q_length=8, kv_length=8, mask_function=window, local_size=3
-    )
-    whole = hf.Piece(slice(0, 8), slice(0, 8), True, 3)
-    assert list(hf.pieces(hf.own_intervals(mask)[0])) == [whole]
-
-
 MOVES = st.sampled_from([(0, 1), (1, 1), (0, 0), (2, 1), (-3, -2), (0, -1)])
 
 

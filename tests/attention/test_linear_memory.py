@@ -8,9 +8,8 @@ the bytes kept for the backward pass must grow like N. Dimensions: N tokens, D h
 import pytest
 import torch
 
-from attention import BACKENDS, AttentionOutput, Backend, get_backend
-from attention.tiled import TileLoop
-from conformance.memory_growth import exponents, weigh
+from attention import BACKENDS, get_backend
+from conformance.memory_growth import exponents
 
 TILES = {"block_q": 64, "block_kv": 64}
 LENGTHS = (128, 256, 512)
@@ -36,18 +35,3 @@ def test_naive_grows_with_the_square():
     """The measure sees an N x N tensor where there is one."""
     found = exponents(get_backend("naive"), (*LENGTHS, 1024))
     assert min(found.values()) >= 1.8, found
-
-
-def through_the_loop(q, k, v, *, causal, scale) -> AttentionOutput:
-    """The tile loop under plain autograd, without the backward pass it brings along."""
-    return AttentionOutput(*TileLoop.of(q, k, causal=causal, scale=scale, **TILES).forward(q, k, v))
-
-
-def test_plain_autograd_through_the_tile_loop_keeps_more_than_the_matrix_it_avoids():
-    """Why the loop has backward passes of its own: no single tensor is large, and together they are
-    larger than N x N.
-    """
-    found = [weigh(Backend("loop", through_the_loop), length) for length in (256, 512)]
-    assert found[1]["largest"] == 2 * found[0]["largest"]
-    assert found[1]["saved"] > 2.8 * found[0]["saved"]
-    assert found[1]["saved"] > 2 * 512 * 512 * 4  # the scores of two heads in float32

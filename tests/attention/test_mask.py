@@ -160,25 +160,6 @@ def test_tiles_visit_what_is_visible_and_nothing_else(problem):
         assert not unseen.any(), "a visible key was never visited"
 
 
-def test_a_causal_walk_skips_the_future():
-    """Half of the tiles of a long causal problem, and masks on the diagonal only."""
-    tiles = intervals(1024, 1024, causal=True).query_tiles(64)
-    visited = [
-        (tile.start, keys.start, needs_mask)
-        for tile in tiles
-        for keys, needs_mask in tile.key_tiles(64)
-    ]
-    assert len(visited) == 16 * 17 / 2
-    assert [(i, j) for i, j, needs_mask in visited if needs_mask] == [
-        (i, i) for i in range(0, 1024, 64)
-    ]
-
-
-def test_a_window_makes_the_walk_linear():
-    tiles = intervals(2048, 2048, causal=True, window=64).query_tiles(64)
-    assert max(len(list(tile.key_tiles(64))) for tile in tiles) == 2
-
-
 @pytest.mark.parametrize(
     ("causal", "window"),
     [(False, None), (True, None), (True, 1), (True, 5), (True, 100), (False, (2, 4))],

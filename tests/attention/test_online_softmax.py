@@ -73,10 +73,6 @@ def test_worked_by_hand():
     assert second.acc[0].tolist() == pytest.approx(
         [10 * e(-3) + 20 * e(-1) + 30, e(-3) + e(-1) + 1]
     )
-    out, lse = second.finalize()
-    weighed = 10 * e(1) + 20 * e(3) + 30 * e(4)
-    assert out[0].tolist() == pytest.approx([weighed / (e(1) + e(3) + e(4)), 1.0])
-    assert lse.item() == pytest.approx(math.log(e(1) + e(3) + e(4)))
 
 
 @law
@@ -92,45 +88,19 @@ def test_any_split_of_the_keys_gives_softmax(tiles):
 
 
 @law
-@given(tiles(count=2))
-def test_update_is_merge_with_the_tiles_own_state(tiles):
-    (scores, v), (next_scores, next_v) = tiles
-    state = state_of(scores, v)
-    assert_same(state.update(next_scores, next_v), state.merge(state_of(next_scores, next_v)))
-
-
-@law
 @given(tiles(count=3))
-def test_merge_is_associative(tiles):
+def test_states_combine_in_any_order(tiles):
+    """update() is a merge with the tile's own state; the empty state changes nothing."""
     a, b, c = (state_of(*tile) for tile in tiles)
-    assert_same(a.merge(b).merge(c), a.merge(b.merge(c)))
-
-
-@law
-@given(tiles(count=2))
-def test_merge_is_commutative(tiles):
-    a, b = (state_of(*tile) for tile in tiles)
-    assert_same(a.merge(b), b.merge(a))
-
-
-@law
-@given(tiles(count=1))
-def test_the_empty_state_is_the_identity(tiles):
-    state = state_of(*tiles[0])
-    identity = empty(len(state.row_max))
+    identity = empty(len(a.row_max))
     assert (identity.row_max == -torch.inf).all()
     assert not identity.row_sum.any() and not identity.acc.any()
+    state = a.update(*tiles[1]).update(*tiles[2])
+    assert_same(a.merge(b).merge(c), state)
+    assert_same(a.merge(b.merge(c)), state)
+    assert_same(c.merge(a).merge(b), state)
     assert_same(state.merge(identity), state)
     assert_same(identity.merge(state), state)
-
-
-def test_first_tile_fully_masked():
-    """exp(-inf - -inf) is NaN: without a guard every later key of the row is lost."""
-    state = state_of(tensor([[-torch.inf, -torch.inf]]), tensor([[1.0, 1.0], [1.0, 1.0]]))
-    assert state.row_max.item() == -torch.inf
-    assert state.row_sum.item() == 0.0 and not state.acc.any()
-    later = tensor([[0.3, -1.2]]), tensor([[1.0, 2.0], [3.0, 4.0]])
-    assert_same(state.update(*later), state_of(*later))
 
 
 def test_no_key_at_all_gives_zero_and_no_gradient():
@@ -146,14 +116,3 @@ def test_no_key_at_all_gives_zero_and_no_gradient():
     assert d_scores[1].tolist() == [0.0] * 3
     assert d_scores[0].tolist() == pytest.approx([1 / 3] * 3)
     assert d_v.tolist() == [pytest.approx([1 / 3, 2 / 3])] * 3
-
-
-def test_the_subtracted_maximum_has_no_influence_on_the_gradient():
-    """It cancels, so whether it is a constant for autograd changes nothing."""
-    scores, v = tensor([[0.5, -1.0, 2.0, 0.1]]), tensor([[1.0, 2.0], [3.0, 4.0]])
-    grads = []
-    for detach_max in (False, True):
-        x = scores.clone().requires_grad_()
-        state = empty(1, detach_max=detach_max).update(x[:, :2], v).update(x[:, 2:], v)
-        grads.append(torch.autograd.grad(state.finalize()[0].square().sum(), x)[0])
-    torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)

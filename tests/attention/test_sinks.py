@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from attention import attention
-from attention.online_softmax import OnlineSoftmax
-from attention.sinks import with_sinks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -47,15 +45,3 @@ def test_a_large_sink_takes_all_and_a_small_one_nothing(name):
     assert all_of_it.out.abs().max() == 0 and (all_of_it.lse == 1e4).all()
     if name == "triton":
         assert torch.autograd.grad(none.out.sum(), sinks)[0].eq(0).all()
-
-
-def test_a_sink_is_merged_as_any_other_key():
-    """Also into a row without a key, and if no sink is there."""
-    out, lse = random(2, 2, 6, 4), random(2, 2, 6, seed=1)
-    lse[0, 0, 0], out[0, 0, 0] = -torch.inf, 0
-    sinks = torch.tensor([0.5, -torch.inf], dtype=torch.float64)
-    score = sinks[:, None, None].expand(2, 2, 6, 1)
-    one = torch.ones_like(score)
-    sink = OnlineSoftmax(score, one, torch.zeros_like(out))
-    expected = OnlineSoftmax(lse.unsqueeze(-1), one, out).merge(sink).finalize()
-    torch.testing.assert_close(with_sinks(out, lse, sinks), expected)

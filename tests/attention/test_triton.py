@@ -20,13 +20,11 @@ from torch.utils.checkpoint import checkpoint
 from attention import Backend, ScoreMod, attention, get_backend
 from attention.kernels import refusals
 from attention.kernels.forward import place
-from attention.kernels.launch import Settings, backward, forward, is_packed, readable
+from attention.kernels.launch import Settings, readable
 from attention.kernels.op import flash_attention, flash_attention_backward
 from attention.kernels.score_mods import tanh
 from attention.mask import visible_keys
-from config import ModelConfig
 from conformance.cases import every_index
-from model.gpt import CausalSelfAttention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PORTABLE = get_backend("triton", kernel="portable")  # test_hopper.py tests the Hopper kernels
@@ -51,26 +49,21 @@ def parts(projected: Tensor, num_kv_heads: int) -> tuple[Tensor, ...]:
 
 
 OPERANDS = {
-    "packed-B1-H2kv1-N9-D16": lambda: parts(random(1, 9, 4, 16), 1),
-    "B2-H2kv1-N9-M17-D24-window-softcap-no_rescale": lambda: (
+    "packed": lambda: parts(random(1, 9, 4, 16), 1),
+    "window-softcap-no_rescale": lambda: (
         random(2, 2, 9, 24),
         random(2, 1, 17, 24, seed=1),
         random(2, 1, 17, 24, seed=2),
     ),
-    "B1-H1-N9-D16-bf16": lambda: tuple(
-        random(1, 1, 9, 16, dtype=torch.bfloat16, seed=seed) for seed in range(3)
-    ),
 }
 
 
-@pytest.mark.parametrize(
-    "name", [*list(OPERANDS)[:2], pytest.param("B1-H1-N9-D16-bf16", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", OPERANDS)
 def test_the_operator_keeps_pytorchs_contract(name):
     """Schema, shapes, strides and dtypes promised to torch.compile, and the registered gradient."""
     q, k, v = (x.detach().requires_grad_() for x in OPERANDS[name]())
     masks, settings, with_d_lse = (None,) * 4, PLAIN, True
-    if "window" in name:
+    if name != "packed":
         visible = visible_keys(q, k, causal=True, window=5)
         masks = visible.lo, visible.hi, torch.tensor([3.0], device=DEVICE), None
         softcap = "attention.kernels.score_mods:softcap"
@@ -79,29 +72,11 @@ def test_the_operator_keeps_pytorchs_contract(name):
     torch.library.opcheck(flash_attention, (q, k, v, *masks, look, *settings))
     with torch.no_grad():
         out, lse, state, _ = flash_attention(q, k, v, *masks, look, *settings)
-        d_out = random(*out.shape, dtype=out.dtype)
+        d_out = random(*out.shape)
         d_lse = torch.ones_like(lse) if with_d_lse else None
-        for packed in {False, is_packed(q, k, v)}:
+        for packed in {False, name == "packed"}:
             inputs = (d_out, d_lse, q, k, v, out, lse, state, *masks, packed, *settings)
             torch.library.opcheck(flash_attention_backward, inputs)
-
-
-@pytest.mark.parametrize("used", [("out",), ("lse",), ("out", "lse")], ids="-".join)
-def test_the_gradient_of_eager_mode_is_the_registered_one(used):
-    """To the bit, whichever result has a gradient; and more keys than queries change nothing."""
-    shapes = ((1, 2, 20, 16), (1, 1, 37, 16), (1, 1, 37, 16))
-    q, k, v = (random(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes))
-
-    def gradients(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        found = dict(zip(("out", "lse"), results, strict=False))
-        total = sum((found[name] * random(*found[name].shape, seed=3)).sum() for name in used)
-        return torch.autograd.grad(total, (q, k, v), materialize_grads=True)
-
-    found = gradients(attention(q, k, v, backend=PORTABLE))
-    registered = gradients(flash_attention(q, k, v, *(None,) * 5, *PLAIN))
-    assert all(torch.equal(x, y) for x, y in zip(found, registered, strict=True))
-    exact = gradients(attention(q, k, v, backend="naive"))
-    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
 
 
 @triton.jit
@@ -111,21 +86,13 @@ def note_places(found_ptr, num_tiles, num_heads, section):
     tl.store(found_ptr + 2 * tl.program_id(0) + 1, head)
 
 
-@pytest.mark.parametrize(
-    ("num_tiles", "num_heads", "section", "tiles", "heads"),
-    [
-        (2, 6, 4, "0011" + "00001111", "0101" + "23452345"),  # the example of the docstring
-        (3, 3, 2, "012" + "001122", "000" + "121212"),
-        (2, 3, 8, "000111", "012012"),
-        (2, 3, 1, "010101", "001122"),
-    ],
-)
-def test_every_tile_of_every_head_has_one_program(num_tiles, num_heads, section, tiles, heads):
+@pytest.mark.parametrize(("num_tiles", "num_heads", "section"), [(2, 6, 4), (3, 3, 2), (2, 3, 8)])
+def test_every_tile_of_every_head_has_one_program(num_tiles, num_heads, section):
+    """Sections of fewer heads than a call has are for the lengths of a GPU."""
     found = torch.full((num_tiles * num_heads, 2), -1, dtype=torch.int32, device=DEVICE)
     note_places[(len(found),)](found, num_tiles, num_heads, section)
-    assert found.tolist() == [
-        [int(tile), int(head)] for tile, head in zip(tiles, heads, strict=True)
-    ]
+    work = [[tile, head] for tile in range(num_tiles) for head in range(num_heads)]
+    assert sorted(found.tolist()) == work
 
 
 @triton.jit
@@ -166,7 +133,6 @@ def differentiated(function) -> tuple[Tensor, ...]:
 
 
 WRAPPED = {
-    "again": block,
     "compiled": torch.compile(block, fullgraph=True, backend="aot_eager"),
     "checkpointed": lambda packed: checkpoint(block, packed, use_reentrant=False),
 }
@@ -202,29 +168,15 @@ def test_inductor_lowers_the_operators(backend):
     torch.testing.assert_close(found, differentiated(function), rtol=0, atol=0)
 
 
-class Block(torch.nn.Module):
-    def forward(self, packed: Tensor) -> Tensor:
-        return block(packed)[0]
-
-
-def test_exports():
-    packed = random(1, 40, 3, 2, 16)
-    exported = torch.export.export(Block(), (packed,))
-    assert torch.equal(exported.module()(packed), Block()(packed))
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
-def test_cuda_graph_capture(packed):
-    """Nothing waits for the device or allocates outside the graph's pool, with a window and
-    documents too.
-    """
-    tensors = parts(random(2, 300, 12, 64, dtype=torch.bfloat16), 4)
-    tensors = [(x if packed else x.contiguous()).detach().requires_grad_() for x in tensors]
+def test_cuda_graph_capture():
+    """Both passes: nothing waits for the device, with a window and documents too."""
+    packed = random(2, 300, 12, 64, dtype=torch.bfloat16).requires_grad_()
     d_out = random(2, 4, 300, 64, dtype=torch.bfloat16, seed=3)
     documents = torch.arange(300, device=DEVICE).expand(2, -1) // 77
 
     def step() -> tuple[Tensor, ...]:
+        tensors = parts(packed, 4)
         out = attention(*tensors, backend=PORTABLE, window=50, document_ids=documents).out
         return out, *torch.autograd.grad(out, tensors, d_out)
 
@@ -241,52 +193,10 @@ def test_cuda_graph_capture(packed):
     assert all(torch.equal(x, y) for x, y in zip(captured, expected, strict=True))
 
 
-def test_packed_views_are_read_where_they_are():
-    """Without a copy of the input, and none to merge the heads of the output."""
-    q, k, v = packed_views(random(2, 40, 3, 2, 16))
-    assert all(readable(x) is x for x in (q, k, v))
-    results = out, *_ = forward(q, k, v, *(None,) * 4, False, PLAIN)[:3]
-    grads = backward(out, None, q, k, v, *results, *(None,) * 4, False, PLAIN)
-    for x in (out, *grads):
-        assert x.transpose(1, 2).is_contiguous()
-        assert x.transpose(1, 2).flatten(2).data_ptr() == x.data_ptr()
-
-
-@pytest.mark.parametrize(
-    ("dtype", "num_kv_heads", "optional", "compiled"),
-    [
-        pytest.param(torch.bfloat16, 1, {"causal": False}, False, id="grouped-full-bf16"),
-        pytest.param(torch.float32, 2, {"window": 25, "softcap": 2.0}, True, id="window-compiled"),
-    ],
-)
-def test_gradients_in_one_tensor_are_the_separate_ones(dtype, num_kv_heads, optional, compiled):
-    """To the bit: q, k and v as views of one projection, and copied. The gradients of the views lie
-    as the views do.
-    """
-    given = parts(random(2, 40, 2 + 2 * num_kv_heads, 24, dtype=dtype), num_kv_heads)
-    d_out = random(2, 2, 40, 24, dtype=dtype, seed=1)
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return attention(q, k, v, backend=PORTABLE, **optional)
-
-    def results(function, tensors) -> tuple[Tensor, ...]:
-        tensors = [x.detach().requires_grad_() for x in tensors]
-        out, lse = function(*tensors)
-        total = (out * d_out).sum() + lse.sum()
-        return out.detach(), lse.detach(), *torch.autograd.grad(total, tensors)
-
-    function = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
-    found = results(function, given)
-    expected = results(run, [x.contiguous() for x in given])
-    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
-    if not compiled:
-        grads = found[2:]
-        assert [x.stride() for x in grads] == [x.stride() for x in given]
-        assert [x.storage_offset() for x in grads] == [x.storage_offset() for x in given]
-        assert len({x.untyped_storage().data_ptr() for x in grads}) == 1
-
-
-OTHERS = {
+# q, k and v whose gradients are one tensor, or look as if they could be
+VIEWS = {
+    "packed": lambda: parts(random(2, 40, 4, 24), 1),
+    "packed-bf16": lambda: parts(random(2, 40, 6, 16, dtype=torch.bfloat16), 2),
     "q-apart": lambda: (random(2, 2, 9, 16), *parts(random(2, 9, 6, 16), 2)[1:]),
     "fewer-keys": lambda: tuple(
         x[:, :, : 9 - i] for i, x in zip((0, 1, 1), parts(random(2, 9, 6, 16), 2), strict=True)
@@ -296,45 +206,18 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_of_other_tensors_every_gradient_is_its_own(name):
-    q, k, v = (x.detach().requires_grad_() for x in OTHERS[name]())
-    grads = torch.autograd.grad(attention(q, k, v, backend=PORTABLE).out.sum(), (q, k, v))
-    assert all(x.transpose(1, 2).is_contiguous() for x in grads)
-
-
-@pytest.mark.slow
-def test_a_compiled_projection_reads_its_gradient_where_it_is(monkeypatch):
-    """Inductor drops what would put dq, dk and dv together: the projection's two products take the
-    operator's result.
-    """
-    sizes = ModelConfig(num_heads=4, num_kv_heads=2, hidden_size=64)
-    layer = CausalSelfAttention(sizes, PORTABLE, {}).to(DEVICE)
-    x = random(2, 40, 64).requires_grad_()
-
-    def run(x: Tensor) -> Tensor:
-        return layer.attend(*layer.heads(layer.qkv(x), None), document_ids=None, cache=None)[0]
-
-    def gradients(function) -> tuple[Tensor, ...]:
-        out = function(x)
-        inputs = (x, layer.qkv.weight, layer.qkv.bias)
-        return torch.autograd.grad(out, inputs, random(*out.shape, seed=1))
-
-    graphs: list[set[object]] = []
-
-    def note(graph: torch.fx.Graph) -> None:
-        graphs.append({node.target for node in graph.nodes})
-
-    # code for the processor's vectors would do the same, and to ask for them takes ten seconds
-    monkeypatch.setattr(torch._inductor.cpu_vec_isa, "valid_vec_isa_list", list)
-    options = {"force_disable_caches": True, "post_grad_custom_post_pass": note}
-    with torch._inductor.config.patch(options):
-        found = gradients(torch.compile(run, fullgraph=True))
-    torch.testing.assert_close(found, gradients(run), rtol=1e-4, atol=1e-4)
-    operator = torch.ops.tilegpt.flash_attention_backward.default
-    (backward,) = (graph for graph in graphs if operator in graph)
-    aten = torch.ops.aten
-    assert not backward & {aten.cat.default, aten.clone.default, aten.copy.default}
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_of_one_projection_have_the_gradients_of_copies(name):
+    """To the bit. Those of the whole projection share one memory, so that nobody has to copy."""
+    given, results = VIEWS[name](), []
+    for tensors in (given, [x.contiguous() for x in given]):
+        inputs = [x.detach().requires_grad_() for x in tensors]
+        out, lse = attention(*inputs, backend=PORTABLE, window=25, softcap=2.0)
+        total = (out * random(*out.shape, dtype=out.dtype, seed=1)).sum() + lse.sum()
+        results.append([out.detach(), *torch.autograd.grad(total, inputs)])
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+    memories = {x.untyped_storage().data_ptr() for x in results[0][1:]}
+    assert len(memories) == (1 if name.startswith("packed") else 3)
 
 
 AWKWARD = {
@@ -438,24 +321,6 @@ def test_versions_are_numbers(monkeypatch, tmp_path, installed, refused):
     q = torch.zeros(1, 1, 4, 16)
     found = "".join(refusals(q, q, q, causal=True, scale=0.25))
     assert ("triton>=3.7" in found) == refused
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_same_bits_fifty_times(head_dim):
-    tensors = [
-        random(2, heads, 1000, head_dim, dtype=torch.bfloat16, seed=heads).requires_grad_()
-        for heads in (8, 2, 2)
-    ]
-    d_out = random(2, 8, 1000, head_dim, dtype=torch.bfloat16)
-
-    def once() -> tuple[Tensor, ...]:
-        out, lse = attention(*tensors, backend=PORTABLE)
-        return out, lse, *torch.autograd.grad(out, tensors, d_out)
-
-    first = once()
-    for _ in range(50):
-        assert all(torch.equal(x, y) for x, y in zip(once(), first, strict=True))
 
 
 def assert_within_budget(found: list[Tensor], reference: list[Tensor], naive: list[Tensor]) -> None:
