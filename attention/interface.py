@@ -5,6 +5,7 @@ Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D h
 D_v head dim of the values.
 """
 
+import sys
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -236,7 +237,7 @@ class Backend:
                     f"{', '.join(self.implementations)}"
                 )
             return self.implementations[impl].configured(**options)
-        for name in options:
+        for name, value in options.items():
             if name not in self.options:
                 has = (
                     f"its options: {', '.join(self.options)}"
@@ -244,18 +245,12 @@ class Backend:
                     else "it has no options"
                 )
                 raise ValueError(
-                    f"attention={self.name} has no option {name!r} (got {name}={options[name]}); "
-                    f"{has}"
+                    f"attention={self.name} has no option {name!r} (got {name}={value}); {has}"
                 )
-        if options.get("softmax_dtype", "input") not in ("float32", "input"):
-            dtype = options["softmax_dtype"]
-            raise ValueError(f"softmax_dtype={dtype} must be float32 or input")
-        for name in ("block_q", "block_kv"):
-            size = options.get(name, 1)
-            if not isinstance(size, int):
-                raise ValueError(f"{name}={size} must be a whole number, at least 1")
-            if size < 1:
-                raise ValueError(f"{name}={size} must be at least 1")
+            if name == "softmax_dtype" and value not in ("float32", "input"):
+                raise ValueError(f"softmax_dtype={value} must be float32 or input")
+            if name in ("block_q", "block_kv") and not (isinstance(value, int) and value >= 1):
+                raise ValueError(f"{name}={value} must be a whole number, at least 1")
         return replace(self, options={**self.options, **options})
 
     def unsupported_reasons(
@@ -270,19 +265,16 @@ class Backend:
         **optional: Any,
     ) -> list[str]:
         """Why the backend refuses these inputs, one sentence each; empty if it takes them."""
-        (_, num_heads, num_queries, head_dim), num_kv_heads, num_keys = (
-            q.shape,
-            k.shape[1],
-            k.shape[2],
-        )
-        optional["window"] = plain_window(optional.get("window"), causal=causal)
+        window = plain_window(optional.pop("window", None), causal=causal)
+        head_dim, value_dim = q.shape[-1], v.shape[-1]
         wanted = {
-            "gqa": num_kv_heads != num_heads,
+            "gqa": q.shape[1] != k.shape[1],
             "non_causal": not causal,
-            "cross_length": num_queries != num_keys,
-            "two_sided_window": isinstance(optional["window"], tuple),
-            "value_dim": v.shape[-1] != head_dim,
-            **{name: optional.get(name) is not None for name in OPTIONAL_ARGUMENTS},
+            "cross_length": q.shape[2] != k.shape[2],
+            "two_sided_window": isinstance(window, tuple),
+            "value_dim": value_dim != head_dim,
+            "window": window is not None,
+            **{name: x is not None for name, x in optional.items()},
         }
         reasons = [
             f"it does not support {name}"
@@ -296,14 +288,12 @@ class Backend:
                 f"it runs on {' and '.join(self.devices)}, the inputs are on {q.device.type}"
             )
         if q.dtype not in self.dtypes:
-            reasons.append(
-                f"it takes {', '.join(dtype_name(dtype) for dtype in self.dtypes)}, the inputs are "
-                f"{dtype_name(q.dtype)}"
-            )
-        if self.head_dims is not None and head_dim not in self.head_dims:
-            reasons.append(f"it takes head_dim in {self.head_dims}, the inputs have {head_dim}")
-        elif self.head_dims is not None and v.shape[-1] not in self.head_dims:
-            reasons.append(f"it takes head_dim in {self.head_dims}, v has {v.shape[-1]}")
+            takes = ", ".join(map(dtype_name, self.dtypes))
+            reasons.append(f"it takes {takes}, the inputs are {dtype_name(q.dtype)}")
+        for name, width in (("the inputs have", head_dim), ("v has", value_dim)):
+            if self.head_dims is not None and width not in self.head_dims:
+                reasons.append(f"it takes head_dim in {self.head_dims}, {name} {width}")
+                break
         if not self.backward and needs_gradient(q, k, v):
             reasons.append("it has no backward pass and the inputs require gradients")
         return reasons or self.unmet_requirements(q, k, v, causal=causal, scale=scale)
@@ -321,13 +311,10 @@ class Backend:
         """Raise one Refusal, a ValueError with the inputs and every reason, if the backend does not
         take them.
         """
-        self._refuse(q, k, self.unsupported_reasons(q, k, v, **arguments))
+        self.refuse(q, k, self.unsupported_reasons(q, k, v, **arguments))
 
-    def check_requirements(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> None:
-        """check_supported() for inputs of a kind that has already passed it."""
-        self._refuse(q, k, self.unmet_requirements(q, k, v, **arguments))
-
-    def _refuse(self, q: Tensor, k: Tensor, reasons: list[str]) -> None:
+    def refuse(self, q: Tensor, k: Tensor, reasons: list[str]) -> None:
+        """Raise one Refusal for these inputs, unless there are no reasons."""
         if reasons:
             inputs = f"q {tuple(q.shape)}, k {tuple(k.shape)}, {dtype_name(q.dtype)} on {q.device}"
             raise Refusal(f"attention={self.name} cannot take {inputs}: " + "; ".join(reasons))
@@ -357,13 +344,14 @@ def check_inputs(
     *,
     causal: bool,
     scale: float | None,
+    sinks: Tensor | None,
     window: Window,
     softcap: float | None,
     alibi_slopes: Tensor | None,
     document_ids: Tensor | None,
     score_mod: ScoreMod | None,
-    key_lengths: Tensor | None = None,
-    sinks: Tensor | None = None,
+    key_lengths: Tensor | None,
+    cu_seqlens: Tensor | None = None,  # see check_packed()
 ) -> None:
     """Raise ValueError, with the shapes in it, for inputs that no backend could take."""
     _check_tensors(q, k, v)
@@ -371,22 +359,47 @@ def check_inputs(
         raise ValueError(f"{causal=} must be True or False")
     _check_scale_and_softcap(scale, softcap, statistics_dtype(q))
     _check_window(window, causal=causal)
-    extras = {"alibi_slopes": alibi_slopes, "document_ids": document_ids, "sinks": sinks}
-    for name, extra in (extras | {"key_lengths": key_lengths}).items():
-        if extra is not None and not isinstance(extra, Tensor):
-            raise ValueError(f"{name} must be a tensor, its type is {type(extra).__name__}")
-        if extra is not None and extra.device != q.device:
-            raise ValueError(f"{name} must be on the device of q, {q.device}; got {extra.device}")
-    _check_score_changes(q, softcap, alibi_slopes, score_mod)
-    _check_a_head("sinks", sinks, q)
-    if document_ids is not None:
-        _check_document_ids(q, k, document_ids)
+    batch, num_heads, num_queries, _ = q.shape
+    if document_ids is not None and num_queries != k.shape[2]:
+        raise ValueError(
+            f"document_ids need as many queries as keys; got N={num_queries}, M={k.shape[2]}"
+        )
+    for name, x, dims, shape, dtypes in (
+        ("alibi_slopes", alibi_slopes, "(H,)", (num_heads,), None),
+        ("sinks", sinks, "(H,)", (num_heads,), None),
+        ("document_ids", document_ids, "(B, N)", (batch, num_queries), INTEGERS),
+        ("key_lengths", key_lengths, "(B,)", (batch,), INTEGERS),
+    ):
+        if x is not None:
+            check_tensor(name, x, q, dtypes)
+            if x.shape != shape:
+                raise ValueError(f"{name} must have shape {dims} = {shape}; got {tuple(x.shape)}")
+    if score_mod is not None:
+        _check_score_mod(score_mod, softcap, alibi_slopes)
+    _check_constant("alibi_slopes", alibi_slopes)
     if key_lengths is not None:
-        _check_key_lengths(k, key_lengths)
+        check_key_lengths_fit(k, key_lengths)
+
+
+def check_tensor(name: str, x: Any, q: Tensor, dtypes: Sequence[torch.dtype] | None) -> None:
+    """Raise ValueError unless x is a tensor on the device of q, of one of these dtypes, or of any
+    floating dtype for None.
+    """
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a tensor, its type is {type(x).__name__}")
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on the device of q, {q.device}; got {x.device}")
+    if x.dtype not in dtypes if dtypes else not x.is_floating_point():
+        kinds = ", ".join(map(dtype_name, dtypes)) if dtypes else "a floating dtype"
+        raise ValueError(f"{name} must be of {kinds}; got {dtype_name(x.dtype)}")
+
+
+def shapes_of(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    shapes = shapes_of(q, k, v)
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         raise ValueError(f"q must be (B, H, N, D) and k, v (B, H_kv, M, D); got {shapes}")
     if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
@@ -411,11 +424,11 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def _check_window(window: Any, *, causal: bool) -> None:
     if isinstance(window, tuple):
-        if len(window) != 2 or not all(_is_whole(side) and side >= -1 for side in window):
+        if len(window) != 2 or not all(_is_number(side, int) and side >= -1 for side in window):
             raise ValueError(
                 f"{window=} must be (left, right), two integers of at least 0, or -1 for no limit"
             )
-    elif window is not None and not (_is_whole(window) and window >= 1 and causal):
+    elif window is not None and not (_is_number(window, int) and window >= 1 and causal):
         raise ValueError(
             f"{window=} must be an integer of at least 1 and needs causal=True (got {causal=}); "
             "without it give (left, right)"
@@ -426,76 +439,42 @@ def _check_scale_and_softcap(
     scale: float | None, softcap: float | None, statistics: torch.dtype
 ) -> None:
     limits, name = torch.finfo(statistics), dtype_name(statistics)
-    if scale is not None and not (_is_number(scale) and abs(scale) <= limits.max):
+    if scale is not None and not (_is_number(scale, int, float) and abs(scale) <= limits.max):
         raise ValueError(
             f"{scale=} must be a number that is finite in {name}, in which scores are kept"
         )
-    # with a larger cap, score / softcap would underflow
-    largest = limits.eps / limits.tiny
-    if softcap is not None and not (_is_number(softcap) and limits.tiny <= softcap <= largest):
+    if softcap is None:
+        return
+    largest = limits.eps / limits.tiny  # with a larger cap, score / softcap would underflow
+    if not (_is_number(softcap, int, float) and limits.tiny <= softcap <= largest):
         raise ValueError(
             f"{softcap=} must be a positive number, {limits.tiny:.1e} to {largest:.1e} as scores "
             f"are kept in {name}; None is no cap"
         )
 
 
-def _check_score_changes(
-    q: Tensor, softcap: float | None, alibi_slopes: Tensor | None, score_mod: ScoreMod | None
-) -> None:
-    if score_mod is not None and not isinstance(score_mod, ScoreMod):
+def _check_score_mod(mod: Any, softcap: float | None, alibi_slopes: Tensor | None) -> None:
+    if not isinstance(mod, ScoreMod):
         raise ValueError(
-            f"score_mod must be an attention.ScoreMod, its type is {type(score_mod).__name__}"
+            f"score_mod must be an attention.ScoreMod, its type is {type(mod).__name__}"
         )
-    if score_mod is not None and (softcap is not None or alibi_slopes is not None):
+    if softcap is not None or alibi_slopes is not None:
         raise ValueError(
             "score_mod takes the place of softcap and alibi_slopes: write all of the change into it"
         )
-    params = None if score_mod is None else score_mod.params
-    if params is not None and not isinstance(params, Tensor):
+    if mod.params is not None and not isinstance(mod.params, Tensor):
         raise ValueError(
-            f"a score_mod's params must be a tensor, their type is {type(params).__name__}"
+            f"a score_mod's params must be a tensor, their type is {type(mod.params).__name__}"
         )
-    for name, constant in (("alibi_slopes", alibi_slopes), ("a score_mod's params", params)):
-        if needs_gradient(constant):
-            raise ValueError(
-                f"{name} must not require a gradient, which attention does not compute: hand in "
-                "x.detach() for x"
-            )
-    _check_a_head("alibi_slopes", alibi_slopes, q)
+    _check_constant("a score_mod's params", mod.params)
 
 
-def _check_a_head(name: str, x: Tensor | None, q: Tensor) -> None:
-    if x is not None and x.shape != (q.shape[1],):
-        raise ValueError(f"{name} must have shape (H,) = ({q.shape[1]},); got {tuple(x.shape)}")
-    if x is not None and not x.is_floating_point():
-        raise ValueError(f"{name} must be floating; got {dtype_name(x.dtype)}")
-
-
-def _check_document_ids(q: Tensor, k: Tensor, document_ids: Tensor) -> None:
-    if q.shape[2] != k.shape[2]:
+def _check_constant(name: str, x: Tensor | None) -> None:
+    if needs_gradient(x):
         raise ValueError(
-            f"document_ids need as many queries as keys; got N={q.shape[2]}, M={k.shape[2]}"
+            f"{name} must not require a gradient, which attention does not compute: hand in "
+            "x.detach() for x"
         )
-    if document_ids.shape != (q.shape[0], q.shape[2]):
-        raise ValueError(
-            f"document_ids must have shape (B, N) = {(q.shape[0], q.shape[2])}; got "
-            f"{tuple(document_ids.shape)}"
-        )
-    if document_ids.dtype not in INTEGERS:
-        raise ValueError(
-            f"document_ids must be of {', '.join(map(dtype_name, INTEGERS))}; got "
-            f"{dtype_name(document_ids.dtype)}"
-        )
-
-
-def _check_key_lengths(k: Tensor, key_lengths: Tensor) -> None:
-    batch = k.shape[0]
-    if key_lengths.shape != (batch,) or key_lengths.dtype not in INTEGERS:
-        raise ValueError(
-            f"key_lengths must be integers of shape (B,) = ({batch},); got "
-            f"{tuple(key_lengths.shape)} of {dtype_name(key_lengths.dtype)}"
-        )
-    check_key_lengths_fit(k, key_lengths)
 
 
 def check_key_lengths_fit(k: Tensor, key_lengths: Tensor) -> None:
@@ -519,16 +498,13 @@ def check_packed(
     """Raise ValueError for packed inputs that attention_varlen() cannot take. by_position: whether
     scores depend on the positions of query and key.
     """
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 3:
-        raise ValueError(f"q must be (T, H, D) and k, v (T_k, H_kv, D or D_v); got {shapes}")
+        raise ValueError(
+            f"q must be (T, H, D) and k, v (T_k, H_kv, D or D_v); got {shapes_of(q, k, v)}"
+        )
     given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     for name, ends in given.items():
-        if not isinstance(ends, Tensor) or ends.dtype not in (torch.int32, torch.int64):
-            kind = dtype_name(ends.dtype) if isinstance(ends, Tensor) else type(ends).__name__
-            raise ValueError(f"{name} must be a tensor of int32 or int64, it is {kind}")
-        if ends.device != q.device:
-            raise ValueError(f"{name} must be on the device of q, {q.device}; got {ends.device}")
+        check_tensor(name, ends, q, (torch.int32, torch.int64))
     if cu_seqlens_q.ndim != 1 or cu_seqlens_q.shape != cu_seqlens_k.shape or len(cu_seqlens_q) < 2:
         raise ValueError(
             "cu_seqlens_q and cu_seqlens_k must have shape (S + 1,) for S sequences; got "
@@ -559,33 +535,21 @@ def values_can_be_read() -> bool:
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
-def _is_whole(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
+def _is_number(x: Any, *kinds: type) -> bool:
+    return isinstance(x, kinds) and not isinstance(x, bool)
 
 
-def _is_number(x: Any) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool)
-
-
-def plain_window(window: Window, *, causal: bool) -> Window:
-    """A window in its simplest form: None, a number under a causal mask, (left, right) without."""
+def plain_window(window: Window, *, causal: bool, longest: int = sys.maxsize) -> Window:
+    """A window in its simplest form: None, a number under a causal mask, (left, right) without. A
+    side beyond `longest`, which hides no more, becomes `longest`.
+    """
     left, right = sides(window, causal=causal)
     if causal:
-        return None if left is None else left + 1
+        return None if left is None else min(left + 1, longest)
     if left is None and right is None:
         return None
-    return -1 if left is None else left, -1 if right is None else right
-
-
-def prepared_window(q: Tensor, k: Tensor, window: Window, *, causal: bool) -> Window:
-    """A checked window in its simplest form, and at most as wide as the keys: a wider one hides no
-    more.
-    """
-    window = plain_window(window, causal=causal)
-    if isinstance(window, tuple):
-        left, right = (min(side, q.shape[2] + k.shape[2]) for side in window)
-        return left, right
-    return None if window is None else min(window, k.shape[2])
+    left, right = (-1 if side is None else min(side, longest) for side in (left, right))
+    return left, right
 
 
 def prepared(q: Tensor, optional: dict[str, Any]) -> dict[str, Any]:
@@ -625,13 +589,9 @@ def check_output(backend: Backend, q: Tensor, v: Tensor, output: Any) -> None:
     for name, x, shape, dtype in results:
         if x is None:
             continue
-        if x.shape != shape or x.dtype != dtype:
+        if x.shape != shape or x.dtype != dtype or x.device != q.device:
             raise ValueError(
                 f"attention={backend.name} must return {name} of shape {shape} and "
-                f"{dtype_name(dtype)}, it returned {tuple(x.shape)} and {dtype_name(x.dtype)}"
-            )
-        if x.device != q.device:
-            raise ValueError(
-                f"attention={backend.name} must return {name} on {q.device}, where q is; it "
-                f"returned it on {x.device}"
+                f"{dtype_name(dtype)} on {q.device}, where q is; it returned {tuple(x.shape)} and "
+                f"{dtype_name(x.dtype)} on {x.device}"
             )
