@@ -47,8 +47,9 @@ def checked(
         backend.refuse(q, k, backend.unmet_requirements(q, k, v, causal=causal, scale=scale))
         optional["window"] = passed[kind]
         return prepared(q, optional)
-    check_inputs(q, k, v, causal=causal, scale=scale, sinks=sinks, **optional)
-    backend.check_supported(q, k, v, causal=causal, scale=scale, sinks=sinks, **optional)
+    function = {"causal": causal, "scale": scale, "sinks": sinks}
+    check_inputs(q, k, v, **function, optional=optional)
+    backend.check_supported(q, k, v, **function, **optional)
     check_module(backend, module)
     longest = k.shape[2] if causal else q.shape[2] + k.shape[2]
     optional["window"] = plain_window(optional["window"], causal=causal, longest=longest)

@@ -239,13 +239,9 @@ class Backend:
             return self.implementations[impl].configured(**options)
         for name, value in options.items():
             if name not in self.options:
-                has = (
-                    f"its options: {', '.join(self.options)}"
-                    if self.options
-                    else "it has no options"
-                )
                 raise ValueError(
-                    f"attention={self.name} has no option {name!r} (got {name}={value}); {has}"
+                    f"attention={self.name} has no option {name!r} (got {name}={value}); it "
+                    f"has {', '.join(self.options) or 'no options'}"
                 )
             if name == "softmax_dtype" and value not in ("float32", "input"):
                 raise ValueError(f"softmax_dtype={value} must be float32 or input")
@@ -284,16 +280,15 @@ class Backend:
         if sinks is not None and not self.features & {"lse", "sinks"}:
             reasons.append("it returns no lse, which sinks need")
         if q.device.type not in self.devices:
-            reasons.append(
-                f"it runs on {' and '.join(self.devices)}, the inputs are on {q.device.type}"
-            )
+            devices = " and ".join(self.devices)
+            reasons.append(f"it runs on {devices}, the inputs are on {q.device.type}")
         if q.dtype not in self.dtypes:
-            takes = ", ".join(map(dtype_name, self.dtypes))
-            reasons.append(f"it takes {takes}, the inputs are {dtype_name(q.dtype)}")
-        for name, width in (("the inputs have", head_dim), ("v has", value_dim)):
-            if self.head_dims is not None and width not in self.head_dims:
-                reasons.append(f"it takes head_dim in {self.head_dims}, {name} {width}")
-                break
+            dtypes = ", ".join(map(dtype_name, self.dtypes))
+            reasons.append(f"it takes {dtypes}, the inputs are {dtype_name(q.dtype)}")
+        head_dims = self.head_dims
+        if head_dims is not None and not (head_dim in head_dims and value_dim in head_dims):
+            widths = f"q and k have {head_dim}, v has {value_dim}"
+            reasons.append(f"it takes head_dim in {head_dims}, {widths}")
         if not self.backward and needs_gradient(q, k, v):
             reasons.append("it has no backward pass and the inputs require gradients")
         return reasons or self.unmet_requirements(q, k, v, causal=causal, scale=scale)
@@ -345,40 +340,33 @@ def check_inputs(
     causal: bool,
     scale: float | None,
     sinks: Tensor | None,
-    window: Window,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    document_ids: Tensor | None,
-    score_mod: ScoreMod | None,
-    key_lengths: Tensor | None,
-    cu_seqlens: Tensor | None = None,  # see check_packed()
+    optional: dict[str, Any],
 ) -> None:
     """Raise ValueError, with the shapes in it, for inputs that no backend could take."""
     _check_tensors(q, k, v)
     if not isinstance(causal, bool):
         raise ValueError(f"{causal=} must be True or False")
-    _check_scale_and_softcap(scale, softcap, statistics_dtype(q))
-    _check_window(window, causal=causal)
+    _check_scale_and_softcap(scale, optional["softcap"], statistics_dtype(q))
+    _check_window(optional["window"], causal=causal)
     batch, num_heads, num_queries, _ = q.shape
-    if document_ids is not None and num_queries != k.shape[2]:
+    if optional["document_ids"] is not None and num_queries != k.shape[2]:
         raise ValueError(
             f"document_ids need as many queries as keys; got N={num_queries}, M={k.shape[2]}"
         )
-    for name, x, dims, shape, dtypes in (
-        ("alibi_slopes", alibi_slopes, "(H,)", (num_heads,), None),
-        ("sinks", sinks, "(H,)", (num_heads,), None),
-        ("document_ids", document_ids, "(B, N)", (batch, num_queries), INTEGERS),
-        ("key_lengths", key_lengths, "(B,)", (batch,), INTEGERS),
+    given = optional | {"sinks": sinks}
+    for name, dims, shape, dtypes in (
+        ("alibi_slopes", "(H,)", (num_heads,), None),
+        ("sinks", "(H,)", (num_heads,), None),
+        ("document_ids", "(B, N)", (batch, num_queries), INTEGERS),
+        ("key_lengths", "(B,)", (batch,), INTEGERS),
     ):
-        if x is not None:
+        if (x := given[name]) is not None:
             check_tensor(name, x, q, dtypes)
             if x.shape != shape:
                 raise ValueError(f"{name} must have shape {dims} = {shape}; got {tuple(x.shape)}")
-    if score_mod is not None:
-        _check_score_mod(score_mod, softcap, alibi_slopes)
-    _check_constant("alibi_slopes", alibi_slopes)
-    if key_lengths is not None:
-        check_key_lengths_fit(k, key_lengths)
+    _check_score_mod(optional["score_mod"], optional["softcap"], optional["alibi_slopes"])
+    if optional["key_lengths"] is not None:
+        check_key_lengths_fit(k, optional["key_lengths"])
 
 
 def check_tensor(name: str, x: Any, q: Tensor, dtypes: Sequence[torch.dtype] | None) -> None:
@@ -454,34 +442,34 @@ def _check_scale_and_softcap(
 
 
 def _check_score_mod(mod: Any, softcap: float | None, alibi_slopes: Tensor | None) -> None:
-    if not isinstance(mod, ScoreMod):
-        raise ValueError(
-            f"score_mod must be an attention.ScoreMod, its type is {type(mod).__name__}"
-        )
-    if softcap is not None or alibi_slopes is not None:
-        raise ValueError(
-            "score_mod takes the place of softcap and alibi_slopes: write all of the change into it"
-        )
-    if mod.params is not None and not isinstance(mod.params, Tensor):
-        raise ValueError(
-            f"a score_mod's params must be a tensor, their type is {type(mod.params).__name__}"
-        )
-    _check_constant("a score_mod's params", mod.params)
-
-
-def _check_constant(name: str, x: Tensor | None) -> None:
-    if needs_gradient(x):
-        raise ValueError(
-            f"{name} must not require a gradient, which attention does not compute: hand in "
-            "x.detach() for x"
-        )
+    constants = {"alibi_slopes": alibi_slopes}
+    if mod is not None:
+        if not isinstance(mod, ScoreMod):
+            raise ValueError(
+                f"score_mod must be an attention.ScoreMod, its type is {type(mod).__name__}"
+            )
+        if softcap is not None or alibi_slopes is not None:
+            raise ValueError(
+                "score_mod takes the place of softcap and alibi_slopes: write all of the change "
+                "into it"
+            )
+        if mod.params is not None and not isinstance(mod.params, Tensor):
+            raise ValueError(
+                f"a score_mod's params must be a tensor, their type is {type(mod.params).__name__}"
+            )
+        constants["a score_mod's params"] = mod.params
+    for name, x in constants.items():
+        if needs_gradient(x):
+            raise ValueError(
+                f"{name} must not require a gradient, which attention does not compute: hand in "
+                "x.detach() for x"
+            )
 
 
 def check_key_lengths_fit(k: Tensor, key_lengths: Tensor) -> None:
     """Raise ValueError if a value of key_lengths is not in 0 to M, for k (B, H_kv, M, D)."""
-    num_keys = k.shape[2]
     if values_can_be_read():
-        lengths = key_lengths.tolist()
+        lengths, num_keys = key_lengths.tolist(), k.shape[2]
         if not 0 <= min(lengths) <= max(lengths) <= num_keys:
             raise ValueError(f"key_lengths must lie in 0 to M = {num_keys}; got {lengths}")
 
@@ -581,15 +569,12 @@ def check_output(backend: Backend, q: Tensor, v: Tensor, output: Any) -> None:
             f"attention={backend.name} must return AttentionOutput(out, lse), it returned "
             f"{type(output).__name__}"
         )
-    out, lse = output.out, output.lse
     shape, dtype = (*q.shape[:3], v.shape[3]), statistics_dtype(q)
-    results = [("out", out, shape, q.dtype), ("lse", lse, shape[:3], dtype)]
+    results = [("out", output.out, shape, q.dtype), ("lse", output.lse, shape[:3], dtype)]
     if isinstance(output, ScoredOutput):
         results.append(("max_score", output.max_score, shape[:2], dtype))
     for name, x, shape, dtype in results:
-        if x is None:
-            continue
-        if x.shape != shape or x.dtype != dtype or x.device != q.device:
+        if x is not None and (x.shape != shape or x.dtype != dtype or x.device != q.device):
             raise ValueError(
                 f"attention={backend.name} must return {name} of shape {shape} and "
                 f"{dtype_name(dtype)} on {q.device}, where q is; it returned {tuple(x.shape)} and "
