@@ -22,7 +22,7 @@ from attention.backends import (
     is_shipped,
     register,
 )
-from attention.checks import NOT_GIVEN, checked
+from attention.checks import NOT_GIVEN, check_output, check_packed, checked
 from attention.decoding import check_cache
 from attention.interface import (
     AttentionOutput,
@@ -31,8 +31,6 @@ from attention.interface import (
     Refusal,
     ScoredOutput,
     ScoreMod,
-    check_output,
-    check_packed,
     dtype_name,
     needs_gradient,
     plain_window,
@@ -292,8 +290,8 @@ def _answer(
     if isinstance(asked, Tensor) and not torch.compiler.is_compiling():
         asked = bool(asked)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    given = optional if sinks is None else optional | {"sinks": sinks}
-    arguments = {name: value for name, value in given.items() if name in backend.features}
+    declared = (optional | {"sinks": sinks}).items()
+    arguments = {name: value for name, value in declared if name in backend.features}
     if asked is not False and "max_score" in backend.features:
         arguments["return_max_score"] = asked
     if module is not None:

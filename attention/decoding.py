@@ -23,11 +23,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from attention.checks import check_tensor, shapes_of
 from attention.interface import (
     INTEGERS,
     AttentionOutput,
-    check_tensor,
-    shapes_of,
     statistics_dtype,
     values_can_be_read,
 )
