@@ -6,7 +6,8 @@ register(Backend("mine", my_function))                                    # then
 """
 
 import sys
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from attention.backends import (
     is_shipped,
     register,
 )
-from attention.checks import checked
+from attention.checks import NOT_GIVEN, check_output, check_packed, checked
 from attention.decoding import check_cache
 from attention.interface import (
     AttentionOutput,
@@ -30,8 +31,6 @@ from attention.interface import (
     Refusal,
     ScoredOutput,
     ScoreMod,
-    check_output,
-    check_packed,
     dtype_name,
     needs_gradient,
     plain_window,
@@ -138,8 +137,6 @@ def attention(
     overflowed to -inf. A score of inf or NaN makes its row NaN. Statistics, sums and score changes
     are float32 (float64 for float64 inputs). Autocast is off inside.
     """
-    if isinstance(backend, str):
-        backend = get_backend(backend)
     optional = {
         "window": window,
         "softcap": softcap,
@@ -185,18 +182,14 @@ def attention_varlen(
     """
     by_position = alibi_slopes is not None or score_mod is not None
     check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, by_position=by_position)
-    if isinstance(backend, str):
-        backend = get_backend(backend)
-    optional = {
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # (1, H, T, D)
+    optional = NOT_GIVEN | {
         "window": window,
         "softcap": softcap,
         "alibi_slopes": alibi_slopes,
-        "document_ids": None,
         "score_mod": score_mod,
-        "key_lengths": None,
+        "cu_seqlens": torch.stack((cu_seqlens_q.int(), cu_seqlens_k.int())),
     }
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # (1, H, T, D)
-    optional["cu_seqlens"] = torch.stack((cu_seqlens_q.int(), cu_seqlens_k.int()))
     output = _answer(q, k, v, backend, causal, scale, sinks, optional)
     lse = None if output.lse is None else output.lse[0]
     return AttentionOutput(output.out[0].transpose(0, 1), lse)
@@ -246,9 +239,8 @@ def attention_with_cache(
         k, v = k.transpose(1, 2), v.transpose(1, 2)  # (P, H_kv, page_size, D)
         # one page stands for the keys of each sequence
         keys, values = (x[:1].expand(q.shape[0], -1, -1, -1) for x in (k, v))
-    others = ("alibi_slopes", "document_ids", "score_mod", "key_lengths")
-    optional = dict.fromkeys(others) | {"window": window, "softcap": softcap}
-    checked(q, keys, values, backend, causal, scale, sinks, None, optional)
+    optional = NOT_GIVEN | {"window": window, "softcap": softcap}
+    checked(q, keys, values, backend, causal, scale, sinks, optional)
     if backend.decode is None or not backend.can_decode:
         able = ", ".join(name for name, each in BACKENDS.items() if each.decode is not None)
         how = " with softmax_dtype=input" if backend.decode is not None else ""
@@ -257,8 +249,7 @@ def attention_with_cache(
         )
     if needs_gradient(q, k, v, sinks):
         raise Refusal("attention_with_cache() has no gradient: call it under torch.no_grad()")
-    autocast = torch.compiler.is_compiling() or torch.is_autocast_enabled(q.device.type)
-    with torch.autocast(q.device.type, enabled=False) if autocast else nullcontext():
+    with _without_autocast(q):
         out, lse = backend.decode(
             q,
             k,
@@ -281,7 +272,7 @@ def _answer(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    backend: Backend,
+    backend: str | Backend,
     causal: bool,
     scale: float | None,
     sinks: Tensor | None,
@@ -290,37 +281,48 @@ def _answer(
     return_max_score: bool | Tensor = False,
 ) -> Output:
     """Check the inputs, call the backend, check its output."""
-    optional = checked(q, k, v, backend, causal, scale, sinks, module, optional)
-    if (key_lengths := optional["key_lengths"]) is not None:
-        k, v = without_padding(k, v, key_lengths)
-    factor: float = q.shape[-1] ** -0.5 if scale is None else scale
-    looked = return_max_score
-    compiling = torch.compiler.is_compiling()
-    if isinstance(looked, Tensor) and not compiling:
-        looked = bool(looked)
-    if compiling and is_operator(backend) and optional["score_mod"] is None:
-        function = partial(operator_attention, backend.name)
-    elif backend.traceable or "torch._dynamo" not in sys.modules:
-        function = backend.fn
-    else:  # dynamo, which takes seconds to import, is loaded: it must not trace fn
-        function: Any = torch.compiler.disable(backend.fn)
-    arguments = {name: value for name, value in optional.items() if name in backend.features}
-    if looked is not False and "max_score" in backend.features:
-        arguments["return_max_score"] = looked
+    if isinstance(backend, str):
+        backend = get_backend(backend)
+    optional = checked(q, k, v, backend, causal, scale, sinks, optional, module)
+    if optional["key_lengths"] is not None:
+        k, v = without_padding(k, v, optional["key_lengths"])
+    asked = return_max_score
+    if isinstance(asked, Tensor) and not torch.compiler.is_compiling():
+        asked = bool(asked)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    declared = (optional | {"sinks": sinks}).items()
+    arguments = {name: value for name, value in declared if name in backend.features}
+    if asked is not False and "max_score" in backend.features:
+        arguments["return_max_score"] = asked
     if module is not None:
         arguments["module"] = module
-    if "sinks" in backend.features:
-        arguments["sinks"], sinks = sinks, None
-    autocast = compiling or torch.is_autocast_enabled(q.device.type)
-    with torch.autocast(q.device.type, enabled=False) if autocast else nullcontext():
-        output = function(q, k, v, causal=causal, scale=factor, **arguments, **backend.options)
+    function = _function_of(backend, optional["score_mod"])
+    with _without_autocast(q):
+        output = function(q, k, v, causal=causal, scale=scale, **arguments, **backend.options)
         check_output(backend, q, v, output)
-        if sinks is not None:
+        if sinks is not None and "sinks" not in arguments:
             out, lse = with_sinks(output.out, output.lse, sinks)
             output = output._replace(out=out, lse=lse)
         if return_max_score is False:
             return output
         max_score = getattr(output, "max_score", None)
-        if max_score is None and looked is not False:
-            max_score = companion_max_score(q, k, looked, causal=causal, scale=factor, **optional)
+        if max_score is None and asked is not False:
+            max_score = companion_max_score(q, k, asked, causal=causal, scale=scale, **optional)
     return ScoredOutput(output.out, output.lse, None if max_score is None else max_score.detach())
+
+
+def _function_of(backend: Backend, score_mod: ScoreMod | None) -> Callable[..., Any]:
+    """What to call: in a graph of torch.compile, a tile loop is one operator, and a function that
+    is not traceable is not traced.
+    """
+    if torch.compiler.is_compiling() and score_mod is None and is_operator(backend):
+        return partial(operator_attention, backend.name)
+    if backend.traceable or "torch._dynamo" not in sys.modules:  # importing it takes seconds
+        return backend.fn
+    return torch.compiler.disable(backend.fn)
+
+
+def _without_autocast(q: Tensor) -> AbstractContextManager[Any]:
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(q.device.type):
+        return torch.autocast(q.device.type, enabled=False)
+    return nullcontext()  # in a fifth of the time

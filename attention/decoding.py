@@ -19,15 +19,14 @@ keys that the cache has room for, D head dim; P pages.
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from attention.checks import check_tensor, shapes_of
 from attention.interface import (
     INTEGERS,
     AttentionOutput,
-    dtype_name,
     statistics_dtype,
     values_can_be_read,
 )
@@ -148,20 +147,29 @@ def check_cache(
     calls. Values are checked only on a CPU: a decoding step should not wait for its GPU.
     """
     if not q.ndim == k.ndim == v.ndim == 4:
-        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         raise ValueError(
             "q must be (B, H, N, D) and k, v (B, H_kv, M, D), or with a block_table (P, page_size, "
-            f"H_kv, D); got {shapes}"
+            f"H_kv, D); got {shapes_of(q, k, v)}"
         )
     if block_table is not None and (not k.numel() or k.shape[:3] != v.shape[:3]):
         raise ValueError(
             "k and v must have as many pages of one size, at least one; got k "
             f"{tuple(k.shape)}, v {tuple(v.shape)}"
         )
-    _check_integers("cache_lengths", cache_lengths, q, dims=1)
+    batch = q.shape[0]
+    check_tensor("cache_lengths", cache_lengths, q, INTEGERS)
+    if cache_lengths.shape != (batch,):
+        raise ValueError(
+            f"cache_lengths must have shape (B,) with B = {batch}; got {tuple(cache_lengths.shape)}"
+        )
     size = f"{k.shape[2]} keys"
     if block_table is not None:
-        _check_integers("block_table", block_table, q, dims=2)
+        check_tensor("block_table", block_table, q, INTEGERS)
+        if block_table.ndim != 2 or len(block_table) != batch or not block_table.numel():
+            raise ValueError(
+                f"block_table must have shape (B, max_pages) with B = {batch}; got "
+                f"{tuple(block_table.shape)}"
+            )
         k = k.transpose(1, 2)
         size = f"{len(k)} pages of {k.shape[2]} keys"
     if q.device.type != "cpu" or not values_can_be_read():
@@ -173,16 +181,3 @@ def check_cache(
         if block_table is not None:
             got += f", block_table[{row}] is {block_table[row].tolist()}"
         raise ValueError(f"a sequence points outside its cache of {size}: {got}")
-
-
-def _check_integers(name: str, x: Any, q: Tensor, *, dims: int) -> None:
-    shape = ("(B,)", "(B, max_pages)")[dims - 1]
-    if not isinstance(x, Tensor):
-        raise ValueError(f"{name} must be a tensor, its type is {type(x).__name__}")
-    if x.ndim != dims or x.shape[0] != q.shape[0] or not x.numel() or x.dtype not in INTEGERS:
-        raise ValueError(
-            f"{name} must be integers of shape {shape} with B = {q.shape[0]}; got "
-            f"{tuple(x.shape)} of {dtype_name(x.dtype)}"
-        )
-    if x.device != q.device:
-        raise ValueError(f"{name} must be on the device of q, {q.device}; got {x.device}")

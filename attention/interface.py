@@ -5,6 +5,7 @@ Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D h
 D_v head dim of the values.
 """
 
+import sys
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -236,26 +237,16 @@ class Backend:
                     f"{', '.join(self.implementations)}"
                 )
             return self.implementations[impl].configured(**options)
-        for name in options:
+        for name, value in options.items():
             if name not in self.options:
-                has = (
-                    f"its options: {', '.join(self.options)}"
-                    if self.options
-                    else "it has no options"
-                )
                 raise ValueError(
-                    f"attention={self.name} has no option {name!r} (got {name}={options[name]}); "
-                    f"{has}"
+                    f"attention={self.name} has no option {name!r} (got {name}={value}); it "
+                    f"has {', '.join(self.options) or 'no options'}"
                 )
-        if options.get("softmax_dtype", "input") not in ("float32", "input"):
-            dtype = options["softmax_dtype"]
-            raise ValueError(f"softmax_dtype={dtype} must be float32 or input")
-        for name in ("block_q", "block_kv"):
-            size = options.get(name, 1)
-            if not isinstance(size, int):
-                raise ValueError(f"{name}={size} must be a whole number, at least 1")
-            if size < 1:
-                raise ValueError(f"{name}={size} must be at least 1")
+            if name == "softmax_dtype" and value not in ("float32", "input"):
+                raise ValueError(f"softmax_dtype={value} must be float32 or input")
+            if name in ("block_q", "block_kv") and not (isinstance(value, int) and value >= 1):
+                raise ValueError(f"{name}={value} must be a whole number, at least 1")
         return replace(self, options={**self.options, **options})
 
     def unsupported_reasons(
@@ -270,19 +261,16 @@ class Backend:
         **optional: Any,
     ) -> list[str]:
         """Why the backend refuses these inputs, one sentence each; empty if it takes them."""
-        (_, num_heads, num_queries, head_dim), num_kv_heads, num_keys = (
-            q.shape,
-            k.shape[1],
-            k.shape[2],
-        )
-        optional["window"] = plain_window(optional.get("window"), causal=causal)
+        window = plain_window(optional.pop("window", None), causal=causal)
+        head_dim, value_dim = q.shape[-1], v.shape[-1]
         wanted = {
-            "gqa": num_kv_heads != num_heads,
+            "gqa": q.shape[1] != k.shape[1],
             "non_causal": not causal,
-            "cross_length": num_queries != num_keys,
-            "two_sided_window": isinstance(optional["window"], tuple),
-            "value_dim": v.shape[-1] != head_dim,
-            **{name: optional.get(name) is not None for name in OPTIONAL_ARGUMENTS},
+            "cross_length": q.shape[2] != k.shape[2],
+            "two_sided_window": isinstance(window, tuple),
+            "value_dim": value_dim != head_dim,
+            "window": window is not None,
+            **{name: x is not None for name, x in optional.items()},
         }
         reasons = [
             f"it does not support {name}"
@@ -292,18 +280,15 @@ class Backend:
         if sinks is not None and not self.features & {"lse", "sinks"}:
             reasons.append("it returns no lse, which sinks need")
         if q.device.type not in self.devices:
-            reasons.append(
-                f"it runs on {' and '.join(self.devices)}, the inputs are on {q.device.type}"
-            )
+            devices = " and ".join(self.devices)
+            reasons.append(f"it runs on {devices}, the inputs are on {q.device.type}")
         if q.dtype not in self.dtypes:
-            reasons.append(
-                f"it takes {', '.join(dtype_name(dtype) for dtype in self.dtypes)}, the inputs are "
-                f"{dtype_name(q.dtype)}"
-            )
-        if self.head_dims is not None and head_dim not in self.head_dims:
-            reasons.append(f"it takes head_dim in {self.head_dims}, the inputs have {head_dim}")
-        elif self.head_dims is not None and v.shape[-1] not in self.head_dims:
-            reasons.append(f"it takes head_dim in {self.head_dims}, v has {v.shape[-1]}")
+            dtypes = ", ".join(map(dtype_name, self.dtypes))
+            reasons.append(f"it takes {dtypes}, the inputs are {dtype_name(q.dtype)}")
+        head_dims = self.head_dims
+        if head_dims is not None and not (head_dim in head_dims and value_dim in head_dims):
+            widths = f"q and k have {head_dim}, v has {value_dim}"
+            reasons.append(f"it takes head_dim in {head_dims}, {widths}")
         if not self.backward and needs_gradient(q, k, v):
             reasons.append("it has no backward pass and the inputs require gradients")
         return reasons or self.unmet_requirements(q, k, v, causal=causal, scale=scale)
@@ -321,13 +306,10 @@ class Backend:
         """Raise one Refusal, a ValueError with the inputs and every reason, if the backend does not
         take them.
         """
-        self._refuse(q, k, self.unsupported_reasons(q, k, v, **arguments))
+        self.refuse(q, k, self.unsupported_reasons(q, k, v, **arguments))
 
-    def check_requirements(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> None:
-        """check_supported() for inputs of a kind that has already passed it."""
-        self._refuse(q, k, self.unmet_requirements(q, k, v, **arguments))
-
-    def _refuse(self, q: Tensor, k: Tensor, reasons: list[str]) -> None:
+    def refuse(self, q: Tensor, k: Tensor, reasons: list[str]) -> None:
+        """Raise one Refusal for these inputs, unless there are no reasons."""
         if reasons:
             inputs = f"q {tuple(q.shape)}, k {tuple(k.shape)}, {dtype_name(q.dtype)} on {q.device}"
             raise Refusal(f"attention={self.name} cannot take {inputs}: " + "; ".join(reasons))
@@ -350,206 +332,6 @@ class Backend:
         self.check_supported(q, kv, kv)
 
 
-def check_inputs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    scale: float | None,
-    window: Window,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    document_ids: Tensor | None,
-    score_mod: ScoreMod | None,
-    key_lengths: Tensor | None = None,
-    sinks: Tensor | None = None,
-) -> None:
-    """Raise ValueError, with the shapes in it, for inputs that no backend could take."""
-    _check_tensors(q, k, v)
-    if not isinstance(causal, bool):
-        raise ValueError(f"{causal=} must be True or False")
-    _check_scale_and_softcap(scale, softcap, statistics_dtype(q))
-    _check_window(window, causal=causal)
-    extras = {"alibi_slopes": alibi_slopes, "document_ids": document_ids, "sinks": sinks}
-    for name, extra in (extras | {"key_lengths": key_lengths}).items():
-        if extra is not None and not isinstance(extra, Tensor):
-            raise ValueError(f"{name} must be a tensor, its type is {type(extra).__name__}")
-        if extra is not None and extra.device != q.device:
-            raise ValueError(f"{name} must be on the device of q, {q.device}; got {extra.device}")
-    _check_score_changes(q, softcap, alibi_slopes, score_mod)
-    _check_a_head("sinks", sinks, q)
-    if document_ids is not None:
-        _check_document_ids(q, k, document_ids)
-    if key_lengths is not None:
-        _check_key_lengths(k, key_lengths)
-
-
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
-        raise ValueError(f"q must be (B, H, N, D) and k, v (B, H_kv, M, D); got {shapes}")
-    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(
-            f"q, k and v must share B, q and k D, and k and v all but their width; got {shapes}"
-        )
-    if min(*q.shape, *v.shape) < 1:
-        raise ValueError(f"every dimension must be at least 1; got {shapes}")
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"the query heads must be a multiple of the key/value heads; got H={q.shape[1]}, "
-            f"H_kv={k.shape[1]}"
-        )
-    if not (q.dtype == k.dtype == v.dtype) or q.dtype not in ALL_DTYPES:
-        dtypes = ", ".join(dtype_name(x.dtype) for x in (q, k, v))
-        raise ValueError(f"q, k and v must have one floating dtype; got {dtypes}")
-    if not (q.device == k.device == v.device):
-        raise ValueError(
-            f"q, k and v must be on one device; got {q.device}, {k.device}, {v.device}"
-        )
-
-
-def _check_window(window: Any, *, causal: bool) -> None:
-    if isinstance(window, tuple):
-        if len(window) != 2 or not all(_is_whole(side) and side >= -1 for side in window):
-            raise ValueError(
-                f"{window=} must be (left, right), two integers of at least 0, or -1 for no limit"
-            )
-    elif window is not None and not (_is_whole(window) and window >= 1 and causal):
-        raise ValueError(
-            f"{window=} must be an integer of at least 1 and needs causal=True (got {causal=}); "
-            "without it give (left, right)"
-        )
-
-
-def _check_scale_and_softcap(
-    scale: float | None, softcap: float | None, statistics: torch.dtype
-) -> None:
-    limits, name = torch.finfo(statistics), dtype_name(statistics)
-    if scale is not None and not (_is_number(scale) and abs(scale) <= limits.max):
-        raise ValueError(
-            f"{scale=} must be a number that is finite in {name}, in which scores are kept"
-        )
-    # with a larger cap, score / softcap would underflow
-    largest = limits.eps / limits.tiny
-    if softcap is not None and not (_is_number(softcap) and limits.tiny <= softcap <= largest):
-        raise ValueError(
-            f"{softcap=} must be a positive number, {limits.tiny:.1e} to {largest:.1e} as scores "
-            f"are kept in {name}; None is no cap"
-        )
-
-
-def _check_score_changes(
-    q: Tensor, softcap: float | None, alibi_slopes: Tensor | None, score_mod: ScoreMod | None
-) -> None:
-    if score_mod is not None and not isinstance(score_mod, ScoreMod):
-        raise ValueError(
-            f"score_mod must be an attention.ScoreMod, its type is {type(score_mod).__name__}"
-        )
-    if score_mod is not None and (softcap is not None or alibi_slopes is not None):
-        raise ValueError(
-            "score_mod takes the place of softcap and alibi_slopes: write all of the change into it"
-        )
-    params = None if score_mod is None else score_mod.params
-    if params is not None and not isinstance(params, Tensor):
-        raise ValueError(
-            f"a score_mod's params must be a tensor, their type is {type(params).__name__}"
-        )
-    for name, constant in (("alibi_slopes", alibi_slopes), ("a score_mod's params", params)):
-        if needs_gradient(constant):
-            raise ValueError(
-                f"{name} must not require a gradient, which attention does not compute: hand in "
-                "x.detach() for x"
-            )
-    _check_a_head("alibi_slopes", alibi_slopes, q)
-
-
-def _check_a_head(name: str, x: Tensor | None, q: Tensor) -> None:
-    if x is not None and x.shape != (q.shape[1],):
-        raise ValueError(f"{name} must have shape (H,) = ({q.shape[1]},); got {tuple(x.shape)}")
-    if x is not None and not x.is_floating_point():
-        raise ValueError(f"{name} must be floating; got {dtype_name(x.dtype)}")
-
-
-def _check_document_ids(q: Tensor, k: Tensor, document_ids: Tensor) -> None:
-    if q.shape[2] != k.shape[2]:
-        raise ValueError(
-            f"document_ids need as many queries as keys; got N={q.shape[2]}, M={k.shape[2]}"
-        )
-    if document_ids.shape != (q.shape[0], q.shape[2]):
-        raise ValueError(
-            f"document_ids must have shape (B, N) = {(q.shape[0], q.shape[2])}; got "
-            f"{tuple(document_ids.shape)}"
-        )
-    if document_ids.dtype not in INTEGERS:
-        raise ValueError(
-            f"document_ids must be of {', '.join(map(dtype_name, INTEGERS))}; got "
-            f"{dtype_name(document_ids.dtype)}"
-        )
-
-
-def _check_key_lengths(k: Tensor, key_lengths: Tensor) -> None:
-    batch = k.shape[0]
-    if key_lengths.shape != (batch,) or key_lengths.dtype not in INTEGERS:
-        raise ValueError(
-            f"key_lengths must be integers of shape (B,) = ({batch},); got "
-            f"{tuple(key_lengths.shape)} of {dtype_name(key_lengths.dtype)}"
-        )
-    check_key_lengths_fit(k, key_lengths)
-
-
-def check_key_lengths_fit(k: Tensor, key_lengths: Tensor) -> None:
-    """Raise ValueError if a value of key_lengths is not in 0 to M, for k (B, H_kv, M, D)."""
-    num_keys = k.shape[2]
-    if values_can_be_read():
-        lengths = key_lengths.tolist()
-        if not 0 <= min(lengths) <= max(lengths) <= num_keys:
-            raise ValueError(f"key_lengths must lie in 0 to M = {num_keys}; got {lengths}")
-
-
-def check_packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    by_position: bool,
-) -> None:
-    """Raise ValueError for packed inputs that attention_varlen() cannot take. by_position: whether
-    scores depend on the positions of query and key.
-    """
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.ndim == k.ndim == v.ndim == 3:
-        raise ValueError(f"q must be (T, H, D) and k, v (T_k, H_kv, D or D_v); got {shapes}")
-    given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    for name, ends in given.items():
-        if not isinstance(ends, Tensor) or ends.dtype not in (torch.int32, torch.int64):
-            kind = dtype_name(ends.dtype) if isinstance(ends, Tensor) else type(ends).__name__
-            raise ValueError(f"{name} must be a tensor of int32 or int64, it is {kind}")
-        if ends.device != q.device:
-            raise ValueError(f"{name} must be on the device of q, {q.device}; got {ends.device}")
-    if cu_seqlens_q.ndim != 1 or cu_seqlens_q.shape != cu_seqlens_k.shape or len(cu_seqlens_q) < 2:
-        raise ValueError(
-            "cu_seqlens_q and cu_seqlens_k must have shape (S + 1,) for S sequences; got "
-            f"{tuple(cu_seqlens_q.shape)} and {tuple(cu_seqlens_k.shape)}"
-        )
-    if not values_can_be_read():
-        return
-    positions = [ends.tolist() for ends in given.values()]
-    for name, values, length in zip(given, positions, (len(q), len(k)), strict=True):
-        if values[0] != 0 or values[-1] != length or values != sorted(values):
-            raise ValueError(
-                f"{name} must rise from 0 to the number of tokens, {length}, and may not fall; "
-                f"got {values}"
-            )
-    if by_position and positions[0] != positions[1]:
-        raise ValueError(
-            "alibi_slopes and score_mod need cu_seqlens_q equal to cu_seqlens_k: otherwise "
-            "positions among the packed keys are not those in a sequence"
-        )
-
-
 def values_can_be_read() -> bool:
     """Whether the values of a tensor can be read here: not while torch.compile traces, and not
     while a CUDA graph is captured.
@@ -559,46 +341,17 @@ def values_can_be_read() -> bool:
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
-def _is_whole(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool)
-
-
-def plain_window(window: Window, *, causal: bool) -> Window:
-    """A window in its simplest form: None, a number under a causal mask, (left, right) without."""
+def plain_window(window: Window, *, causal: bool, longest: int = sys.maxsize) -> Window:
+    """A window in its simplest form: None, a number under a causal mask, (left, right) without. A
+    side beyond `longest`, which hides no more, becomes `longest`.
+    """
     left, right = sides(window, causal=causal)
     if causal:
-        return None if left is None else left + 1
+        return None if left is None else min(left + 1, longest)
     if left is None and right is None:
         return None
-    return -1 if left is None else left, -1 if right is None else right
-
-
-def prepared_window(q: Tensor, k: Tensor, window: Window, *, causal: bool) -> Window:
-    """A checked window in its simplest form, and at most as wide as the keys: a wider one hides no
-    more.
-    """
-    window = plain_window(window, causal=causal)
-    if isinstance(window, tuple):
-        left, right = (min(side, q.shape[2] + k.shape[2]) for side in window)
-        return left, right
-    return None if window is None else min(window, k.shape[2])
-
-
-def prepared(q: Tensor, optional: dict[str, Any]) -> dict[str, Any]:
-    """The optional arguments in the form that every backend takes: slopes and params in the dtype
-    of the statistics, params on the device of q.
-    """
-    slopes, score_mod = optional["alibi_slopes"], optional["score_mod"]
-    if slopes is not None:
-        optional["alibi_slopes"] = slopes.detach().to(statistics_dtype(q))
-    if score_mod is not None and score_mod.params is not None:
-        params = score_mod.params.detach().to(q.device, statistics_dtype(q))
-        optional["score_mod"] = replace(score_mod, params=params)
-    return optional
+    left, right = (-1 if side is None else min(side, longest) for side in (left, right))
+    return left, right
 
 
 def without_padding(k: Tensor, v: Tensor, key_lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -606,32 +359,3 @@ def without_padding(k: Tensor, v: Tensor, key_lengths: Tensor) -> tuple[Tensor, 
     j = torch.arange(k.shape[2], device=k.device)
     padding = (j >= key_lengths[:, None])[:, None, :, None]  # (B, 1, M, 1)
     return k.masked_fill(padding, 0), v.masked_fill(padding, 0)
-
-
-def check_output(backend: Backend, q: Tensor, v: Tensor, output: Any) -> None:
-    """Raise ValueError if a backend's output does not have the type, shapes and dtypes of
-    AttentionOutput, or is not on the device of q.
-    """
-    if not isinstance(output, (AttentionOutput, ScoredOutput)):
-        raise ValueError(
-            f"attention={backend.name} must return AttentionOutput(out, lse), it returned "
-            f"{type(output).__name__}"
-        )
-    out, lse = output.out, output.lse
-    shape, dtype = (*q.shape[:3], v.shape[3]), statistics_dtype(q)
-    results = [("out", out, shape, q.dtype), ("lse", lse, shape[:3], dtype)]
-    if isinstance(output, ScoredOutput):
-        results.append(("max_score", output.max_score, shape[:2], dtype))
-    for name, x, shape, dtype in results:
-        if x is None:
-            continue
-        if x.shape != shape or x.dtype != dtype:
-            raise ValueError(
-                f"attention={backend.name} must return {name} of shape {shape} and "
-                f"{dtype_name(dtype)}, it returned {tuple(x.shape)} and {dtype_name(x.dtype)}"
-            )
-        if x.device != q.device:
-            raise ValueError(
-                f"attention={backend.name} must return {name} on {q.device}, where q is; it "
-                f"returned it on {x.device}"
-            )

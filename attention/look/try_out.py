@@ -83,9 +83,9 @@ class Trial:
     module: nn.Module | None
 
     def call(self, *tensors: Tensor, seed: int = 0, **mask: Tensor) -> Output:
-        own = {} if self.module is None else {"module": self.module}
         torch.manual_seed(seed)  # for an attention that draws random numbers
-        return attention(*tensors, backend=self.backend, **self.function, **own, **mask)
+        own = {"backend": self.backend, "module": self.module}
+        return attention(*tensors, **own, **self.function, **mask)
 
     def wrong(self, what: str) -> ValueError:
         return ValueError(f"attention={self.backend.name} {what}")
@@ -129,9 +129,9 @@ class Trial:
         """out, dq, dk, dv."""
         q, k, v, d_out = self.tensors.values()
         inputs = {"q": q, "k": k, "v": v}
-        for name, x in self.module.named_parameters() if self.module else ():
-            if x.requires_grad:
-                inputs[f"own.{name}"] = x
+        if self.module is not None:
+            own = self.module.named_parameters()
+            inputs |= {f"own.{name}": x for name, x in own if x.requires_grad}
         out = self.call(q, k, v).out  # attention() itself checks shape and dtype
         if not out.isfinite().all():
             raise self.wrong("returns NaN or inf for ordinary inputs")
@@ -149,6 +149,8 @@ class Trial:
         """Keys of the future, or of another document, must not move an output."""
         q, k, v, _ = self.tensors.values()
         batch, _, length, _ = q.shape
+        if length < 2:
+            return
         first, second = slice(0, length // 2), slice(length // 2, length)
         ways = [("is not causal under causal=True", first, second, {})]
         if "document_ids" in self.backend.features:
@@ -156,15 +158,18 @@ class Trial:
             ways.append(
                 ("declares document_ids and mixes documents", second, first, {"document_ids": ids})
             )
-        for what, queries, keys, mask in ways if length > 1 else ():
+
+        def negate(keys: slice) -> None:
+            for x in (k.data, v.data):  # which autograd does not watch
+                x[:, :, keys].neg_()  # in place, which keeps the strides
+
+        for what, queries, keys, mask in ways:
             before = self.call(q, k, v, **mask).out[:, :, queries]
+            negate(keys)
             try:
-                for x in (k.data, v.data):  # which autograd does not watch
-                    x[:, :, keys].neg_()  # in place, which keeps the strides
                 after = self.call(q, k, v, **mask).out[:, :, queries]
             finally:
-                for x in (k.data, v.data):
-                    x[:, :, keys].neg_()
+                negate(keys)
             leak = (after - before).abs().max().item()
             if not leak <= 1e-3:  # a NaN is a leak too
                 raise self.wrong(

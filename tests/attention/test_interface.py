@@ -114,7 +114,7 @@ CALLS = [
         ({"document_ids": ones(1, 6, dtype=dtype)}, "document_ids", "int64", str(dtype)[6:])
         for dtype in (torch.float32, torch.bool, torch.uint16, torch.complex64)
     ),
-    ({"document_ids": ones(1, 5)}, "document_ids", "(1, 6)", "(1, 5)"),
+    ({"document_ids": ones(1, 5, **INT64)}, "document_ids", "(1, 6)", "(1, 5)"),
     (LONG | {"document_ids": ones(1, 6)}, "document_ids", "N=6", "M=9"),
 ]
 
