@@ -67,8 +67,9 @@ def tile_loop(
     and v (B, H_kv, M, D_v), any strides. max_score is computed where `look` holds True.
     """
     looked = look is not None and bool(look)
+    function: Any = BACKENDS[loop].fn
     settings = settings_of(tensors, plain)
-    out, lse, *scores = BACKENDS[loop].fn(q, k, v, return_max_score=looked, **settings)
+    out, lse, *scores = function(q, k, v, return_max_score=looked, **settings)
     max_score = scores[0] if looked else q.new_empty(q.shape[:2], dtype=statistics_dtype(q))
     return out.contiguous(), lse.contiguous(), max_score
 
@@ -91,7 +92,8 @@ def tile_loop_backward(
 ) -> Tensors:
     """dq, dk, dv in the dtypes and shapes of q, k, v, from the inputs and results of tile_loop."""
     results, tensors = others[:4], others[4:]
-    walk = BACKENDS[loop].fn.make_loop(q, k, **settings_of(tensors, plain))
+    function: Any = BACKENDS[loop].fn
+    walk = function.make_loop(q, k, **settings_of(tensors, plain))
     return tuple(x.contiguous() for x in walk.backward(q, k, v, *results))
 
 

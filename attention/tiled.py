@@ -290,7 +290,10 @@ class LoopFunction(torch.autograd.Function):
 class RecomputingFunction(LoopFunction):
     """Its backward pass runs autograd itself, so it has no second derivative."""
 
-    backward = staticmethod(once_differentiable(LoopFunction.backward))
+    # once_differentiable hides the name of ctx
+    backward = staticmethod(  # pyright: ignore[reportAssignmentType]
+        once_differentiable(LoopFunction.backward)
+    )
 
 
 @dataclass(frozen=True)
