@@ -21,73 +21,43 @@ from attention.kernels.launch import (
     unpacked,
 )
 
+# the fields of Settings, one by one; Inductor itself uses the name `kernel`
+SETTINGS = (
+    "bool causal, float scale, str score_mod, str softmax, SymInt block_q, SymInt block_kv, "
+    "str kernel_choice, bool documents"
+)
 
-@operator("flash_attention")
-def flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lo: Tensor | None,
-    hi: Tensor | None,
-    params: Tensor | None,
-    sinks: Tensor | None,
-    look: Tensor | None,
-    causal: bool,
-    scale: float,
-    score_mod: str,
-    softmax: str,
-    block_q: int,
-    block_kv: int,
-    kernel_choice: str,
-    documents: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """launch.forward() as an operator; Inductor uses the name `kernel`. The last result is
-    max_score (B, H), which is undefined where `look` (0-d, bool, on the CPU) holds False.
+
+@operator(
+    "flash_attention",
+    "(Tensor q, Tensor k, Tensor v, Tensor? lo, Tensor? hi, Tensor? params, Tensor? sinks, "
+    f"Tensor? look, {SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def flash_attention(*inputs: Any) -> tuple[Tensor, ...]:
+    """launch.forward() as an operator. The last result is max_score (B, H), which is undefined
+    where `look` (0-d, bool, on the CPU) holds False.
     """
-    settings = Settings(
-        causal, scale, score_mod, softmax, block_q, block_kv, kernel_choice, documents
-    )
+    *tensors, look = inputs[:8]
     looked = look is not None and bool(look)
-    out, lse, state, top = forward(q, k, v, lo, hi, params, sinks, looked, settings)
+    out, lse, state, top = forward(*tensors, looked, Settings(*inputs[8:]))
     return out, lse, state, lse.new_empty(lse.shape[:2]) if top is None else top.amax(-1)
 
 
 @torch.library.register_fake("tilegpt::flash_attention")
-def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(q: Tensor, *_: Any) -> tuple[Tensor, ...]:
     lse, max_score = (q.new_empty(q.shape[:dims], dtype=torch.float32) for dims in (3, 2))
     return empty_heads(q.shape, q), lse, empty_state(lse, q.dtype), max_score
 
 
-@operator("flash_attention_backward")
-def flash_attention_backward(
-    d_out: Tensor,
-    d_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    state: Tensor,
-    lo: Tensor | None,
-    hi: Tensor | None,
-    params: Tensor | None,
-    sinks: Tensor | None,
-    packed: bool,
-    causal: bool,
-    scale: float,
-    score_mod: str,
-    softmax: str,
-    block_q: int,
-    block_kv: int,
-    kernel_choice: str,
-    documents: bool,
-) -> list[Tensor]:
+@operator(
+    "flash_attention_backward",
+    "(Tensor d_out, Tensor? d_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "Tensor state, Tensor? lo, Tensor? hi, Tensor? params, Tensor? sinks, bool packed, "
+    f"{SETTINGS}) -> Tensor[]",
+)
+def flash_attention_backward(*inputs: Any) -> list[Tensor]:
     """launch.backward() as an operator."""
-    settings = Settings(
-        causal, scale, score_mod, softmax, block_q, block_kv, kernel_choice, documents
-    )
-    tensors = d_out, d_lse, q, k, v, out, lse, state, lo, hi, params, sinks
-    return backward(*tensors, packed, settings)
+    return backward(*inputs[:13], Settings(*inputs[13:]))
 
 
 @torch.library.register_fake("tilegpt::flash_attention_backward")

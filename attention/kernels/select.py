@@ -60,7 +60,7 @@ def why_not_hopper(
     tile: int = 0,
 ) -> str:
     """Why the Hopper kernels cannot take these inputs; "" if they can. score_mod and softmax are
-    arguments of flash_attention(); tile is its block_q or block_kv.
+    those of launch.Settings; tile is its block_q or block_kv.
     """
     if place := obstacle_of_the_place(device):
         return place
