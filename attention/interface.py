@@ -54,16 +54,13 @@ def flag(asked: bool | Tensor) -> Tensor | None:
     return torch.ones((), dtype=torch.bool) if asked else None
 
 
-def empty_heads(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Memory for (..., H, N, D) laid out as (..., N, H, D): merging the heads afterwards copies
+def empty_heads(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Memory for (B, H, N, D) laid out as (B, N, H, D): merging the heads afterwards copies
     nothing.
     """
-    *outer, num_heads, length, head_dim = shape
-    strides, step = [head_dim, num_heads * head_dim, 1], length * num_heads * head_dim
-    for size in reversed(outer):
-        strides.insert(0, step)
-        step *= size
-    return like.new_empty_strided(shape, strides, dtype=dtype)
+    _, num_heads, length, head_dim = shape
+    row = num_heads * head_dim
+    return like.new_empty_strided(shape, (length * row, head_dim, row, 1))
 
 
 def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:
