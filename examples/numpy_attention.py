@@ -3,12 +3,12 @@
     from examples.numpy_attention import flash_attention
     O = flash_attention(Q, K, V, block_size=64)
 
-They have the usual names and argument order, and compute in float64: the softmax of a stream, its
-update, the tile loops, and the backward, which recomputes the probabilities from two numbers per
-row. No line is shared with the rest of the project, so the tests use them as a second oracle. To
-train with an attention, start from another example: models call a Backend on tensors. Milakov &
-Gimelshein, "Online normalizer calculation for softmax" (2018); Dao et al., "FlashAttention" (2022),
-algorithms 1 and 4.
+They have the usual names and argument order, and compute in float64. There is the softmax of a
+stream, its update, the tile loops, and the backward. The backward recomputes the probabilities from
+two numbers per row. No line is shared with the rest of the project, so the tests use them as a
+second oracle. To train with an attention, start from another example: models call a Backend on
+tensors. Milakov & Gimelshein, "Online normalizer calculation for softmax" (2018); Dao et al.,
+"FlashAttention" (2022), algorithms 1 and 4.
 
 Dimensions: Q (N, d), K (M, d), V (M, d_v). The papers' letters: m (N,) is the largest score of a
 row, l or ell (N,) the sum of exp(score - m), S a tile of scores. Scores are Q K^T / sqrt(d). causal

@@ -37,8 +37,8 @@ def intervals_kernel(
     BLOCK: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
     """One program computes BLOCK rows of one sequence, under a causal mask. A document may begin
-    before them, so the program searches there, SEARCH positions at a time, until it finds its edge
-    or the first key that row `begin` sees without documents."""
+    before them. So the program searches backwards, SEARCH positions at a time. It stops at the
+    document's edge, or at the first key that row `begin` sees without documents."""
     begin = tl.program_id(0) * BLOCK
     batch = tl.cast(tl.program_id(1), tl.int64)
     rows = begin + tl.arange(0, BLOCK)

@@ -279,9 +279,9 @@ def is_packed(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def empty_gradients(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> list[Tensor]:
-    """Memory for dq, dk, dv; if packed, one tensor (B, N, H + 2 H_kv, D) that they are views of,
-    because an operator may not return views of one tensor. A compiler can then see that it is the
-    gradient of a projection to q, k and v.
+    """Memory for dq, dk, dv; if packed, one tensor (B, N, H + 2 H_kv, D) for unpacked(). An
+    operator may not return views of one tensor. A compiler can see that the tensor is the gradient
+    of a projection to q, k and v.
     """
     if not packed:
         return [empty_heads(x.shape, x) for x in (q, k, v)]

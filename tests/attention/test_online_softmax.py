@@ -59,8 +59,8 @@ def assert_same(state: OnlineSoftmax, other: OnlineSoftmax) -> None:
 
 
 def test_worked_by_hand():
-    """Scores 1, 3 | 4 with values 10, 20 | 30: the maximum moves to 4 in the second tile, and what
-    the first one summed up to is worth e^-1 of it.
+    """Scores 1, 3 | 4 with values 10, 20 | 30. The second tile moves the maximum from 3 to 4,
+    so the first tile's sums shrink to e^-1 of what they were.
     """
     e = math.exp
     first = state_of(tensor([[1.0, 3.0]]), tensor([[10.0, 1.0], [20.0, 1.0]]))
