@@ -105,7 +105,8 @@ def signature(
         },
         **({} if variant == "intervals" else dict.fromkeys(("lo_ptr", "hi_ptr", "ranges_ptr"))),
         **({} if variant == "score_mod" else {"params_ptr": None}),
-        **({} if variant == "top" else {"top_ptr": None}),
+        **({} if dtype == "fp32" else dict.fromkeys(("max_ptr", "log_sum_ptr"))),
+        **dict.fromkeys(("top_ptr", "sinks_ptr")),
         **({} if variant == "pages" else {"table_ptr": None}),
         **{"SPLITS": FIXED_SPLITS, "PAGE_SIZE": 64 if variant == "pages" else 0},
     }
@@ -125,7 +126,7 @@ def signature(
             if name in ("lo_ptr", "hi_ptr", "ranges_ptr", "lengths_ptr", "table_ptr"):
                 types[name] = "*i32"
         else:
-            types[name] = "fp32" if name.startswith("scale") else "i32"
+            types[name] = "fp32" if "scale" in name else "i32"
         if name not in constants and (name.endswith("_ptr") or name.startswith("stride")):
             aligned[i,] = [["tt.divisibility", 16]]
     return types, values, aligned

@@ -86,14 +86,14 @@ def in_base_2(lse):
 
 
 @triton.jit
-def load_shift(max_ptr, lse_ptr, start, limit, BLOCK: tl.constexpr):
+def load_shift(max_ptr, lse_ptr, offset, start, limit, BLOCK: tl.constexpr):
     """shift and log_sum of these rows, in base 2: p = exp2(score - shift - log_sum). Without
     max_ptr, shift is 0 and log_sum is lse. A row past the end counts as one without a key.
     """
     shift = tl.zeros([BLOCK], tl.float32)
-    log_sum = load_rows(lse_ptr, start, limit, float("-inf"), BLOCK)
+    log_sum = load_rows(lse_ptr + offset, start, limit, float("-inf"), BLOCK)
     if max_ptr is not None:
-        shift = load_rows(max_ptr, start, limit, float("-inf"), BLOCK)
+        shift = load_rows(max_ptr + offset, start, limit, float("-inf"), BLOCK)
         log_sum = tl.where(shift == float("-inf"), float("inf"), log_sum)
         shift = tl.where(shift == float("-inf"), 0.0, shift)
     else:
@@ -102,107 +102,18 @@ def load_shift(max_ptr, lse_ptr, start, limit, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def add_query_tile(
-    dk, dv, k, v, q_desc, do_desc, max_ptr, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr, batch,
-    head,
-    start_q, keys, N, M, scale, scale_log2,
-    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, MASKED: tl.constexpr, SCORE_MOD: tl.constexpr,
-    PROBABILITY: tl.constexpr, SCORE_GRADIENT: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+def load_ranges(
+    start_kv, ranges_ptr, N, M,
+    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
-    """Add what the queries start_q : start_q + BLOCK_Q contribute to dk and dv. Scores are
-    transposed (keys, queries), so p and ds enter the next product without a transposition."""
-    q = load_tile(q_desc, batch, head, start_q, BLOCK_Q, BLOCK_D)
-    shift, log_sum = load_shift(max_ptr, lse_ptr, start_q, N, BLOCK_Q)
-    rows = start_q + tl.arange(0, BLOCK_Q)
-    lo, hi = load_interval(lo_ptr, hi_ptr, rows, N, INTERVALS and MASKED)
-    product = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # (BLOCK_KV, BLOCK_Q)
-    scores, derivative = scores_of(
-        product, (rows + (M - N))[None, :], keys[:, None], lo[None, :], hi[None, :],
-        batch, head, M, scale, scale_log2, params_ptr, CAUSAL, INTERVALS, MASKED, SCORE_MOD,
-    )  # fmt: skip
-    scores -= shift[None, :]
-    p = PROBABILITY(scores, log_sum[None, :], 0)
-    do = load_tile(do_desc, batch, head, start_q, BLOCK_Q, BLOCK_D)
-    dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
-    dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-    delta = load_rows(delta_ptr, start_q, N, 0.0, BLOCK_Q)
-    ds = SCORE_GRADIENT(p, dp, delta[None, :], scores, 0)
-    if SCORE_MOD is not None:
-        ds = ds * derivative
-    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    return dk, dv
-
-
-@triton.jit
-def walk_queries(
-    dk, dv, k, v, q_desc, do_desc, max_ptr, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr, batch,
-    head,
-    num_heads, keys,
-    first, full_first, full_last, last, N, M, scale, scale_log2,
-    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, SCORE_MOD: tl.constexpr,
-    PROBABILITY: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add all that one query head contributes to dk and dv. Queries first : last see some of these
-    keys, full_first : full_last see all of them.
-    """
-    row_offset = tl.cast(batch * num_heads + head, tl.int64) * N
-    if max_ptr is not None:
-        max_ptr += row_offset
-    lse_ptr += row_offset
-    delta_ptr += row_offset
-    for step in tl.range(first, last - (full_last - full_first), BLOCK_Q):
-        # without INTERVALS there is no right edge: masked are only the queries before full_first
-        start_q = edge_tile(step, full_first, full_last, True) if INTERVALS else step
-        dk, dv = add_query_tile(
-            dk, dv, k, v, q_desc, do_desc, max_ptr, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr,
-            batch, head, start_q, keys, N, M, scale,
-            scale_log2, CAUSAL, INTERVALS, True, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_Q,
-            BLOCK_D, PRECISION,
-        )  # fmt: skip
-    for start_q in tl.range(full_first, full_last, BLOCK_Q):
-        dk, dv = add_query_tile(
-            dk, dv, k, v, q_desc, do_desc, max_ptr, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr,
-            batch, head, start_q, keys, N, M, scale,
-            scale_log2, CAUSAL, INTERVALS, False, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_Q,
-            BLOCK_D, PRECISION,
-        )  # fmt: skip
-    return dk, dv
-
-
-@triton.jit(do_not_specialize=["section"])  # it depends on the lengths; do not recompile for each
-def dkdv_kernel(
-    q_desc, k_desc, v_desc, do_desc, max_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, lo_ptr, hi_ptr,
-    ranges_ptr, params_ptr,
-    stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn, stride_interval,
-    stride_ranges,
-    num_kv_heads, batch_kv_heads, section, N, M, scale, scale_log2, GROUPS: tl.constexpr,
-    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, SCORE_MOD: tl.constexpr,
-    PROBABILITY: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
-    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    # longest first: the most queries see the first keys
-    tile, batch_head = place(tl.program_id(0), tl.cdiv(M, BLOCK_KV), batch_kv_heads, section)
-    start_kv = tile * BLOCK_KV
-    batch = batch_head // num_kv_heads
-    kv_head = batch_head % num_kv_heads
-    keys = start_kv + tl.arange(0, BLOCK_KV)
-    k = load_tile(k_desc, batch, kv_head, start_kv, BLOCK_KV, BLOCK_D)
-    v = load_tile(v_desc, batch, kv_head, start_kv, BLOCK_KV, BLOCK_D)
-    dk = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)
-
-    # queries first : last see some of these keys, full_first : full_last see all of them
+    """first, full_first, full_last, last: queries first : last see some keys of the tile at
+    start_kv, full_first : full_last see all of them. All but last are multiples of BLOCK_Q."""
     first = 0
     full_first = 0
     full_last = N
     last = N
     if INTERVALS:
-        lo_ptr += batch * stride_interval
-        hi_ptr += batch * stride_interval
-        ranges_ptr += batch * stride_ranges + tile * 4
+        ranges_ptr += start_kv // BLOCK_KV * 4
         first = tl.load(ranges_ptr) // BLOCK_Q * BLOCK_Q
         last = tl.load(ranges_ptr + 3)
         full_first = (
@@ -220,108 +131,138 @@ def dkdv_kernel(
         if start_kv + BLOCK_KV > M:
             full_first = tl.cdiv(N, BLOCK_Q) * BLOCK_Q  # a ragged tail of keys is always masked
         full_first = tl.minimum(full_first, tl.cdiv(N, BLOCK_Q) * BLOCK_Q)
-    if GROUPS == 1:
-        # one head needs no loop, which would take registers from the tile
-        dk, dv = walk_queries(
-            dk, dv, k, v, q_desc, do_desc, max_ptr, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr,
-            batch,
-            kv_head, num_kv_heads, keys,
-            first, full_first, full_last, last, N, M, scale, scale_log2,
-            CAUSAL, INTERVALS, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_Q, BLOCK_D, PRECISION,
-        )  # fmt: skip
-    else:
-        for group in tl.range(0, GROUPS):
-            dk, dv = walk_queries(
-                dk, dv, k, v, q_desc, do_desc, max_ptr, lse_ptr, delta_ptr, lo_ptr, hi_ptr,
-                params_ptr, batch, kv_head * GROUPS + group,
-                num_kv_heads * GROUPS, keys, first, full_first, full_last, last, N, M, scale,
-                scale_log2,
-                CAUSAL, INTERVALS, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_Q, BLOCK_D,
-                PRECISION,
-            )  # fmt: skip
-    dk_ptr += tl.cast(batch, tl.int64) * stride_dkb + tl.cast(kv_head, tl.int64) * stride_dkh
-    dv_ptr += tl.cast(batch, tl.int64) * stride_dvb + tl.cast(kv_head, tl.int64) * stride_dvh
-    store_tile(dk_ptr, stride_dkn, start_kv, M, dk * scale, D, BLOCK_KV, BLOCK_D)
-    store_tile(dv_ptr, stride_dvn, start_kv, M, dv, D, BLOCK_KV, BLOCK_D)
+    return first, full_first, full_last, last
 
 
 @triton.jit
-def add_key_tile(
-    dq, q, do, shift, log_sum, delta, k_desc, v_desc, batch, head, kv_head, start, position, lo,
-    hi, M, scale,
-    scale_log2, params_ptr,
-    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, MASKED: tl.constexpr, SCORE_MOD: tl.constexpr,
-    PROBABILITY: tl.constexpr, SCORE_GRADIENT: tl.constexpr, BLOCK_KV: tl.constexpr,
-    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+def walk_queries(
+    dk, dv, k, v, q_desc, do_desc, max_ptr, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr,
+    batch, head, num_heads, keys, first, full_first, full_last, last, N, M, score_scale,
+    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, SCORE_MOD: tl.constexpr,
+    PROBABILITY: tl.constexpr, SCORE_GRADIENT: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """Add what the keys start : start + BLOCK_KV contribute to dq."""
-    k = load_tile(k_desc, batch, kv_head, start, BLOCK_KV, BLOCK_D)
-    keys = start + tl.arange(0, BLOCK_KV)
-    scores, derivative = scores_of(
-        tl.dot(q, tl.trans(k), input_precision=PRECISION), position[:, None], keys[None, :], lo[:,
-        None], hi[:, None],
-        batch, head, M, scale, scale_log2, params_ptr, CAUSAL, INTERVALS, MASKED, SCORE_MOD,
-    )  # fmt: skip
-    scores -= shift[:, None]
-    p = PROBABILITY(scores, log_sum[:, None], 1)
-    v = load_tile(v_desc, batch, kv_head, start, BLOCK_KV, BLOCK_D)
-    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-    ds = SCORE_GRADIENT(p, dp, delta[:, None], scores, 1)
-    if SCORE_MOD is not None:
-        ds = ds * derivative
-    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    """Add all that one query head contributes to dk and dv. Scores are transposed (keys, queries),
+    so p and ds enter the next product without a transposition.
+    """
+    offset = tl.cast(batch * num_heads + head, tl.int64) * N
+    for masked in tl.static_range(1, -1, -1):
+        begin, end = full_first, full_last
+        if masked:
+            begin, end = first, last - (full_last - full_first)
+        for step in tl.range(begin, end, BLOCK_Q):
+            # without INTERVALS there is no right edge: masked are only queries before full_first
+            edge: tl.constexpr = masked and INTERVALS
+            start_q = edge_tile(step, full_first, full_last, True) if edge else step
+            q = load_tile(q_desc, batch, head, start_q)
+            shift, log_sum = load_shift(max_ptr, lse_ptr, offset, start_q, N, BLOCK_Q)
+            rows = start_q + tl.arange(0, BLOCK_Q)
+            lo, hi = load_interval(lo_ptr, hi_ptr, rows, N, INTERVALS and masked)
+            product = tl.dot(k, tl.trans(q), input_precision="ieee")  # (BLOCK_KV, BLOCK_Q)
+            scores, derivative = scores_of(
+                product, (rows + (M - N))[None, :], keys[:, None], lo[None, :], hi[None, :], batch,
+                head, M, score_scale, params_ptr, CAUSAL, INTERVALS, masked, SCORE_MOD,
+            )  # fmt: skip
+            scores -= shift[None, :]
+            p = PROBABILITY(scores, log_sum[None, :], 0)
+            do = load_tile(do_desc, batch, head, start_q)
+            dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
+            dp = tl.dot(v, tl.trans(do), input_precision="ieee")
+            delta = load_rows(delta_ptr + offset, start_q, N, 0.0, BLOCK_Q)
+            ds = SCORE_GRADIENT(p, dp, delta[None, :], scores, 0)
+            if SCORE_MOD is not None:
+                ds = ds * derivative
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["section"])  # it depends on the lengths; do not recompile for each
+def dkdv_kernel(
+    q_desc, k_desc, v_desc, do_desc, lo_ptr, hi_ptr, params_ptr, stride_interval, num_heads,
+    section, N, M, score_scale, max_ptr, lse_ptr, delta_ptr, scale, dk_ptr, dv_ptr, stride_n,
+    ranges_ptr, stride_ranges,
+    CAUSAL: tl.constexpr, SCORE_MOD: tl.constexpr, PROBABILITY: tl.constexpr,
+    SCORE_GRADIENT: tl.constexpr, GROUPS: tl.constexpr,
+    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    INTERVALS: tl.constexpr = lo_ptr is not None
+    # longest first: the most queries see the first keys
+    tile, batch_head = place(tl.cdiv(M, BLOCK_KV), section)
+    start_kv = tile * BLOCK_KV
+    num_kv_heads = num_heads // GROUPS
+    batch = batch_head // num_kv_heads
+    kv_head = batch_head % num_kv_heads
+    keys = start_kv + tl.arange(0, BLOCK_KV)
+    k = load_tile(k_desc, batch, kv_head, start_kv)
+    v = load_tile(v_desc, batch, kv_head, start_kv)
+    dk = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)
+    if INTERVALS:
+        lo_ptr += batch * stride_interval
+        hi_ptr += batch * stride_interval
+        ranges_ptr += batch * stride_ranges
+    first, full_first, full_last, last = load_ranges(
+        start_kv, ranges_ptr, N, M, CAUSAL, INTERVALS, BLOCK_Q, BLOCK_KV
+    )
+    # one head needs no loop, which would take registers from the tile
+    for group in (tl.static_range if GROUPS == 1 else tl.range)(0, GROUPS):
+        dk, dv = walk_queries(
+            dk, dv, k, v, q_desc, do_desc, max_ptr, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr,
+            batch, kv_head * GROUPS + group, num_heads, keys, first, full_first, full_last, last,
+            N, M, score_scale, CAUSAL, INTERVALS, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_Q,
+        )  # fmt: skip
+    store_tile(dk_ptr, stride_n, batch, kv_head, start_kv, M, dk * scale, D)
+    store_tile(dv_ptr, stride_n, batch, kv_head, start_kv, M, dv, D)
 
 
 @triton.jit(do_not_specialize=["section"])  # it depends on the lengths; do not recompile for each
 def dq_kernel(
-    q_desc, k_desc, v_desc, do_desc, max_ptr, lse_ptr, delta_ptr, dq_ptr, lo_ptr, hi_ptr,
-    params_ptr, stride_dqb, stride_dqh, stride_dqn, stride_interval,
-    num_heads, groups, batch_heads, section, N, M, scale, scale_log2,
-    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, SCORE_MOD: tl.constexpr,
-    PROBABILITY: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
+    q_desc, k_desc, v_desc, do_desc, lo_ptr, hi_ptr, params_ptr, stride_interval, num_heads,
+    section, N, M, score_scale, max_ptr, lse_ptr, delta_ptr, scale, dq_ptr, stride_n,
+    CAUSAL: tl.constexpr, SCORE_MOD: tl.constexpr, PROBABILITY: tl.constexpr,
+    SCORE_GRADIENT: tl.constexpr, GROUPS: tl.constexpr,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
+    INTERVALS: tl.constexpr = lo_ptr is not None
     num_tiles = tl.cdiv(N, BLOCK_Q)
-    tile, batch_head = place(tl.program_id(0), num_tiles, batch_heads, section)
+    tile, batch_head = place(num_tiles, section)
     start_q = (num_tiles - 1 - tile) * BLOCK_Q
     batch = batch_head // num_heads
     head = batch_head % num_heads
-    kv_head = head // groups
-    row_offset = tl.cast(batch * num_heads + head, tl.int64) * N
+    offset = tl.cast(batch * num_heads + head, tl.int64) * N
     rows = start_q + tl.arange(0, BLOCK_Q)
     position = rows + (M - N)
     if INTERVALS:
         lo_ptr += batch * stride_interval
         hi_ptr += batch * stride_interval
     lo, hi = load_interval(lo_ptr, hi_ptr, rows, N, INTERVALS)
-    q = load_tile(q_desc, batch, head, start_q, BLOCK_Q, BLOCK_D)
-    do = load_tile(do_desc, batch, head, start_q, BLOCK_Q, BLOCK_D)
-    if max_ptr is not None:
-        max_ptr += row_offset
-    shift, log_sum = load_shift(max_ptr, lse_ptr + row_offset, start_q, N, BLOCK_Q)
-    delta = load_rows(delta_ptr + row_offset, start_q, N, 0.0, BLOCK_Q)
+    q = load_tile(q_desc, batch, head, start_q)
+    do = load_tile(do_desc, batch, head, start_q)
+    shift, log_sum = load_shift(max_ptr, lse_ptr, offset, start_q, N, BLOCK_Q)
+    delta = load_rows(delta_ptr + offset, start_q, N, 0.0, BLOCK_Q)
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
     first, full_first, full_last, last = key_ranges(
         start_q, lo_ptr, hi_ptr, N, M, CAUSAL, INTERVALS, BLOCK_Q, BLOCK_KV
     )
-    for start in tl.range(full_first, full_last, BLOCK_KV):
-        dq = add_key_tile(
-            dq, q, do, shift, log_sum, delta, k_desc, v_desc, batch, head, kv_head, start, position,
-            lo, hi,
-            M, scale, scale_log2, params_ptr,
-            CAUSAL, INTERVALS, False, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_KV, BLOCK_D,
-            PRECISION,
-        )  # fmt: skip
-    for step in tl.range(first, last - (full_last - full_first), BLOCK_KV):
-        start = edge_tile(step, full_first, full_last, INTERVALS)
-        dq = add_key_tile(
-            dq, q, do, shift, log_sum, delta, k_desc, v_desc, batch, head, kv_head, start, position,
-            lo, hi,
-            M, scale, scale_log2, params_ptr,
-            CAUSAL, INTERVALS, True, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_KV, BLOCK_D,
-            PRECISION,
-        )  # fmt: skip
-    dq_ptr += tl.cast(batch, tl.int64) * stride_dqb + tl.cast(head, tl.int64) * stride_dqh
-    store_tile(dq_ptr, stride_dqn, start_q, N, dq * scale, D, BLOCK_Q, BLOCK_D)
+    for masked in tl.static_range(2):
+        begin, end = full_first, full_last
+        if masked:
+            begin, end = first, last - (full_last - full_first)
+        for step in tl.range(begin, end, BLOCK_KV):
+            start = edge_tile(step, full_first, full_last, INTERVALS) if masked else step
+            k = load_tile(k_desc, batch, head // GROUPS, start)
+            keys = start + tl.arange(0, BLOCK_KV)
+            product = tl.dot(q, tl.trans(k), input_precision="ieee")
+            scores, derivative = scores_of(
+                product, position[:, None], keys[None, :], lo[:, None], hi[:, None], batch, head, M,
+                score_scale, params_ptr, CAUSAL, INTERVALS, masked, SCORE_MOD,
+            )  # fmt: skip
+            scores -= shift[:, None]
+            p = PROBABILITY(scores, log_sum[:, None], 1)
+            v = load_tile(v_desc, batch, head // GROUPS, start)
+            dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+            ds = SCORE_GRADIENT(p, dp, delta[:, None], scores, 1)
+            if SCORE_MOD is not None:
+                ds = ds * derivative
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    store_tile(dq_ptr, stride_n, batch, head, start_q, N, dq * scale, D)

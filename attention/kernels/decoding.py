@@ -57,7 +57,7 @@ def split_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, lengths_ptr, table_ptr, params_ptr,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn,
     stride_vb, stride_vh, stride_vn, stride_table,
-    num_kv_heads, N, M, num_pages, left, right, scale, scale_log2,
+    num_kv_heads, N, M, num_pages, left, right, score_scale,
     SCORE_MOD: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -116,7 +116,7 @@ def split_kernel(
         k = load_keys(k_ptr, stride_kb, stride_kn, page, row, inside, D, BLOCK_D)
         scores, _ = scores_of(
             tl.dot(q, tl.trans(k), input_precision=PRECISION), (past + n)[:, None],
-            keys[None, :], lo[:, None], hi[:, None], batch, head[:, None], M, scale, scale_log2,
+            keys[None, :], lo[:, None], hi[:, None], batch, head[:, None], M, score_scale,
             params_ptr, False, True, True, SCORE_MOD,
         )  # fmt: skip
         row_max, shift, alpha = move_max(row_max, tl.max(scores, 1), True)
@@ -237,7 +237,8 @@ def split_attention(
     split_kernel[(programs, count)](
         q, k, v, parts, part_lse, cache_lengths.contiguous(), block_table, params,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], batch_stride(block_table),
-        num_kv_heads, num_queries, num_keys, len(k), left, right, scale, scale * math.log2(math.e),
+        num_kv_heads, num_queries, num_keys, len(k), left, right,
+        scale * (1 if score_mod else math.log2(math.e)),
         SCORE_MOD=find_score_mod(score_mod), GROUPS=num_heads // num_kv_heads, SPLITS=count,
         PAGE_SIZE=page_size, D=head_dim, BLOCK_Q=block_q, BLOCK_KV=tile.block_kv,
         BLOCK_D=block_d, PRECISION="ieee",

@@ -17,9 +17,8 @@ import triton.language as tl
 
 
 @triton.jit
-def place(pid, num_tiles, num_heads, section):
-    """tile, head: the work of program pid, for num_heads heads (of the whole batch) with num_tiles
-    tiles each.
+def place(num_tiles, section):
+    """tile, head: the work of this program, where each head of the whole batch has num_tiles tiles.
 
     Programs start in order of pid, about as many at a time as the GPU has multiprocessors. Heads
     come in sections whose other tensors fit into the L2 cache. A section takes every head's first
@@ -31,6 +30,8 @@ def place(pid, num_tiles, num_heads, section):
     A section with fewer heads comes first. Under a causal mask its first tiles are the longest. If
     that section came last, too few short tiles would follow to keep every multiprocessor busy.
     """
+    pid = tl.program_id(0)
+    num_heads = tl.num_programs(0) // num_tiles
     left_over = num_heads - (tl.cdiv(num_heads, section) - 1) * section
     later = pid - left_over * num_tiles  # negative in the first section
     size = tl.where(later < 0, left_over, section)
@@ -40,22 +41,24 @@ def place(pid, num_tiles, num_heads, section):
 
 
 @triton.jit
-def load_tile(desc, batch, head, start, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load rows start : start + BLOCK_N of one head as (BLOCK_N, BLOCK_D), with zeros past the
-    tensor's rows and columns.
+def load_tile(desc, batch, head, start):
+    """Load a descriptor's tile of one head, from row `start` on, as (rows, BLOCK_D). Past the
+    tensor's rows and columns it has zeros.
     """
-    return desc.load([batch, head, start, 0]).reshape(BLOCK_N, BLOCK_D)
+    tile = desc.load([batch, head, start, 0])
+    return tile.reshape(tile.shape[2], tile.shape[3])
 
 
 @triton.jit
-def store_tile(
-    ptr, stride_n, start, limit, tile, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
-):
+def store_tile(ptr, stride_n, batch, head, start, length, tile, D: tl.constexpr):
+    """Store rows `start` and following of one head. ptr: memory (B, length, heads, D), whose rows
+    are stride_n apart.
+    """
     # the offset of the tile needs 64 bits, the offsets inside it do not
-    ptr += tl.cast(start, tl.int64) * stride_n
-    row = tl.arange(0, BLOCK_N)
-    column = tl.arange(0, BLOCK_D)
-    mask = (start + row < limit)[:, None] & (column < D)[None, :]
+    ptr += (tl.cast(batch, tl.int64) * length + start) * stride_n + head * D
+    row = tl.arange(0, tile.shape[0])
+    column = tl.arange(0, tile.shape[1])
+    mask = (start + row < length)[:, None] & (column < D)[None, :]
     tl.store(
         ptr + row[:, None] * stride_n + column[None, :], tile.to(ptr.dtype.element_ty), mask=mask
     )
@@ -115,20 +118,20 @@ def edge_tile(step, full_first, full_last, INTERVALS: tl.constexpr):
 
 @triton.jit
 def scores_of(
-    product, i, j, lo, hi, batch, head, M, scale, scale_log2, params_ptr,
+    product, i, j, lo, hi, batch, head, M, score_scale, params_ptr,
     CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, MASKED: tl.constexpr, SCORE_MOD: tl.constexpr,
 ):  # fmt: skip
     """Scores in base 2 from q k^T, -inf where masked, and the score modifier's derivative (1
     without one).
 
     i: positions of the queries among the keys; j: keys; lo, hi: the queries' intervals. All
-    broadcast to the tile.
+    broadcast to the tile. score_scale: times log2(e) if there is no modifier.
     """
     derivative = 1.0
     if SCORE_MOD is None:
-        scores = product * scale_log2
+        scores = product * score_scale
     else:
-        scores, derivative = SCORE_MOD(product * scale, batch, head, i, j, params_ptr)
+        scores, derivative = SCORE_MOD(product * score_scale, batch, head, i, j, params_ptr)
         scores = scores * 1.4426950408889634
     if MASKED:
         if INTERVALS:
@@ -139,36 +142,6 @@ def scores_of(
                 visible = visible & (j <= i)
         scores = tl.where(visible, scores, float("-inf"))
     return scores, derivative
-
-
-@triton.jit
-def absorb_tile(
-    row_max, row_sum, acc, top, q, k_desc, v_desc, batch, head, kv_head, start, position, lo, hi,
-    M, scale, scale_log2, params_ptr,
-    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, MASKED: tl.constexpr, SCORE_MOD: tl.constexpr,
-    MOVE_MAX: tl.constexpr, TOP: tl.constexpr,
-    BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """OnlineSoftmax.update for the keys start : start + BLOCK_KV. With TOP, top becomes the largest
-    score of each row. row_max may differ from it, because a broken softmax keeps something else
-    there.
-    """
-    k = load_tile(k_desc, batch, kv_head, start, BLOCK_KV, BLOCK_D)
-    keys = start + tl.arange(0, BLOCK_KV)
-    scores, _ = scores_of(
-        tl.dot(q, tl.trans(k), input_precision=PRECISION), position[:, None], keys[None, :], lo[:,
-        None], hi[:, None],
-        batch, head, M, scale, scale_log2, params_ptr, CAUSAL, INTERVALS, MASKED, SCORE_MOD,
-    )  # fmt: skip
-    tile_max = tl.max(scores, 1)
-    if TOP:
-        top = tl.maximum(top, tile_max)
-    row_max, shift, alpha = MOVE_MAX(row_max, tile_max, MASKED)
-    p = tl.exp2(scores - shift[:, None])
-    row_sum = alpha * row_sum + tl.sum(p, 1)
-    v = load_tile(v_desc, batch, kv_head, start, BLOCK_KV, BLOCK_D)
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-    return row_max, row_sum, acc, top
 
 
 @triton.jit
@@ -183,31 +156,29 @@ def with_sink(row_max, row_sum, sink):
 
 @triton.jit(do_not_specialize=["section"])  # it depends on the lengths; do not recompile for each
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, top_ptr, max_ptr, log_sum_ptr, lo_ptr, hi_ptr,
-    params_ptr, sinks_ptr, stride_ob, stride_oh, stride_on, stride_interval,
-    num_heads, groups, batch_heads, section, N, M, scale, scale_log2,
-    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, SCORE_MOD: tl.constexpr, MOVE_MAX: tl.constexpr,
+    q_desc, k_desc, v_desc, lo_ptr, hi_ptr, params_ptr, stride_interval, num_heads, section, N, M,
+    score_scale, out_ptr, lse_ptr, top_ptr, max_ptr, log_sum_ptr, sinks_ptr,
+    CAUSAL: tl.constexpr, SCORE_MOD: tl.constexpr, MOVE_MAX: tl.constexpr, GROUPS: tl.constexpr,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """top_ptr: receives each row's largest score; max_ptr, log_sum_ptr: its row_max and the
-    logarithm of its row_sum, in base 2, for the backward pass. sinks_ptr (H,): a logit of each head
-    in the denominator. All may be None."""
+    """out_ptr: (B, N, H, D); top_ptr: receives each row's largest score; max_ptr, log_sum_ptr: its
+    row_max and the logarithm of its row_sum, in base 2, for the backward pass. sinks_ptr (H,): a
+    logit of each head in the denominator. All but out_ptr and lse_ptr may be None."""
+    INTERVALS: tl.constexpr = lo_ptr is not None
     # the last query tiles run first: under a causal mask they are the longest, and short ones fill
     # the gaps at the end
     num_tiles = tl.cdiv(N, BLOCK_Q)
-    tile, batch_head = place(tl.program_id(0), num_tiles, batch_heads, section)
+    tile, batch_head = place(num_tiles, section)
     start_q = (num_tiles - 1 - tile) * BLOCK_Q
     batch = batch_head // num_heads
     head = batch_head % num_heads
-    kv_head = head // groups
     rows = start_q + tl.arange(0, BLOCK_Q)
     position = rows + (M - N)
     if INTERVALS:
         lo_ptr += batch * stride_interval
         hi_ptr += batch * stride_interval
     lo, hi = load_interval(lo_ptr, hi_ptr, rows, N, INTERVALS)
-    q = load_tile(q_desc, batch, head, start_q, BLOCK_Q, BLOCK_D)
+    q = load_tile(q_desc, batch, head, start_q)
     row_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     top = row_max
     row_sum = tl.zeros([BLOCK_Q], tl.float32)
@@ -216,21 +187,29 @@ def forward_kernel(
     first, full_first, full_last, last = key_ranges(
         start_q, lo_ptr, hi_ptr, N, M, CAUSAL, INTERVALS, BLOCK_Q, BLOCK_KV
     )
-    for start in tl.range(full_first, full_last, BLOCK_KV):
-        row_max, row_sum, acc, top = absorb_tile(
-            row_max, row_sum, acc, top, q, k_desc, v_desc, batch, head, kv_head, start, position,
-            lo, hi, M, scale, scale_log2, params_ptr,
-            CAUSAL, INTERVALS, False, SCORE_MOD, MOVE_MAX, top_ptr is not None, BLOCK_KV,
-            BLOCK_D, PRECISION,
-        )  # fmt: skip
-    for step in tl.range(first, last - (full_last - full_first), BLOCK_KV):
-        start = edge_tile(step, full_first, full_last, INTERVALS)
-        row_max, row_sum, acc, top = absorb_tile(
-            row_max, row_sum, acc, top, q, k_desc, v_desc, batch, head, kv_head, start, position,
-            lo, hi, M, scale, scale_log2, params_ptr,
-            CAUSAL, INTERVALS, True, SCORE_MOD, MOVE_MAX, top_ptr is not None, BLOCK_KV,
-            BLOCK_D, PRECISION,
-        )  # fmt: skip
+    for masked in tl.static_range(2):
+        begin, end = full_first, full_last
+        if masked:
+            begin, end = first, last - (full_last - full_first)
+        for step in tl.range(begin, end, BLOCK_KV):
+            start = edge_tile(step, full_first, full_last, INTERVALS) if masked else step
+            keys = start + tl.arange(0, BLOCK_KV)
+            k = load_tile(k_desc, batch, head // GROUPS, start)
+            # Triton's default for float32 is TF32, which has fewer bits
+            product = tl.dot(q, tl.trans(k), input_precision="ieee")
+            scores, _ = scores_of(
+                product, position[:, None], keys[None, :], lo[:, None], hi[:, None], batch, head, M,
+                score_scale, params_ptr, CAUSAL, INTERVALS, masked, SCORE_MOD,
+            )  # fmt: skip
+            tile_max = tl.max(scores, 1)
+            if top_ptr is not None:
+                # row_max may differ: a broken softmax keeps something else there
+                top = tl.maximum(top, tile_max)
+            row_max, shift, alpha = MOVE_MAX(row_max, tile_max, masked)
+            p = tl.exp2(scores - shift[:, None])
+            row_sum = alpha * row_sum + tl.sum(p, 1)
+            v = load_tile(v_desc, batch, head // GROUPS, start)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
 
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head) * 1.4426950408889634
@@ -240,8 +219,7 @@ def forward_kernel(
     row_sum = tl.where(no_key, 1.0, row_sum)
     lse = (row_max + tl.log2(row_sum)) * 0.6931471805599453  # back to the natural logarithm
     statistics = tl.cast(batch * num_heads + head, tl.int64) * N + rows
-    out_ptr += tl.cast(batch, tl.int64) * stride_ob + tl.cast(head, tl.int64) * stride_oh
-    store_tile(out_ptr, stride_on, start_q, N, acc / row_sum[:, None], D, BLOCK_Q, BLOCK_D)
+    store_tile(out_ptr, num_heads * D, batch, head, start_q, N, acc / row_sum[:, None], D)
     tl.store(lse_ptr + statistics, lse, mask=rows < N)
     if max_ptr is not None:
         tl.store(max_ptr + statistics, row_max, mask=rows < N)

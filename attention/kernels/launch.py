@@ -5,6 +5,7 @@ Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D h
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,6 @@ from attention.kernels.softmax import ONLINE
 from attention.kernels.tiles import (
     batch_stride,
     bytes_of_a_head,
-    descriptor_strides,
     padded_head_dim,
     pick_tile,
     section_of,
@@ -51,18 +51,23 @@ class Settings(NamedTuple):
     kernel: str = "portable"  # or auto, hopper: see select.py
     documents: bool = False  # whether lo and hi are those of packed documents, without a window
 
-    def choice(self, q: Tensor) -> str:
-        """portable or hopper."""
-        return choose_kernel(
-            self.kernel,
-            device=q.device,
-            dtype=q.dtype,
-            head_dim=q.shape[-1],
-            scale=self.scale,
-            score_mod=self.score_mod,
-            softmax=self.softmax,
-            tile=self.block_q or self.block_kv,
-        ).kernel
+
+@cache
+def runs_hopper(
+    settings: Settings, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> bool:
+    """Whether a call takes the kernels for Hopper."""
+    choice = choose_kernel(
+        settings.kernel,
+        device=device,
+        dtype=dtype,
+        head_dim=head_dim,
+        scale=settings.scale,
+        score_mod=settings.score_mod,
+        softmax=settings.softmax,
+        tile=settings.block_q or settings.block_kv,
+    )
+    return choice.kernel == "hopper"
 
 
 def forward(
@@ -91,21 +96,13 @@ def forward(
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     state = empty_state(lse, dtype)
     top = torch.empty_like(lse) if look else None
-    if settings.choice(q) == "hopper":
+    if runs_hopper(settings, q.device, q.dtype, q.shape[-1]):
         from attention.kernels.hopper import launch
 
         launch.forward(q, k, v, out, lse, top, lo, hi, params, sinks, settings)
-        return out, lse, state, top
-    batch, num_heads, num_queries, _ = q.shape
-    groups = num_heads // k.shape[1]
-    meta = constants("forward", q, lo, settings)
-    equal = lo is None and not settings.causal
-    forward_kernel[(tiles_of(num_queries, meta["BLOCK_Q"]) * batch * num_heads,)](
-        *descriptors(meta, q, k, v), out, lse, top, *statistics_of(state), lo, hi, params, sinks,
-        *out.stride()[:3], batch_stride(lo), num_heads, groups, batch * num_heads,
-        section_of(k.device, 2 * bytes_of_a_head(k), heads=groups, equal=equal),
-        *sizes(q, k, settings), MOVE_MAX=SOFTMAXES[settings.softmax].move_max, **meta,
-    )  # fmt: skip
+    else:
+        grid, shared, meta = plan("forward", settings, lo, hi, params, q, k, v)
+        forward_kernel[grid](*shared, out, lse, top, *statistics_of(state), sinks, **meta)
     return out.to(dtype), lse, state, top
 
 
@@ -133,70 +130,35 @@ def backward(
     d_out, q, k, v, out = map(readable, (d_out, q, k, v, out))
     gradients = empty_gradients(q, k, v, packed)
     dq, dk, dv = unpacked(gradients, q.shape[1], k.shape[1])
-    given = d_out, d_lse, q, k, v, out, lse
-    others = dq, dk, dv, lo, hi, params, settings
     # the Hopper kernels sum dq in any order
     any_order = not torch.are_deterministic_algorithms_enabled()
-    if any_order and settings.choice(q) == "hopper":
+    if any_order and runs_hopper(settings, q.device, q.dtype, q.shape[-1]):
         from attention.kernels.hopper import launch
 
-        delta = launch.backward(*given, *others)
+        delta = launch.backward(
+            d_out, d_lse, q, k, v, out, lse, dq, dk, dv, lo, hi, params, settings
+        )
     else:
-        delta = portable_backward(*given, state, *others)
+        batch, num_heads, num_queries, head_dim = q.shape
+        delta = torch.empty_like(lse)
+        delta_kernel[(tiles_of(num_queries, DELTA_BLOCK_Q), batch * num_heads)](
+            out, d_out, d_lse, delta, *out.stride()[:3], *d_out.stride()[:3], num_heads,
+            num_queries, head_dim, DELTA_BLOCK_Q, padded_head_dim(head_dim),
+        )  # fmt: skip
+        row_max, log_sum = statistics_of(state)
+        statistics = row_max, lse if log_sum is None else log_sum, delta, settings.scale
+
+        plain = num_heads == k.shape[1] and lo is None and not settings.score_mod
+        given = settings, lo, hi, params, q, k, v, d_out
+        grid, shared, meta = plan("dkdv" if plain else "dkdv_general", *given)
+        ranges = None if lo is None else query_ranges(lo, hi, k.shape[2], meta["BLOCK_KV"])
+        dkdv_kernel[grid](
+            *shared, *statistics, dk, dv, dk.stride(2), ranges, batch_stride(ranges), **meta
+        )
+        grid, shared, meta = plan("dq", *given)
+        dq_kernel[grid](*shared, *statistics, dq, dq.stride(2), **meta)
     gradients = [x.to(dtype) for x in gradients]
     return gradients if sinks is None else [*gradients, gradient_of_sinks(sinks, lse, delta)]
-
-
-def portable_backward(
-    d_out: Tensor,
-    d_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    state: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    lo: Tensor | None,
-    hi: Tensor | None,
-    params: Tensor | None,
-    settings: Settings,
-) -> Tensor:
-    """Fill dq, dk and dv. Returns delta (B, H, N), the sum over keys of p * dp."""
-    (batch, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
-    groups, equal = num_heads // num_kv_heads, lo is None and not settings.causal
-    softmax = SOFTMAXES[settings.softmax]
-    steps = {"PROBABILITY": softmax.probability, "SCORE_GRADIENT": softmax.score_gradient}
-
-    delta = torch.empty_like(lse)
-    delta_kernel[(tiles_of(num_queries, DELTA_BLOCK_Q), batch * num_heads)](
-        out, d_out, d_lse, delta, *out.stride()[:3], *d_out.stride()[:3], num_heads, num_queries,
-        D=head_dim, BLOCK_Q=DELTA_BLOCK_Q, BLOCK_D=padded_head_dim(head_dim),
-    )  # fmt: skip
-
-    row_max, log_sum = statistics_of(state)
-    statistics = row_max, lse if log_sum is None else log_sum, delta
-    plain = groups == 1 and lo is None and not settings.score_mod
-    meta = constants("dkdv" if plain else "dkdv_general", q, lo, settings)
-    ranges = None if lo is None else query_ranges(lo, hi, num_keys, meta["BLOCK_KV"])
-    dkdv_kernel[(tiles_of(num_keys, meta["BLOCK_KV"]) * batch * num_kv_heads,)](
-        *descriptors(meta, q, k, v, d_out), *statistics, dk, dv, lo, hi, ranges, params,
-        *dk.stride()[:3], *dv.stride()[:3], batch_stride(lo), batch_stride(ranges),
-        num_kv_heads, batch * num_kv_heads,
-        section_of(q.device, groups * 2 * bytes_of_a_head(q), equal=equal),
-        *sizes(q, k, settings), GROUPS=groups, **steps, **meta,
-    )  # fmt: skip
-
-    meta = constants("dq", q, lo, settings)
-    dq_kernel[(tiles_of(num_queries, meta["BLOCK_Q"]) * batch * num_heads,)](
-        *descriptors(meta, q, k, v, d_out), *statistics, dq, lo, hi, params,
-        *dq.stride()[:3], batch_stride(lo), num_heads, groups, batch * num_heads,
-        section_of(k.device, 2 * bytes_of_a_head(k), heads=groups, equal=equal),
-        *sizes(q, k, settings), **steps, **meta,
-    )  # fmt: skip
-    return delta
 
 
 def empty_state(lse: Tensor, dtype: torch.dtype) -> Tensor:
@@ -206,42 +168,71 @@ def empty_state(lse: Tensor, dtype: torch.dtype) -> Tensor:
 
 def statistics_of(state: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """row_max and log(row_sum), or None twice if the state is empty."""
-    return (state[0], state[1]) if state.numel() else (None, None)
+    return state.unbind() if state.numel() else (None, None)
 
 
-def constants(kernel: str, q: Tensor, lo: Tensor | None, settings: Settings) -> dict[str, Any]:
-    """What every kernel is compiled with."""
-    head_dim, own = q.shape[-1], {"block_q": settings.block_q, "block_kv": settings.block_kv}
-    tile = pick_tile(kernel, head_dim, q.dtype, q.device, **own)
+@cache
+def constants(
+    kernel: str,
+    settings: Settings,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    groups: int,
+) -> dict[str, Any]:
+    """What a kernel is compiled with; its names in the table of tiles are forward, dkdv,
+    dkdv_general and dq.
+    """
+    asked = {"block_q": settings.block_q, "block_kv": settings.block_kv}
+    tile = pick_tile(kernel, head_dim, dtype, device, **asked)
+    steps = SOFTMAXES[settings.softmax]._asdict()
+    own = ("move_max",) if kernel == "forward" else ("probability", "score_gradient")
     return {
         "CAUSAL": settings.causal,
-        "INTERVALS": lo is not None,
         "SCORE_MOD": find_score_mod(settings.score_mod),
+        **{step.upper(): steps[step] for step in own},
+        "GROUPS": groups,
         "D": head_dim,
         "BLOCK_Q": tile.block_q,
         "BLOCK_KV": tile.block_kv,
         "BLOCK_D": padded_head_dim(head_dim),
-        # Triton's default for float32 is TF32, which has fewer bits
-        "PRECISION": "ieee",
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
 
 
-def sizes(q: Tensor, k: Tensor, settings: Settings) -> tuple[int, int, float, float]:
-    """N, M, and the scale of the scores, also in base 2."""
-    return q.shape[2], k.shape[2], settings.scale, settings.scale * math.log2(math.e)
-
-
-def descriptors(meta: dict[str, Any], *tensors: Tensor) -> list[TensorDescriptor]:
-    """Descriptors of q, k, v and d_out (B, H, N, D), which load the rows of a tile of one head, and
-    zeros past the end.
+def plan(
+    kernel: str,
+    settings: Settings,
+    lo: Tensor | None,
+    hi: Tensor | None,
+    params: Tensor | None,
+    *tensors: Tensor,
+) -> tuple[tuple[int], tuple[Any, ...], dict[str, Any]]:
+    """The grid, the arguments that all kernels take first, and constants(). tensors: q, k, v, and
+    d_out in the backward pass, each of which gets a descriptor.
     """
-    of_queries, of_keys = meta["BLOCK_Q"], meta["BLOCK_KV"]
-    return [
-        TensorDescriptor(x, list(x.shape), descriptor_strides(x), [1, 1, rows, meta["BLOCK_D"]])
+    q, k = tensors[:2]
+    (batch, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
+    groups = num_heads // num_kv_heads
+    meta = constants(kernel, settings, q.device, q.dtype, head_dim, groups)
+    of_queries, of_keys, of_row = meta["BLOCK_Q"], meta["BLOCK_KV"], meta["BLOCK_D"]
+    descriptors = [
+        TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, of_row])
         for x, rows in zip(tensors, (of_queries, of_keys, of_keys, of_queries), strict=False)
     ]
+    equal = lo is None and not settings.causal
+    if kernel.startswith("dkdv"):  # a program owns keys, and the queries of its group pass
+        programs = tiles_of(num_keys, of_keys) * batch * num_kv_heads
+        section = section_of(q.device, groups * 2 * bytes_of_a_head(q), equal=equal)
+    else:
+        programs = tiles_of(num_queries, of_queries) * batch * num_heads
+        section = section_of(q.device, 2 * bytes_of_a_head(k), heads=groups, equal=equal)
+    # in base 2; a score modifier takes natural scores
+    score_scale = settings.scale * (1 if settings.score_mod else math.log2(math.e))
+    masks = lo, hi, params, batch_stride(lo)
+    sizes = num_heads, section, num_queries, num_keys, score_scale
+    return (programs,), (*descriptors, *masks, *sizes), meta
 
 
 def readable(x: Tensor) -> Tensor:
@@ -255,11 +246,8 @@ def readable(x: Tensor) -> Tensor:
         x = x.float()
     granule = 16 // x.element_size()
     *outer, last = x.stride()
-    aligned = [
-        size == 1 or (stride > 0 and stride % granule == 0)
-        for size, stride in zip(x.shape, outer, strict=False)
-    ]
-    if last == 1 and all(aligned) and x.data_ptr() % 16 == 0:
+    aligned = all(stride > 0 and stride % granule == 0 for stride in outer)
+    if last == 1 and aligned and x.data_ptr() % 16 == 0:
         return x
     head_dim = x.shape[-1]
     return x.new_empty(*x.shape[:3], head_dim + -head_dim % granule)[..., :head_dim].copy_(x)

@@ -106,6 +106,7 @@ def shares_of(
     return next(n for n in divisors if used[n] >= 0.95 * max(used.values()))
 
 
+@cache
 def section_of(
     device: torch.device, streamed: int, *, heads: int = 1, equal: bool, at_least: int = 1
 ) -> int:
@@ -126,14 +127,6 @@ def section_of(
 def bytes_of_a_head(x: Tensor) -> int:
     """Bytes of one head of x (B, H, N, D)."""
     return x.shape[2] * x.shape[3] * x.element_size()
-
-
-def descriptor_strides(x: Tensor) -> list[int]:
-    """Strides of x (B, H, N, D) for a tensor descriptor."""
-    # Triton checks the stride of a dimension of size 1, though it never uses it
-    return [
-        stride if size > 1 else 16 for size, stride in zip(x.shape, x.stride()[:3], strict=False)
-    ] + [1]
 
 
 def batch_stride(x: Tensor | None) -> int:

@@ -80,8 +80,8 @@ def test_the_operator_keeps_pytorchs_contract(name):
 
 
 @triton.jit
-def note_places(found_ptr, num_tiles, num_heads, section):
-    tile, head = place(tl.program_id(0), num_tiles, num_heads, section)
+def note_places(found_ptr, num_tiles, section):
+    tile, head = place(num_tiles, section)
     tl.store(found_ptr + 2 * tl.program_id(0), tile)
     tl.store(found_ptr + 2 * tl.program_id(0) + 1, head)
 
@@ -90,7 +90,7 @@ def note_places(found_ptr, num_tiles, num_heads, section):
 def test_every_tile_of_every_head_has_one_program(num_tiles, num_heads, section):
     """Sections of fewer heads than a call has are for the lengths of a GPU."""
     found = torch.full((num_tiles * num_heads, 2), -1, dtype=torch.int32, device=DEVICE)
-    note_places[(len(found),)](found, num_tiles, num_heads, section)
+    note_places[(len(found),)](found, num_tiles, section)
     work = [[tile, head] for tile in range(num_tiles) for head in range(num_heads)]
     assert sorted(found.tolist()) == work
 

@@ -24,7 +24,6 @@ from attention.kernels.score_mods import find_score_mod
 from attention.kernels.tiles import (
     batch_stride,
     bytes_of_a_head,
-    descriptor_strides,
     multiprocessors,
     properties,
     section_of,
@@ -73,7 +72,7 @@ def descriptor(x: Tensor, rows: int, columns: int = 128) -> TensorDescriptor:
     """
     block = (1, 1, rows, min(columns, x.shape[3]))
     return TensorDescriptor(
-        x, list(x.shape), descriptor_strides(x), list(block), shared_layout(block, x.dtype)
+        x, list(x.shape), list(x.stride()), list(block), shared_layout(block, x.dtype)
     )
 
 
