@@ -5,17 +5,15 @@ attention` works without Triton.
 import importlib.util
 import os
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
-import numpy
 import torch
-from numpy.lib import NumpyVersion
 from torch import Tensor
 from torch.nn.functional import pad
 
 from attention.decoding import num_splits
 from attention.interface import (
+    FEATURES,
     AttentionOutput,
     Backend,
     Output,
@@ -25,18 +23,13 @@ from attention.interface import (
     flag,
     needs_gradient,
 )
-from attention.kernels.select import (
-    KERNELS,
-    SHIPPED,
-    Choice,
-    choose_kernel,
-    why_not_hopper,
-)
+from attention.kernels.select import SHIPPED, Choice, choose_kernel
 from attention.mask import Window, sides, visible_keys
 
 # looked up once: torch.compile cannot trace the look-up
 INSTALLED = importlib.util.find_spec("triton") is not None
 TILE_SIZES = (16, 32, 64, 128)
+UNLIMITED = 1 << 30  # keys of a window that hides none; twice as many fit into 32 bits
 
 
 def triton_attention(
@@ -80,10 +73,14 @@ def triton_attention(
         q, k = pad(q, (0, -narrower)), pad(k, (0, -narrower))
     mod, params = score_change(q.device, softcap, alibi_slopes, score_mod)
     lo = hi = None
-    mask = {"window": window, "document_ids": document_ids}
-    by_length = {"key_lengths": key_lengths, "cu_seqlens": cu_seqlens}
-    if any(x is not None for x in (*mask.values(), *by_length.values())):
-        lo, hi = key_intervals(q, k, causal=causal, **mask, **by_length)
+    mask = {
+        "window": window,
+        "document_ids": document_ids,
+        "key_lengths": key_lengths,
+        "cu_seqlens": cu_seqlens,
+    }
+    if any(x is not None for x in mask.values()):
+        lo, hi = key_intervals(q, k, causal=causal, **mask)
         causal = causal and key_lengths is None and cu_seqlens is None  # lo and hi contain it
     packed = document_ids is not None or cu_seqlens is not None
     settings = Settings(
@@ -140,10 +137,8 @@ def decode(
             f"attention=triton decodes over values as wide as the keys, {q.shape[-1]}, not "
             f"{v.shape[-1]}: make the cache with columns of zeros"
         )
-    room = k.shape[2] * (1 if block_table is None else block_table.shape[1])
-    reach = room + q.shape[2]  # a window that hides nothing
     left, right = (
-        reach if side is None else min(side, reach) for side in sides(window, causal=causal)
+        UNLIMITED if side is None else min(side, UNLIMITED) for side in sides(window, causal=causal)
     )
     mod, params = score_change(q.device, softcap, None, None)
     # eager mode needs no operator, and calling one takes longer than the kernel
@@ -187,11 +182,8 @@ def broken_triton_attention(
     *tensors: Tensor, softmax: str, detach_max: bool, impl: str, **arguments: Any
 ) -> Output:
     """A defect at the speed of the kernels, with the gradient of what it computes. It returns no
-    lse, because the kernel saves something else there.
-
-    impl is an option only so that a run records it.
+    lse, because the kernel saves something else there. impl is an option so that a run records it.
     """
-    assert impl == "triton"
     if softmax == "no_rescale" and detach_max:
         softmax = "no_rescale_detached"
     return triton_attention(*tensors, softmax=softmax, **arguments)._replace(lse=None)
@@ -212,39 +204,20 @@ def refusals(
             "the interpreter (slow, for tests), "
             f"or use {in_pytorch}, the same loop in plain PyTorch"
         ]
-    # torch.compile cannot trace these checks; they ran before it
-    asked = not torch.compiler.is_compiling()
-    if (
-        asked
-        and q.is_cpu
-        and NumpyVersion(version("triton")) < "3.7.0"
-        and NumpyVersion(numpy.__version__) >= "2.4.0"
-    ):
-        broken = (
-            f"the interpreter of Triton {version('triton')} fails with numpy {numpy.__version__}"
-        )
-        return [f"{broken}; pip install 'numpy<2.4' or 'triton>=3.7'"]
-    kernel = options.get("kernel", "portable")
-    if kernel not in KERNELS:
-        return [f"kernel={kernel} is not one of: {', '.join(KERNELS)}"]
-    try:
-        if asked:
-            num_splits(options.get("splits", "auto"))
-    except ValueError as error:
-        return [str(error)]
-    if asked and kernel == "hopper":
-        against = why_not_hopper(device=q.device, dtype=q.dtype, head_dim=q.shape[-1], scale=scale)
-        if against:
-            return [
-                f"kernel=hopper asks for kernels that cannot run here: {against}; kernel=auto "
-                "takes the portable ones there"
-            ]
-    return [
-        f"a kernel's tile has {', '.join(map(str, TILE_SIZES))} rows and keys, not "
-        f"{name}={options[name]}"
-        for name in ("block_q", "block_kv")
-        if options.get(name) and options[name] not in TILE_SIZES
-    ]
+    for name in ("block_q", "block_kv"):
+        if options.get(name) and options[name] not in TILE_SIZES:
+            sizes = ", ".join(map(str, TILE_SIZES))
+            return [f"a kernel's tile has {sizes} rows and keys, not {name}={options[name]}"]
+    if "kernel" in options and not torch.compiler.is_compiling():
+        # torch.compile cannot trace these checks; they ran before it
+        try:
+            num_splits(options["splits"])
+            if options["kernel"] != "auto":  # which is always possible
+                inputs = {"device": q.device, "dtype": q.dtype, "head_dim": q.shape[-1]}
+                choose_kernel(options["kernel"], scale=scale, **inputs)
+        except ValueError as error:
+            return [str(error)]
+    return []
 
 
 def kernel_choice(backend: Backend, **inputs: Any) -> Choice | None:
@@ -260,25 +233,7 @@ TRITON = Backend(
     triton_attention,
     dtypes=(torch.float32, torch.bfloat16, torch.float16),
     head_dims=range(1, 257),
-    features=frozenset(
-        {
-            "gqa",
-            "non_causal",
-            "cross_length",
-            "window",
-            "two_sided_window",
-            "key_lengths",
-            "cu_seqlens",
-            "value_dim",
-            "softcap",
-            "alibi_slopes",
-            "document_ids",
-            "score_mod",
-            "lse",
-            "max_score",
-            "sinks",
-        }
-    ),
+    features=FEATURES,
     options={"kernel": "auto", "splits": "auto"},
     requirements=refusals,
     decode=decode,

@@ -21,6 +21,7 @@ from torch import Tensor
 from attention.decoding import num_splits
 from attention.interface import empty_heads, operator
 from attention.kernels.forward import scores_of
+from attention.kernels.launch import readable
 from attention.kernels.score_mods import find_score_mod
 from attention.kernels.softmax import move_max
 from attention.kernels.tiles import (
@@ -33,37 +34,20 @@ from attention.kernels.tiles import (
     tiles_of,
 )
 
-MERGED = 32  # parts of a row that a program merges at a time
 CHECKED = tl.constexpr(128)  # pages that a program checks at a time
-SLOTS_OF_A_CPU = 8  # the interpreter runs programs one by one; several make tests merge parts
-
-
-@triton.jit
-def load_keys(
-    ptr, stride_page, stride_n, page, row, inside, D: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """Load these rows of one head's page, or of each row's page, as (BLOCK_KV, BLOCK_D), zero where
-    not `inside`.
-    """
-    ptr += tl.cast(page, tl.int64) * stride_page + tl.cast(row, tl.int64) * stride_n
-    column = tl.arange(0, BLOCK_D)
-    mask = inside[:, None] & (column < D)[None, :]
-    return tl.load(ptr[:, None] + column[None, :], mask=mask, other=0.0)
 
 
 # do not recompile for each length
 @triton.jit(do_not_specialize=["M", "num_pages", "left", "right"])
 def split_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, lengths_ptr, table_ptr, params_ptr,
-    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn,
-    stride_vb, stride_vh, stride_vn, stride_table,
+    stride_qb, stride_qh, stride_qn, stride_page, stride_h, stride_n, stride_table,
     num_kv_heads, N, M, num_pages, left, right, score_scale,
     SCORE_MOD: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """lengths_ptr: how many keys each sequence has; table_ptr: its pages. out (B, N, H, S, D) and
-    lse (B, N, H, S) are contiguous. With several splits, lse is in base 2.
+    lse (B, N, H, S) are contiguous.
     """
     row_tiles = tl.cdiv(N * GROUPS, BLOCK_Q)
     tile, head_of_batch = tl.program_id(0) % row_tiles, tl.program_id(0) // row_tiles
@@ -73,8 +57,7 @@ def split_kernel(
     # a query's heads are neighbouring rows, so both ends of the intervals are non-decreasing
     rows = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
     n, head = rows // GROUPS, kv_head * GROUPS + rows % GROUPS
-    first_n = tile * BLOCK_Q // GROUPS
-    last_n = tl.minimum((tile * BLOCK_Q + BLOCK_Q - 1) // GROUPS, N - 1)
+    first_n, last_n = tile * BLOCK_Q // GROUPS, (tile * BLOCK_Q + BLOCK_Q - 1) // GROUPS
     given = tl.load(lengths_ptr + batch)
     length = tl.minimum(given.to(tl.int32), M)
     broken = (given > M) | (given < 0)
@@ -90,14 +73,13 @@ def split_kernel(
     begin = grid + split * tiles // SPLITS * BLOCK_KV
     end = tl.minimum(grid + (split + 1) * tiles // SPLITS * BLOCK_KV, last)
 
-    column, row_exists = tl.arange(0, BLOCK_D), n < N
+    column = tl.arange(0, BLOCK_D)
+    in_row = (column < D)[None, :]
     q = tl.load(
         q_ptr + batch * stride_qb + (head * stride_qh + n * stride_qn)[:, None] + column[None, :],
-        mask=row_exists[:, None] & (column < D)[None, :],
+        mask=(n < N)[:, None] & in_row,
         other=0.0,
     )
-    k_ptr += kv_head * stride_kh
-    v_ptr += kv_head * stride_vh
     if PAGE_SIZE != 0:
         table_ptr += batch * stride_table
     row_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
@@ -113,17 +95,19 @@ def split_kernel(
             else:
                 page = tl.load(table_ptr + keys // PAGE_SIZE, mask=inside, other=0)
             page, row = tl.minimum(tl.maximum(page, 0), num_pages - 1), keys % PAGE_SIZE
-        k = load_keys(k_ptr, stride_kb, stride_kn, page, row, inside, D, BLOCK_D)
+        at = tl.cast(page, tl.int64) * stride_page + tl.cast(row, tl.int64) * stride_n
+        at = (at + kv_head * stride_h)[:, None] + column[None, :]
+        k = tl.load(k_ptr + at, mask=inside[:, None] & in_row, other=0.0)
         scores, _ = scores_of(
-            tl.dot(q, tl.trans(k), input_precision=PRECISION), (past + n)[:, None],
+            tl.dot(q, tl.trans(k), input_precision="ieee"), (past + n)[:, None],
             keys[None, :], lo[:, None], hi[:, None], batch, head[:, None], M, score_scale,
             params_ptr, False, True, True, SCORE_MOD,
         )  # fmt: skip
         row_max, shift, alpha = move_max(row_max, tl.max(scores, 1), True)
         p = tl.exp2(scores - shift[:, None])
         row_sum = alpha * row_sum + tl.sum(p, 1)
-        v = load_keys(v_ptr, stride_vb, stride_vn, page, row, inside, D, BLOCK_D)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        v = tl.load(v_ptr + at, mask=inside[:, None] & in_row, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
 
     if PAGE_SIZE != 0:
         # check the table after the loop: in the loop, the check would wait for pages that are
@@ -135,16 +119,14 @@ def split_kernel(
             broken |= tl.max(((page < 0) | (page >= num_pages)).to(tl.int32), 0) > 0
     no_key = row_max == float("-inf")
     row_sum = tl.where(broken, float("nan"), tl.where(no_key, 1.0, row_sum))
-    lse = row_max + tl.log2(row_sum)
-    if SPLITS == 1:
-        lse *= 0.6931471805599453  # back to the natural logarithm
+    lse = (row_max + tl.log2(row_sum)) * 0.6931471805599453  # back to the natural logarithm
     part = ((batch * N + n) * num_kv_heads * GROUPS + head) * SPLITS + split
     tl.store(
         out_ptr + part[:, None] * D + column[None, :],
         (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty),
-        mask=row_exists[:, None] & (column < D)[None, :],
+        mask=(n < N)[:, None] & in_row,
     )
-    tl.store(lse_ptr + part, lse, mask=row_exists)
+    tl.store(lse_ptr + part, lse, mask=n < N)
 
 
 @triton.jit
@@ -152,37 +134,31 @@ def merge_kernel(
     parts_ptr, part_lse_ptr, out_ptr, lse_ptr,
     SPLITS: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """OnlineSoftmax.merge of a row's parts, BLOCK_S at a time; each part is the state (lse, 1,
-    out).
-    """
+    """OnlineSoftmax.merge of all parts of a row, each of which is the state (lse, 1, out)."""
     row = tl.cast(tl.program_id(0), tl.int64)
     column = tl.arange(0, BLOCK_D)
-    row_max = tl.full([1], float("-inf"), tl.float32)
-    row_sum = tl.zeros([1], tl.float32)
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    for start in tl.static_range(0, SPLITS, BLOCK_S):
-        split = start + tl.arange(0, BLOCK_S)
-        part = row * SPLITS + split
-        part_lse = tl.load(part_lse_ptr + part, mask=split < SPLITS, other=float("-inf"))
-        out = tl.load(
-            parts_ptr + part[:, None] * D + column[None, :],
-            mask=(split < SPLITS)[:, None] & (column < D)[None, :],
-            other=0.0,
-        )
-        row_max, shift, alpha = move_max(row_max, tl.max(part_lse, 0), True)
-        p = tl.exp2(part_lse - shift)
-        row_sum = alpha * row_sum + tl.sum(p, 0)
-        acc = alpha * acc + tl.sum(p[:, None] * out, 0)
+    split = tl.arange(0, BLOCK_S)
+    part = row * SPLITS + split
+    part_lse = tl.load(part_lse_ptr + part, mask=split < SPLITS, other=float("-inf"))
+    out = tl.load(
+        parts_ptr + part[:, None] * D + column[None, :],
+        mask=(split < SPLITS)[:, None] & (column < D)[None, :],
+        other=0.0,
+    )
+    row_max = tl.max(part_lse, 0)
+    p = tl.exp(part_lse - tl.where(row_max == float("-inf"), 0.0, row_max))
+    row_sum = tl.sum(p, 0)
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # no key
+    acc = tl.sum(p[:, None] * out, 0)
     out = (acc / row_sum).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * D + column, out, mask=column < D)
-    tl.store(lse_ptr + row + tl.arange(0, 1), (row_max + tl.log2(row_sum)) * 0.6931471805599453)
+    tl.store(lse_ptr + row, row_max + tl.log(row_sum))
 
 
 def slots_of(device: torch.device, bytes_of_a_program: int) -> int:
     """How many programs the device runs at a time if each takes this much shared memory."""
     if device.type == "cpu":
-        return SLOTS_OF_A_CPU
+        return 8  # the interpreter runs programs one by one; several make tests merge parts
     each = properties(device).shared_memory_per_block_optin // bytes_of_a_program
     return multiprocessors(device) * max(1, each)
 
@@ -214,20 +190,22 @@ def split_attention(
     score_mod, params: as in launch.py. splits: auto, fixed or a number.
     """
     dtype, device = q.dtype, q.device
-    q, k, v = map(by_rows, (q, k, v))
+    q, k, v = map(readable, (q, k, v))
+    if k.stride() != v.stride():  # the kernel has one offset for both
+        k, v = k.contiguous(), v.contiguous()
     block_table = None if block_table is None else block_table.contiguous()
     (batch, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
     page_size = 0
     if block_table is not None:
         page_size, num_keys = num_keys, num_keys * block_table.shape[1]
-    rows, block_d = num_queries * num_heads // num_kv_heads, padded_head_dim(head_dim)
+    groups, block_d = num_heads // num_kv_heads, padded_head_dim(head_dim)
+    rows = num_queries * groups
     tile = pick_tile("decoding", head_dim, q.dtype, device)
     block_q = min(tile.block_q, padded_head_dim(rows))  # a power of two that holds the rows
     programs = batch * num_kv_heads * tiles_of(rows, block_q)
     memory = 2 * tile.num_stages * tile.block_kv * block_d * q.element_size()
-    seen = min(num_keys, left + num_queries + right)
-    busy = {"tiles": tiles_of(seen, tile.block_kv), "slots": slots_of(device, memory)}
-    count = num_splits(splits, programs=programs, **busy)
+    tiles = tiles_of(min(num_keys, left + num_queries + right), tile.block_kv)
+    count = num_splits(splits, programs=programs, tiles=tiles, slots=slots_of(device, memory))
 
     out, lse = outputs(q)
     parts, part_lse = out, lse
@@ -236,29 +214,17 @@ def split_attention(
         part_lse = lse.new_empty(parts.shape[:-1])
     split_kernel[(programs, count)](
         q, k, v, parts, part_lse, cache_lengths.contiguous(), block_table, params,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], batch_stride(block_table),
+        *q.stride()[:3], *k.stride()[:3], batch_stride(block_table),
         num_kv_heads, num_queries, num_keys, len(k), left, right,
-        scale * (1 if score_mod else math.log2(math.e)),
-        SCORE_MOD=find_score_mod(score_mod), GROUPS=num_heads // num_kv_heads, SPLITS=count,
-        PAGE_SIZE=page_size, D=head_dim, BLOCK_Q=block_q, BLOCK_KV=tile.block_kv,
-        BLOCK_D=block_d, PRECISION="ieee",
-        num_warps=tile.num_warps, num_stages=stages_of(tile, paged=page_size > 0),
+        scale * (1 if score_mod else math.log2(math.e)),  # a score modifier takes natural scores
+        find_score_mod(score_mod), groups, count, page_size, head_dim, block_q, tile.block_kv,
+        block_d, num_warps=tile.num_warps, num_stages=stages_of(tile, paged=page_size > 0),
     )  # fmt: skip
     if count > 1:
-        merge_kernel[(batch * num_heads * num_queries,)](
-            parts, part_lse, out, lse, SPLITS=count, D=head_dim,
-            BLOCK_S=min(MERGED, triton.next_power_of_2(count)), BLOCK_D=block_d,
-        )  # fmt: skip
+        merge_kernel[(batch * num_queries * num_heads,)](
+            parts, part_lse, out, lse, count, head_dim, triton.next_power_of_2(count), block_d
+        )
     return out.to(dtype), lse
-
-
-def by_rows(x: Tensor) -> Tensor:
-    """x, or a copy that is contiguous along D, as the kernel needs. The interpreter computes
-    bfloat16 on raw bits, so there x becomes float32.
-    """
-    if x.is_cpu and x.dtype == torch.bfloat16:
-        x = x.float()
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 split_attention_op = operator("split_attention")(split_attention)

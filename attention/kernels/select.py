@@ -84,8 +84,10 @@ def why_not_hopper(
 
 def choose_kernel(kernel: str, **inputs) -> Choice:
     """The kernels that run for kernel=auto, portable or hopper. `inputs` are the arguments of
-    why_not_hopper(). Raises Refusal if kernel=hopper cannot run.
+    why_not_hopper(). Raises Refusal for another kernel, and if kernel=hopper cannot run.
     """
+    if kernel not in KERNELS:
+        raise Refusal(f"kernel={kernel} is not one of: {', '.join(KERNELS)}")
     if kernel == "portable":
         return Choice("portable", "asked for")
     against = why_not_hopper(**inputs)

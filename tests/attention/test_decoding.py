@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attention import BACKENDS, AttentionOutput, attention, attention_with_cache, get_backend
-from attention.decoding import FIXED_SPLITS, busy_splits, num_splits
+from attention.decoding import FIXED_SPLITS, MOST_SPLITS, busy_splits, num_splits
 from attention.kernels import decoding as kernels
 from conformance.caches import Cache
 from conformance.cases import Case, expect
@@ -91,10 +91,10 @@ def test_fixed_splits_give_the_same_bits_in_any_batch_room_and_order_of_pages():
         assert torch.equal(other.lse[0], whole.lse[0])
 
 
-def test_more_parts_than_are_merged_at_a_time():
+def test_the_most_parts():
     """Most of them without a key, one row without any."""
     cache = cache_of([150, 0], Case(num_heads=1, num_kv_heads=1, num_queries=1))
-    assert share(cache, cache.call("triton", splits=2 * kernels.MERGED + 6)) <= 1
+    assert share(cache, cache.call("triton", splits=MOST_SPLITS)) <= 1
 
 
 @pytest.mark.parametrize(
