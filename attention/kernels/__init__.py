@@ -91,8 +91,11 @@ def triton_attention(
     if torch.compiler.is_compiling():
         out, lse, _, max_score = op.flash_attention(*tensors, flag(return_max_score), *settings)
     else:
-        run = op.FlashAttention.apply if needs_gradient(*tensors) else forward
-        out, lse, _, top = run(*tensors, bool(return_max_score), settings)
+        inputs = *tensors, bool(return_max_score)
+        if needs_gradient(*tensors):
+            out, lse, _, top = op.FlashAttention.apply(*inputs, *settings)
+        else:
+            out, lse, _, top = forward(*inputs, settings)
         max_score = None if top is None else top.amax(-1)
     if narrower:
         out = out[..., :value_dim]
@@ -110,7 +113,7 @@ def key_intervals(q: Tensor, k: Tensor, *, causal: bool, **mask: Any) -> tuple[T
     if fused and given.keys() <= {"window", "document_ids"}:
         from attention.kernels.intervals import causal_intervals
 
-        return causal_intervals(q, k, window=mask["window"], document_ids=mask["document_ids"])
+        return causal_intervals(q, k, **given)
     visible = visible_keys(q, k, causal=causal, **given)
     lo, hi = torch.broadcast_tensors(visible.lo, visible.hi)
     return lo.contiguous(), hi.contiguous()

@@ -178,10 +178,10 @@ def walk_queries(
 @triton.jit(do_not_specialize=["section"])  # it depends on the lengths; do not recompile for each
 def dkdv_kernel(
     q_desc, k_desc, v_desc, do_desc, lo_ptr, hi_ptr, params_ptr, stride_interval, num_heads,
-    section, N, M, score_scale, max_ptr, lse_ptr, delta_ptr, scale, dk_ptr, dv_ptr, stride_n,
-    ranges_ptr, stride_ranges,
-    CAUSAL: tl.constexpr, SCORE_MOD: tl.constexpr, PROBABILITY: tl.constexpr,
-    SCORE_GRADIENT: tl.constexpr, GROUPS: tl.constexpr,
+    section, N, M, score_scale, max_ptr, lse_ptr, delta_ptr, scale,
+    PROBABILITY: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
+    dk_ptr, dv_ptr, stride_n, ranges_ptr, stride_ranges,
+    CAUSAL: tl.constexpr, SCORE_MOD: tl.constexpr, GROUPS: tl.constexpr,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     INTERVALS: tl.constexpr = lo_ptr is not None
@@ -217,9 +217,9 @@ def dkdv_kernel(
 @triton.jit(do_not_specialize=["section"])  # it depends on the lengths; do not recompile for each
 def dq_kernel(
     q_desc, k_desc, v_desc, do_desc, lo_ptr, hi_ptr, params_ptr, stride_interval, num_heads,
-    section, N, M, score_scale, max_ptr, lse_ptr, delta_ptr, scale, dq_ptr, stride_n,
-    CAUSAL: tl.constexpr, SCORE_MOD: tl.constexpr, PROBABILITY: tl.constexpr,
-    SCORE_GRADIENT: tl.constexpr, GROUPS: tl.constexpr,
+    section, N, M, score_scale, max_ptr, lse_ptr, delta_ptr, scale,
+    PROBABILITY: tl.constexpr, SCORE_GRADIENT: tl.constexpr, dq_ptr, stride_n,
+    CAUSAL: tl.constexpr, SCORE_MOD: tl.constexpr, GROUPS: tl.constexpr,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     INTERVALS: tl.constexpr = lo_ptr is not None

@@ -61,7 +61,7 @@ def intervals_kernel(
 
 
 def causal_intervals(
-    q: Tensor, k: Tensor, *, window: int | None, document_ids: Tensor | None
+    q: Tensor, k: Tensor, *, window: int | None = None, document_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """lo and hi (B or 1, N) int32, as visible_keys() of attention/mask.py defines them."""
     num_queries, num_keys = q.shape[2], k.shape[2]

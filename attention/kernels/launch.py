@@ -102,7 +102,10 @@ def forward(
         launch.forward(q, k, v, out, lse, top, lo, hi, params, sinks, settings)
     else:
         grid, shared, meta = plan("forward", settings, lo, hi, params, q, k, v)
-        forward_kernel[grid](*shared, out, lse, top, *statistics_of(state), sinks, **meta)
+        move_max = SOFTMAXES[settings.softmax].move_max
+        forward_kernel[grid](
+            *shared, out, lse, top, *statistics_of(state), sinks, MOVE_MAX=move_max, **meta
+        )
     return out.to(dtype), lse, state, top
 
 
@@ -146,17 +149,17 @@ def backward(
             num_queries, head_dim, DELTA_BLOCK_Q, padded_head_dim(head_dim),
         )  # fmt: skip
         row_max, log_sum = statistics_of(state)
-        statistics = row_max, lse if log_sum is None else log_sum, delta, settings.scale
+        statistics = row_max, lse if log_sum is None else log_sum, delta
+        _, *steps = SOFTMAXES[settings.softmax]
+        own = *statistics, settings.scale, *steps
 
         plain = num_heads == k.shape[1] and lo is None and not settings.score_mod
         given = settings, lo, hi, params, q, k, v, d_out
         grid, shared, meta = plan("dkdv" if plain else "dkdv_general", *given)
         ranges = None if lo is None else query_ranges(lo, hi, k.shape[2], meta["BLOCK_KV"])
-        dkdv_kernel[grid](
-            *shared, *statistics, dk, dv, dk.stride(2), ranges, batch_stride(ranges), **meta
-        )
+        dkdv_kernel[grid](*shared, *own, dk, dv, dk.stride(2), ranges, batch_stride(ranges), **meta)
         grid, shared, meta = plan("dq", *given)
-        dq_kernel[grid](*shared, *statistics, dq, dq.stride(2), **meta)
+        dq_kernel[grid](*shared, *own, dq, dq.stride(2), **meta)
     gradients = [x.to(dtype) for x in gradients]
     return gradients if sinks is None else [*gradients, gradient_of_sinks(sinks, lse, delta)]
 
@@ -183,14 +186,11 @@ def constants(
     """What a kernel is compiled with; its names in the table of tiles are forward, dkdv,
     dkdv_general and dq.
     """
-    asked = {"block_q": settings.block_q, "block_kv": settings.block_kv}
-    tile = pick_tile(kernel, head_dim, dtype, device, **asked)
-    steps = SOFTMAXES[settings.softmax]._asdict()
-    own = ("move_max",) if kernel == "forward" else ("probability", "score_gradient")
+    block_q, block_kv = settings.block_q, settings.block_kv
+    tile = pick_tile(kernel, head_dim, dtype, device, block_q=block_q, block_kv=block_kv)
     return {
         "CAUSAL": settings.causal,
         "SCORE_MOD": find_score_mod(settings.score_mod),
-        **{step.upper(): steps[step] for step in own},
         "GROUPS": groups,
         "D": head_dim,
         "BLOCK_Q": tile.block_q,

@@ -49,58 +49,54 @@ def _(q: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return empty_heads(q.shape, q), lse, empty_state(lse, q.dtype), max_score
 
 
-@operator(
+def run_backward(*inputs: Any) -> list[Tensor]:
+    """launch.backward() with the arguments of the operator."""
+    return backward(*inputs[:13], Settings(*inputs[13:]))
+
+
+flash_attention_backward = operator(
     "flash_attention_backward",
     "(Tensor d_out, Tensor? d_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     "Tensor state, Tensor? lo, Tensor? hi, Tensor? params, Tensor? sinks, bool packed, "
     f"{SETTINGS}) -> Tensor[]",
-)
-def flash_attention_backward(*inputs: Any) -> list[Tensor]:
-    """launch.backward() as an operator."""
-    return backward(*inputs[:13], Settings(*inputs[13:]))
+)(run_backward)
 
 
 @torch.library.register_fake("tilegpt::flash_attention_backward")
-def _(
-    d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    state: Tensor, lo: Tensor | None, hi: Tensor | None, params: Tensor | None,
-    sinks: Tensor | None, packed: bool, *_: Any,
-) -> list[Tensor]:  # fmt: skip
+def _(*inputs: Any) -> list[Tensor]:
+    q, k, v, *_, sinks, packed = inputs[2:13]
     gradients = empty_gradients(q, k, v, packed)
     return gradients if sinks is None else [*gradients, torch.empty_like(sinks)]
 
 
-def save(ctx: Any, tensors: tuple[Tensor | None, ...], output: tuple[Tensor, ...]) -> None:
-    """Keep what the backward pass needs. tensors: q, k, v, lo, hi, params, sinks."""
-    ctx.packed = is_packed(*tensors[:3])  # now: saved tensors may come back with other strides
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Keep what the backward pass needs. inputs: those of the operator."""
+    q, k, v, *others = inputs[:7]
+    ctx.settings = inputs[8:]
+    ctx.packed = is_packed(q, k, v)  # now: saved tensors may come back with other strides
     ctx.set_materialize_grads(False)  # no zeros for an unused gradient of lse
-    ctx.save_for_backward(*tensors[:3], *output[:3], *tensors[3:])
+    ctx.save_for_backward(q, k, v, *output[:3], *others)
 
 
-def gradients_of(
-    ctx: Any, run: Any, d_out: Tensor | None, d_lse: Tensor | None, *settings: Any
-) -> tuple[Tensor | None, ...]:
-    """The gradients of q, k, v, lo, hi, params, sinks. run: one of the two backward functions."""
+def gradients_of(ctx: Any, run: Any, d_out: Any, d_lse: Any, *_: Any) -> tuple[Any, ...]:
+    """The gradients of the operator's inputs, from those of its outputs (None where unused). run:
+    run_backward(), or the operator of it.
+    """
     q, k, v, out, *others, sinks = ctx.saved_tensors
     d_out = torch.zeros_like(out) if d_out is None else d_out
-    gradients = run(d_out, d_lse, q, k, v, out, *others, sinks, ctx.packed, *settings)
+    gradients = run(d_out, d_lse, q, k, v, out, *others, sinks, ctx.packed, *ctx.settings)
     d_sinks = None
     if sinks is not None:
         *gradients, d_sinks = gradients
-    return *unpacked(gradients, q.shape[1], k.shape[1]), None, None, None, d_sinks
+    dq, dk, dv = unpacked(gradients, q.shape[1], k.shape[1])
+    return dq, dk, dv, None, None, None, d_sinks, None, *[None] * len(ctx.settings)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.settings = inputs[8:]
-    save(ctx, inputs[:7], output)
+def _backward(ctx: Any, *d_outputs: Tensor | None) -> Any:
+    return gradients_of(ctx, flash_attention_backward, *d_outputs)
 
 
-def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, *_: Tensor | None) -> Any:
-    gradients = gradients_of(ctx, flash_attention_backward, d_out, d_lse, *ctx.settings)
-    return *gradients, None, *[None] * len(ctx.settings)
-
-
-torch.library.register_autograd("tilegpt::flash_attention", _backward, setup_context=_save)
+torch.library.register_autograd("tilegpt::flash_attention", _backward, setup_context=save)
 
 
 class FlashAttention(torch.autograd.Function):
@@ -110,14 +106,12 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        *tensors, look, settings = inputs
-        output = forward(*tensors, look, settings)
+        output = forward(*inputs[:8], Settings(*inputs[8:]))
         ctx.mark_non_differentiable(*[x for x in output[2:] if x is not None])
-        ctx.settings = settings
-        save(ctx, tuple(tensors), output)
+        save(ctx, inputs, output)
         return output
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, *_: Tensor | None) -> Any:
-        return *gradients_of(ctx, backward, d_out, d_lse, ctx.settings), None, None
+    def backward(ctx: Any, *d_outputs: Tensor | None) -> Any:
+        return gradients_of(ctx, run_backward, *d_outputs)
