@@ -104,7 +104,7 @@ def load_shift(max_ptr, lse_ptr, offset, start, limit, BLOCK: tl.constexpr):
 @triton.jit
 def load_ranges(
     start_kv, ranges_ptr, N, M,
-    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
     """first, full_first, full_last, last: queries first : last see some keys of the tile at
     start_kv, full_first : full_last see all of them. All but last are multiples of BLOCK_Q."""
@@ -112,7 +112,7 @@ def load_ranges(
     full_first = 0
     full_last = N
     last = N
-    if INTERVALS:
+    if ranges_ptr is not None:
         ranges_ptr += start_kv // BLOCK_KV * 4
         first = tl.load(ranges_ptr) // BLOCK_Q * BLOCK_Q
         last = tl.load(ranges_ptr + 3)
@@ -156,7 +156,7 @@ def walk_queries(
             q = load_tile(q_desc, batch, head, start_q)
             shift, log_sum = load_shift(max_ptr, lse_ptr, offset, start_q, N, BLOCK_Q)
             rows = start_q + tl.arange(0, BLOCK_Q)
-            lo, hi = load_interval(lo_ptr, hi_ptr, rows, N, INTERVALS and masked)
+            lo, hi = load_interval(lo_ptr, hi_ptr, rows, N)
             product = tl.dot(k, tl.trans(q), input_precision="ieee")  # (BLOCK_KV, BLOCK_Q)
             scores, derivative = scores_of(
                 product, (rows + (M - N))[None, :], keys[:, None], lo[None, :], hi[None, :], batch,
@@ -201,7 +201,7 @@ def dkdv_kernel(
         hi_ptr += batch * stride_interval
         ranges_ptr += batch * stride_ranges
     first, full_first, full_last, last = load_ranges(
-        start_kv, ranges_ptr, N, M, CAUSAL, INTERVALS, BLOCK_Q, BLOCK_KV
+        start_kv, ranges_ptr, N, M, CAUSAL, BLOCK_Q, BLOCK_KV
     )
     # one head needs no loop, which would take registers from the tile
     for group in (tl.static_range if GROUPS == 1 else tl.range)(0, GROUPS):
@@ -234,7 +234,7 @@ def dq_kernel(
     if INTERVALS:
         lo_ptr += batch * stride_interval
         hi_ptr += batch * stride_interval
-    lo, hi = load_interval(lo_ptr, hi_ptr, rows, N, INTERVALS)
+    lo, hi = load_interval(lo_ptr, hi_ptr, rows, N)
     q = load_tile(q_desc, batch, head, start_q)
     do = load_tile(do_desc, batch, head, start_q)
     shift, log_sum = load_shift(max_ptr, lse_ptr, offset, start_q, N, BLOCK_Q)
@@ -242,7 +242,7 @@ def dq_kernel(
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
     first, full_first, full_last, last = key_ranges(
-        start_q, lo_ptr, hi_ptr, N, M, CAUSAL, INTERVALS, BLOCK_Q, BLOCK_KV
+        start_q, lo_ptr, hi_ptr, N, M, CAUSAL, BLOCK_Q, BLOCK_KV
     )
     for masked in tl.static_range(2):
         begin, end = full_first, full_last

@@ -4,7 +4,7 @@ It is the tile loop of attention/tiled.py with the streaming softmax of attentio
 inlined, with the same names. Scores are in base 2 (scale * log2(e) is folded in), because the GPU's
 exponential is a power of two. Dao, "FlashAttention-2" (2023), algorithm 1.
 
-Query i sees the keys lo[i] <= j < hi[i], as in attention/mask.py. With INTERVALS the kernel loads
+Query i sees the keys lo[i] <= j < hi[i], as in attention/mask.py. Given lo_ptr, the kernel loads
 both ends; otherwise lo is 0 and hi follows from CAUSAL. A program first walks the tiles of keys
 that every row sees, then the masked tiles at both edges.
 
@@ -65,13 +65,13 @@ def store_tile(ptr, stride_n, batch, head, start, length, tile, D: tl.constexpr)
 
 
 @triton.jit
-def load_interval(lo_ptr, hi_ptr, rows, N, INTERVALS: tl.constexpr):
-    """lo and hi of these rows; rows past the end see nothing. Without INTERVALS, lo and hi are
-    unused.
+def load_interval(lo_ptr, hi_ptr, rows, N):
+    """lo and hi of these rows; rows past the end see nothing. Without intervals, nobody reads lo
+    and hi.
     """
     lo = rows
     hi = rows
-    if INTERVALS:
+    if lo_ptr is not None:
         lo = tl.load(lo_ptr + rows, mask=rows < N, other=0)
         hi = tl.load(hi_ptr + rows, mask=rows < N, other=0)
     return lo, hi
@@ -80,7 +80,7 @@ def load_interval(lo_ptr, hi_ptr, rows, N, INTERVALS: tl.constexpr):
 @triton.jit
 def key_ranges(
     start_q, lo_ptr, hi_ptr, N, M,
-    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
     """first, full_first, full_last, last: some row of the query tile sees keys first : last, and
     every row sees full_first : full_last. All but last are multiples of BLOCK_KV."""
@@ -88,7 +88,7 @@ def key_ranges(
     full_first = 0
     full_last = M
     last = M
-    if INTERVALS:
+    if lo_ptr is not None:
         # both ends are non-decreasing, so a tile's extremes are in its first and last row
         bottom = tl.minimum(start_q + BLOCK_Q, N) - 1
         first = tl.load(lo_ptr + start_q) // BLOCK_KV * BLOCK_KV
@@ -177,7 +177,7 @@ def forward_kernel(
     if INTERVALS:
         lo_ptr += batch * stride_interval
         hi_ptr += batch * stride_interval
-    lo, hi = load_interval(lo_ptr, hi_ptr, rows, N, INTERVALS)
+    lo, hi = load_interval(lo_ptr, hi_ptr, rows, N)
     q = load_tile(q_desc, batch, head, start_q)
     row_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     top = row_max
@@ -185,7 +185,7 @@ def forward_kernel(
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
     first, full_first, full_last, last = key_ranges(
-        start_q, lo_ptr, hi_ptr, N, M, CAUSAL, INTERVALS, BLOCK_Q, BLOCK_KV
+        start_q, lo_ptr, hi_ptr, N, M, CAUSAL, BLOCK_Q, BLOCK_KV
     )
     for masked in tl.static_range(2):
         begin, end = full_first, full_last

@@ -57,17 +57,8 @@ def runs_hopper(
     settings: Settings, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> bool:
     """Whether a call takes the kernels for Hopper."""
-    choice = choose_kernel(
-        settings.kernel,
-        device=device,
-        dtype=dtype,
-        head_dim=head_dim,
-        scale=settings.scale,
-        score_mod=settings.score_mod,
-        softmax=settings.softmax,
-        tile=settings.block_q or settings.block_kv,
-    )
-    return choice.kernel == "hopper"
+    inputs = {"device": device, "dtype": dtype, "head_dim": head_dim}
+    return choose_kernel(**inputs, **settings._asdict()).kernel == "hopper"
 
 
 def forward(

@@ -57,10 +57,12 @@ def why_not_hopper(
     scale: float = 1.0,
     score_mod: str = "",
     softmax: str = "online",
-    tile: int = 0,
+    block_q: int = 0,
+    block_kv: int = 0,
+    **_: bool,
 ) -> str:
-    """Why the Hopper kernels cannot take these inputs; "" if they can. score_mod and softmax are
-    those of launch.Settings; tile is its block_q or block_kv.
+    """Why the Hopper kernels cannot take these inputs; "" if they can. From scale on, they are
+    fields of launch.Settings; the others do not matter.
     """
     if place := obstacle_of_the_place(device):
         return place
@@ -70,7 +72,7 @@ def why_not_hopper(
         return f"they take head_dim {' and '.join(map(str, HEAD_DIMS))}, the inputs have {head_dim}"
     if softmax != "online":
         return "they take no broken softmax"
-    if tile:
+    if block_q or block_kv:
         return "their tiles are fixed, and block_q or block_kv is given"
     if not scale > 0:
         return f"they take a positive scale, not {scale}"

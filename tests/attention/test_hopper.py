@@ -491,7 +491,7 @@ def on_an_h200(monkeypatch, tmp_path):
         ({"dtype": torch.float32}, "float32"),
         ({"head_dim": 96}, "96"),
         ({"softmax": "no_max"}, "broken softmax"),
-        ({"tile": 64}, "block_q"),
+        ({"block_kv": 64}, "block_q"),
         ({"scale": -1.0}, "-1.0"),
     ],
     ids=change_named,
