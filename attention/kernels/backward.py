@@ -1,6 +1,6 @@
 """The backward kernels: they rebuild p = exp(score - lse) tile by tile, so the forward saves only
-out and lse. In float32 it saves row_max and log(row_sum) instead of lse, their sum, whose rounding
-shows where scores are large: the p of a row that sees one key is then exactly 1.
+out and lse. In float32 it saves row_max and row_sum instead, because the rounding of lse shows
+where scores are large: the p of a row that sees one key is then exactly 1.
 
 The first kernel computes delta = rowsum(d_out * out). Two more compute the gradients, without
 atomics, so the result does not depend on the order in which programs run. For dk and dv, a program
@@ -86,19 +86,21 @@ def in_base_2(lse):
 
 
 @triton.jit
-def load_shift(max_ptr, lse_ptr, offset, start, limit, BLOCK: tl.constexpr):
-    """shift and log_sum of these rows, in base 2: p = exp2(score - shift - log_sum). Without
-    max_ptr, shift is 0 and log_sum is lse. A row past the end counts as one without a key.
+def load_statistics(max_ptr, sum_ptr, offset, start, limit, BLOCK: tl.constexpr):
+    """shift, log_sum and factor of these rows: p = factor * exp2(score - shift - log_sum). They are
+    0, lse and 1, or with max_ptr row_max, 0 and 1 / row_sum. A row past the end counts as one
+    without a key.
     """
     shift = tl.zeros([BLOCK], tl.float32)
-    log_sum = load_rows(lse_ptr + offset, start, limit, float("-inf"), BLOCK)
+    factor = tl.full([BLOCK], 1.0, tl.float32)
     if max_ptr is not None:
         shift = load_rows(max_ptr + offset, start, limit, float("-inf"), BLOCK)
-        log_sum = tl.where(shift == float("-inf"), float("inf"), log_sum)
+        factor = 1 / load_rows(sum_ptr + offset, start, limit, 1.0, BLOCK)
+        log_sum = tl.where(shift == float("-inf"), float("inf"), 0.0)
         shift = tl.where(shift == float("-inf"), 0.0, shift)
     else:
-        log_sum = in_base_2(log_sum)
-    return shift, log_sum
+        log_sum = in_base_2(load_rows(sum_ptr + offset, start, limit, float("-inf"), BLOCK))
+    return shift, log_sum, factor
 
 
 @triton.jit
@@ -136,7 +138,7 @@ def load_ranges(
 
 @triton.jit
 def walk_queries(
-    dk, dv, k, v, q_desc, do_desc, max_ptr, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr,
+    dk, dv, k, v, q_desc, do_desc, max_ptr, sum_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr,
     batch, head, num_heads, keys, first, full_first, full_last, last, N, M, score_scale,
     CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, SCORE_MOD: tl.constexpr,
     PROBABILITY: tl.constexpr, SCORE_GRADIENT: tl.constexpr, BLOCK_Q: tl.constexpr,
@@ -154,16 +156,17 @@ def walk_queries(
             edge: tl.constexpr = masked and INTERVALS
             start_q = edge_tile(step, full_first, full_last, True) if edge else step
             q = load_tile(q_desc, batch, head, start_q)
-            shift, log_sum = load_shift(max_ptr, lse_ptr, offset, start_q, N, BLOCK_Q)
+            shift, log_sum, factor = load_statistics(max_ptr, sum_ptr, offset, start_q, N, BLOCK_Q)
             rows = start_q + tl.arange(0, BLOCK_Q)
             lo, hi = load_interval(lo_ptr, hi_ptr, rows, N)
             product = tl.dot(k, tl.trans(q), input_precision="ieee")  # (BLOCK_KV, BLOCK_Q)
             scores, derivative = scores_of(
                 product, (rows + (M - N))[None, :], keys[:, None], lo[None, :], hi[None, :], batch,
                 head, M, score_scale, params_ptr, CAUSAL, INTERVALS, masked, SCORE_MOD,
+                q.dtype == tl.float32,
             )  # fmt: skip
             scores -= shift[None, :]
-            p = PROBABILITY(scores, log_sum[None, :], 0)
+            p = PROBABILITY(scores, log_sum[None, :], 0) * factor[None, :]
             do = load_tile(do_desc, batch, head, start_q)
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
             dp = tl.dot(v, tl.trans(do), input_precision="ieee")
@@ -178,7 +181,7 @@ def walk_queries(
 @triton.jit(do_not_specialize=["section"])  # it depends on the lengths; do not recompile for each
 def dkdv_kernel(
     q_desc, k_desc, v_desc, do_desc, lo_ptr, hi_ptr, params_ptr, stride_interval, num_heads,
-    section, N, M, score_scale, max_ptr, lse_ptr, delta_ptr, scale,
+    section, N, M, score_scale, max_ptr, sum_ptr, delta_ptr, scale,
     PROBABILITY: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
     dk_ptr, dv_ptr, stride_n, ranges_ptr, stride_ranges,
     CAUSAL: tl.constexpr, SCORE_MOD: tl.constexpr, GROUPS: tl.constexpr,
@@ -206,7 +209,7 @@ def dkdv_kernel(
     # one head needs no loop, which would take registers from the tile
     for group in (tl.static_range if GROUPS == 1 else tl.range)(0, GROUPS):
         dk, dv = walk_queries(
-            dk, dv, k, v, q_desc, do_desc, max_ptr, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr,
+            dk, dv, k, v, q_desc, do_desc, max_ptr, sum_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr,
             batch, kv_head * GROUPS + group, num_heads, keys, first, full_first, full_last, last,
             N, M, score_scale, CAUSAL, INTERVALS, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_Q,
         )  # fmt: skip
@@ -217,7 +220,7 @@ def dkdv_kernel(
 @triton.jit(do_not_specialize=["section"])  # it depends on the lengths; do not recompile for each
 def dq_kernel(
     q_desc, k_desc, v_desc, do_desc, lo_ptr, hi_ptr, params_ptr, stride_interval, num_heads,
-    section, N, M, score_scale, max_ptr, lse_ptr, delta_ptr, scale,
+    section, N, M, score_scale, max_ptr, sum_ptr, delta_ptr, scale,
     PROBABILITY: tl.constexpr, SCORE_GRADIENT: tl.constexpr, dq_ptr, stride_n,
     CAUSAL: tl.constexpr, SCORE_MOD: tl.constexpr, GROUPS: tl.constexpr,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -237,7 +240,7 @@ def dq_kernel(
     lo, hi = load_interval(lo_ptr, hi_ptr, rows, N)
     q = load_tile(q_desc, batch, head, start_q)
     do = load_tile(do_desc, batch, head, start_q)
-    shift, log_sum = load_shift(max_ptr, lse_ptr, offset, start_q, N, BLOCK_Q)
+    shift, log_sum, factor = load_statistics(max_ptr, sum_ptr, offset, start_q, N, BLOCK_Q)
     delta = load_rows(delta_ptr + offset, start_q, N, 0.0, BLOCK_Q)
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
@@ -256,9 +259,10 @@ def dq_kernel(
             scores, derivative = scores_of(
                 product, position[:, None], keys[None, :], lo[:, None], hi[:, None], batch, head, M,
                 score_scale, params_ptr, CAUSAL, INTERVALS, masked, SCORE_MOD,
+                q.dtype == tl.float32,
             )  # fmt: skip
             scores -= shift[:, None]
-            p = PROBABILITY(scores, log_sum[:, None], 1)
+            p = PROBABILITY(scores, log_sum[:, None], 1) * factor[:, None]
             v = load_tile(v_desc, batch, head // GROUPS, start)
             dp = tl.dot(do, tl.trans(v), input_precision="ieee")
             ds = SCORE_GRADIENT(p, dp, delta[:, None], scores, 1)

@@ -101,7 +101,7 @@ def split_kernel(
         scores, _ = scores_of(
             tl.dot(q, tl.trans(k), input_precision="ieee"), (past + n)[:, None],
             keys[None, :], lo[:, None], hi[:, None], batch, head[:, None], M, score_scale,
-            params_ptr, False, True, True, SCORE_MOD,
+            params_ptr, False, True, True, SCORE_MOD, False,
         )  # fmt: skip
         row_max, shift, alpha = move_max(row_max, tl.max(scores, 1), True)
         p = tl.exp2(scores - shift[:, None])

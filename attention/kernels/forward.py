@@ -120,19 +120,24 @@ def edge_tile(step, full_first, full_last, INTERVALS: tl.constexpr):
 def scores_of(
     product, i, j, lo, hi, batch, head, M, score_scale, params_ptr,
     CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, MASKED: tl.constexpr, SCORE_MOD: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """Scores in base 2 from q k^T, -inf where masked, and the score modifier's derivative (1
     without one).
 
     i: positions of the queries among the keys; j: keys; lo, hi: the queries' intervals. All
-    broadcast to the tile. score_scale: times log2(e) if there is no modifier.
+    broadcast to the tile. score_scale: times log2(e) if there is no modifier. EXACT: scores are
+    rounded before a maximum is subtracted. Otherwise the compiler rounds only the difference where
+    no mask stands between, and the passes disagree on a large score.
     """
     derivative = 1.0
     if SCORE_MOD is None:
-        scores = product * score_scale
+        scores = product
+        factor = score_scale
     else:
         scores, derivative = SCORE_MOD(product * score_scale, batch, head, i, j, params_ptr)
-        scores = scores * 1.4426950408889634
+        factor = 1.4426950408889634
+    scores = tl.fma(scores, factor, 0.0) if EXACT else scores * factor
     if MASKED:
         if INTERVALS:
             visible = (j >= lo) & (j < hi)
@@ -157,13 +162,13 @@ def with_sink(row_max, row_sum, sink):
 @triton.jit(do_not_specialize=["section"])  # it depends on the lengths; do not recompile for each
 def forward_kernel(
     q_desc, k_desc, v_desc, lo_ptr, hi_ptr, params_ptr, stride_interval, num_heads, section, N, M,
-    score_scale, out_ptr, lse_ptr, top_ptr, max_ptr, log_sum_ptr, sinks_ptr,
+    score_scale, out_ptr, lse_ptr, top_ptr, max_ptr, sum_ptr, sinks_ptr,
     CAUSAL: tl.constexpr, SCORE_MOD: tl.constexpr, MOVE_MAX: tl.constexpr, GROUPS: tl.constexpr,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """out_ptr: (B, N, H, D); top_ptr: receives each row's largest score; max_ptr, log_sum_ptr: its
-    row_max and the logarithm of its row_sum, in base 2, for the backward pass. sinks_ptr (H,): a
-    logit of each head in the denominator. All but out_ptr and lse_ptr may be None."""
+    """out_ptr: (B, N, H, D); top_ptr: receives each row's largest score; max_ptr, sum_ptr: its
+    row_max in base 2 and its row_sum, for the backward pass. sinks_ptr (H,): a logit of each head
+    in the denominator. All but out_ptr and lse_ptr may be None."""
     INTERVALS: tl.constexpr = lo_ptr is not None
     # the last query tiles run first: under a causal mask they are the longest, and short ones fill
     # the gaps at the end
@@ -200,6 +205,7 @@ def forward_kernel(
             scores, _ = scores_of(
                 product, position[:, None], keys[None, :], lo[:, None], hi[:, None], batch, head, M,
                 score_scale, params_ptr, CAUSAL, INTERVALS, masked, SCORE_MOD,
+                q.dtype == tl.float32,
             )  # fmt: skip
             tile_max = tl.max(scores, 1)
             if top_ptr is not None:
@@ -223,6 +229,6 @@ def forward_kernel(
     tl.store(lse_ptr + statistics, lse, mask=rows < N)
     if max_ptr is not None:
         tl.store(max_ptr + statistics, row_max, mask=rows < N)
-        tl.store(log_sum_ptr + statistics, tl.log2(row_sum), mask=rows < N)
+        tl.store(sum_ptr + statistics, row_sum, mask=rows < N)
     if top_ptr is not None:
         tl.store(top_ptr + statistics, top * 0.6931471805599453, mask=rows < N)

@@ -74,7 +74,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """out (B, H, N, D), lse (B, H, N), the state that backward() needs beside lse, and if `look`
     each row's largest score (B, H, N), for q (B, H, N, D); k, v (B, H_kv, M, D). All but out are
-    float32. The state is empty for 16 bits, and row_max and log(row_sum), (2, B, H, N) in base 2,
+    float32. The state is empty for 16 bits, and row_max in base 2 and row_sum, (2, B, H, N),
     for float32: their sum, lse, is less precise where scores are large.
 
     lo, hi: (B or 1, N) int32, the interval of keys that each query sees; if None, `causal` decides.
@@ -139,8 +139,8 @@ def backward(
             out, d_out, d_lse, delta, *out.stride()[:3], *d_out.stride()[:3], num_heads,
             num_queries, head_dim, DELTA_BLOCK_Q, padded_head_dim(head_dim),
         )  # fmt: skip
-        row_max, log_sum = statistics_of(state)
-        statistics = row_max, lse if log_sum is None else log_sum, delta
+        row_max, row_sum = statistics_of(state)
+        statistics = row_max, lse if row_sum is None else row_sum, delta
         _, *steps = SOFTMAXES[settings.softmax]
         own = *statistics, settings.scale, *steps
 
@@ -161,7 +161,7 @@ def empty_state(lse: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def statistics_of(state: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """row_max and log(row_sum), or None twice if the state is empty."""
+    """row_max and row_sum, or None twice if the state is empty."""
     return state.unbind() if state.numel() else (None, None)
 
 
