@@ -7,7 +7,6 @@ with v, whatever the dtype of the statistics.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,14 +17,14 @@ from attention.interface import (
     OPTIONAL_ARGUMENTS,
     Backend,
     Output,
+    ScoredOutput,
     ScoreMod,
     flag,
     statistics_dtype,
 )
-from attention.mask import QueryTile
-from attention.naive import naive_attention
+from attention.mask import QueryTile, pair
 from attention.online_softmax import OnlineSoftmax
-from attention.tiled import HeadMaxima, TileLoop, grouped
+from attention.tiled import TILED, TileLoop
 
 LIMITS = {
     dtype: math.log(torch.finfo(dtype).max)
@@ -33,8 +32,8 @@ LIMITS = {
 }  # 11.09, 88.72, 88.72
 
 
-# scores of a tile in max_score(): 64 MiB are large products for a GPU, and small beside a model
-TILE_SCORES = 2**24
+# scores of a tile in max_score(): 32 MiB are large products for a GPU, and small beside a model
+TILE_SCORES = 2**23
 
 
 @torch.no_grad()
@@ -42,57 +41,43 @@ def max_score(
     q: Tensor, k: Tensor, *, causal: bool = True, scale: float | None = None, **optional: Any
 ) -> Tensor:
     """The largest score of a visible key in each head, (B, H) float32 (float64 for float64 inputs);
-    -inf for a head that sees no key. One pass of the tile loop without values, in O(N) memory.
+    -inf for a head that sees no key. One pass of the tile loop, in O(N) memory.
 
     q (B, H, N, D), k (B, H_kv, M, D) and the arguments are those of attention(); the score includes
     cap and bias.
     """
     # square tiles compute the fewest scores that a causal mask hides
     block = max(1, math.isqrt(TILE_SCORES // (q.shape[0] * q.shape[1])))
-    factor: float = q.shape[-1] ** -0.5 if scale is None else scale
-    tiles = {"block_q": block, "block_kv": block}
-    scores_of = TileLoop.of(q, k, causal=causal, scale=factor, **tiles, **optional).scores
-    q, k, _ = grouped(q, k, k)
-    maxima = HeadMaxima(q)
-    for tile in scores_of.visible.query_tiles(block):
-        q_rows = q[..., tile.rows, :]
-        for keys, needs_mask in tile.key_tiles(block):
-            scores, _ = scores_of(q_rows, k[..., keys, :], tile.rows, keys, needs_mask)
-            maxima.observe(tile, keys, scores)
-    return maxima.largest.flatten(1, 2)
+    loop = TILED.configured(block_q=block, block_kv=block)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    settings = {"causal": causal, "scale": scale, "return_max_score": True} | optional
+    # the values do not matter, so they are narrow
+    output = loop.fn(q, k, k[..., :1], **settings, **loop.options)
+    assert isinstance(output, ScoredOutput) and output.max_score is not None
+    return output.max_score
 
 
-@torch.library.custom_op("tilegpt::max_score", mutates_args=())
+TENSORS = ("alibi_slopes", "document_ids", "key_lengths")
+
+
+@torch.library.custom_op(
+    "tilegpt::max_score",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor look, Tensor? alibi_slopes, Tensor? document_ids, "
+    "Tensor? key_lengths, *, bool causal, float scale, SymInt[] window, float? softcap) -> Tensor",
+)
 def max_score_operator(
-    q: Tensor,
-    k: Tensor,
-    look: Tensor,
-    causal: bool,
-    scale: float,
-    window: Sequence[int] | None,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    document_ids: Tensor | None,
-    key_lengths: Tensor | None,
+    q: Tensor, k: Tensor, look: Tensor, *tensors: Tensor | None, window: list[int], **settings: Any
 ) -> Tensor:
     """max_score() for a graph of torch.compile, computed where `look` holds True."""
     if not look:
         return q.new_empty(q.shape[:2], dtype=statistics_dtype(q))
-    return max_score(
-        q,
-        k,
-        causal=causal,
-        scale=scale,
-        window=None if window is None else tuple(window),
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        document_ids=document_ids,
-        key_lengths=key_lengths,
-    )
+    settings |= zip(TENSORS, tensors, strict=True)
+    return max_score(q, k, window=tuple(window), **settings)
 
 
 @max_score_operator.register_fake
-def _(q: Tensor, *_: Any) -> Tensor:
+def _(q: Tensor, *_: Any, **settings: Any) -> Tensor:
     return q.new_empty(q.shape[:2], dtype=statistics_dtype(q))
 
 
@@ -104,10 +89,9 @@ def companion_max_score(
     """
     if score_mod is not None or not torch.compiler.is_compiling():
         return max_score(q, k, score_mod=score_mod, **settings)
-    window = settings["window"]
-    if not (window is None or isinstance(window, tuple)):
-        settings["window"] = (window - 1, 0)  # a query's own key is the last of them
-    return max_score_operator(q.detach(), k.detach(), flag(look), **settings)
+    tensors = [settings.pop(name) for name in TENSORS]
+    settings["window"] = pair(settings["window"])
+    return max_score_operator(q.detach(), k.detach(), flag(look), *tensors, **settings)
 
 
 @dataclass(frozen=True)
@@ -218,8 +202,8 @@ def _fate(x: Tensor) -> str:
     return "inf" if x.isinf().any() else "finite" if x.any() else "zero"
 
 
-# most scores in the reference for one key/value head: 2048 x 2048, in five float64 matrices, 160
-# MiB
+# most scores of a tile, and of a key/value head, in the reference: 2048 x 2048, in five float64
+# matrices, 160 MiB
 REFERENCE_SCORES = 2**22
 
 
@@ -250,18 +234,12 @@ def compare_with_exact(
     rows = min(q.shape[2], max(1, REFERENCE_SCORES // (q.shape[0] * groups * k.shape[2])))
     first = q.shape[2] - rows
     d_out = torch.cat((torch.zeros_like(d_out[:, :, :first]), d_out[:, :, first:]), 2)
-    # as attention() calls it: with every argument that the backend declares
-    arguments: dict[str, Any] = {
-        name: optional.get(name) for name in OPTIONAL_ARGUMENTS if name in backend.features
-    }
-    arguments |= backend.options
+    arguments: dict[str, Any] = {"causal": causal, "scale": scale} | optional
     with torch.autocast(q.device.type, enabled=False):
         out, dq, dk, dv = with_gradients(
-            backend.fn, q, k, v, d_out, causal=causal, scale=scale, **arguments
+            backend.fn, q, k, v, d_out, **arguments, **backend.options
         )
-        exact = _exact_by_head(
-            q[:, :, first:], k, v, d_out[:, :, first:], causal=causal, scale=scale, **optional
-        )
+        exact = _exact(*(x.detach().double() for x in (q, k, v, d_out)), first, **arguments)
     results = {"out": out[:, :, first:], "dq": dq[:, :, first:], "dk": dk, "dv": dv}
     row = {}
     for (name, x), expected in zip(results.items(), exact, strict=True):
@@ -272,52 +250,20 @@ def compare_with_exact(
     return row
 
 
-def _exact_by_head(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    d_out: Tensor,
-    *,
-    document_ids: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    score_mod: ScoreMod | None = None,
-    **arguments: Any,
-) -> list[Tensor]:
-    """out, dq, dk, dv of softmax attention in float64, one key/value head at a time: the scores of
-    all heads may not fit into memory beside a model in training.
-
-    q, d_out: the last queries. A bottom-right aligned mask shows them the same keys as before.
+def _exact(
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, first: int, **arguments: Any
+) -> tuple[Tensor, ...]:
+    """out and dq from the query `first` on, and the dk and dv of these queries, by the tile loop:
+    the scores of all heads may not fit into memory beside a model in training.
     """
-    groups = q.shape[1] // k.shape[1]
-    if document_ids is not None:
-        score_mod = _inside_documents(document_ids, score_mod)
-    by_head = []
-    for head in range(k.shape[1]):
-        own, kv = slice(head * groups, (head + 1) * groups), slice(head, head + 1)
-        wide = (x.double() for x in (q[:, own], k[:, kv], v[:, kv], d_out[:, own]))
-        if alibi_slopes is not None:
-            arguments["alibi_slopes"] = alibi_slopes[own]
-        if score_mod is not None:
-            first = score_mod.first_head + own.start
-            arguments["score_mod"] = replace(score_mod, first_head=first)
-        by_head.append(with_gradients(naive_attention, *wide, **arguments))
-    return [torch.cat(parts, 1) for parts in zip(*by_head, strict=True)]
-
-
-def _inside_documents(document_ids: Tensor, score_mod: ScoreMod | None) -> ScoreMod:
-    """A ScoreMod that applies score_mod and hides other documents. attention() itself takes
-    document_ids (B, N) only for as many queries as keys.
-    """
-    starts = document_ids.diff(dim=1, prepend=document_ids[:, :1]) != 0
-    document = starts.cumsum(1)  # (B, N): unlike ids, these never repeat
-
-    def change(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, _: Any) -> Any:
-        if score_mod is not None:
-            score = score_mod(score, b, h, i, j)[0]
-        inside = document[b, i] == document[b, j]
-        return score.masked_fill(~inside, -torch.inf), inside  # naive reads no derivative
-
-    return ScoreMod(change)
+    block = max(1, math.isqrt(REFERENCE_SCORES // (q.shape[0] * q.shape[1])))
+    loop = TileLoop.of(q, k, block_q=block, block_kv=block, **arguments)
+    visible = loop.scores.visible
+    visible = replace(visible, lo=visible.lo[:, first:], hi=visible.hi[:, first:])
+    loop = replace(loop, scores=replace(loop.scores, visible=visible))
+    q, d_out = q[:, :, first:], d_out[:, :, first:]
+    out, lse = loop.forward(q, k, v)
+    return out, *loop.backward(q, k, v, out, lse, d_out, torch.zeros_like(lse))
 
 
 def with_gradients(
