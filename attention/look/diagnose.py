@@ -236,9 +236,7 @@ def compare_with_exact(
     d_out = torch.cat((torch.zeros_like(d_out[:, :, :first]), d_out[:, :, first:]), 2)
     arguments: dict[str, Any] = {"causal": causal, "scale": scale} | optional
     with torch.autocast(q.device.type, enabled=False):
-        out, dq, dk, dv = with_gradients(
-            backend.fn, q, k, v, d_out, **arguments, **backend.options
-        )
+        out, dq, dk, dv = with_gradients(backend.fn, q, k, v, d_out, **arguments, **backend.options)
         exact = _exact(*(x.detach().double() for x in (q, k, v, d_out)), first, **arguments)
     results = {"out": out[:, :, first:], "dq": dq[:, :, first:], "dk": dk, "dv": dv}
     row = {}
