@@ -189,7 +189,7 @@ class Backend:
     # in float64
     reference: Callable[..., Output] | None = None
     # further reasons to refuse inputs, as sentences: requirements(q, k, v, causal=..., scale=...,
-    # **options) -> list
+    # **options) -> list. It is asked once for inputs of the same shapes, strides and dtypes
     requirements: Callable[..., list[str]] | None = None
 
     def __post_init__(self) -> None:
@@ -288,26 +288,16 @@ class Backend:
             reasons.append(f"it takes head_dim in {head_dims}, {widths}")
         if not self.backward and needs_gradient(q, k, v):
             reasons.append("it has no backward pass and the inputs require gradients")
-        return reasons or self.unmet_requirements(q, k, v, causal=causal, scale=scale)
-
-    def unmet_requirements(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
-    ) -> list[str]:
-        """The reasons that `requirements` gives; they may depend on more than the inputs' kind."""
-        if self.requirements is None:
-            return []
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        if reasons or self.requirements is None:
+            return reasons
+        scale = head_dim**-0.5 if scale is None else scale
         return self.requirements(q, k, v, causal=causal, scale=scale, **self.options)
 
     def check_supported(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> None:
         """Raise one Refusal, a ValueError with the inputs and every reason, if the backend does not
         take them.
         """
-        self.refuse(q, k, self.unsupported_reasons(q, k, v, **arguments))
-
-    def refuse(self, q: Tensor, k: Tensor, reasons: list[str]) -> None:
-        """Raise one Refusal for these inputs, unless there are no reasons."""
-        if reasons:
+        if reasons := self.unsupported_reasons(q, k, v, **arguments):
             inputs = f"q {tuple(q.shape)}, k {tuple(k.shape)}, {dtype_name(q.dtype)} on {q.device}"
             raise Refusal(f"attention={self.name} cannot take {inputs}: " + "; ".join(reasons))
 

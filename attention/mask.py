@@ -146,11 +146,7 @@ def intervals(
     hi = last if right is None else (position + right + 1).clamp(first, last)
     if document_ids is not None:
         change = document_ids[:, 1:] != document_ids[:, :-1]
-        edge = (
-            torch.ones_like(change[:, :1])
-            if num_queries > 1
-            else torch.ones_like(document_ids, dtype=torch.bool)
-        )
+        edge = torch.ones_like(document_ids[:, :1], dtype=torch.bool)
         is_first = torch.cat((edge, change), 1)
         is_last = torch.cat((change, edge), 1)
         start = torch.where(is_first, i, 0).cummax(1).values

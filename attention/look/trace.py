@@ -138,7 +138,7 @@ class Break(NamedTuple):
 
 
 def survey(*tensors: Tensor, **call: Any) -> tuple[Tensor, dict[int, Break]]:
-    """out (N, D) of the whole call and the break of each row that has one, without storing tiles."""
+    """out (N, D) of the whole call, and the break of each row that has one. Stores no tile."""
     breaks: dict[int, Break] = {}
 
     def see(rows: range, step: Step) -> None:
