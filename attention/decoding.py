@@ -162,7 +162,6 @@ def check_cache(
         raise ValueError(
             f"cache_lengths must have shape (B,) with B = {batch}; got {tuple(cache_lengths.shape)}"
         )
-    size = f"{k.shape[2]} keys"
     if block_table is not None:
         check_tensor("block_table", block_table, q, INTEGERS)
         if block_table.ndim != 2 or len(block_table) != batch or not block_table.numel():
@@ -171,13 +170,11 @@ def check_cache(
                 f"{tuple(block_table.shape)}"
             )
         k = k.transpose(1, 2)
-        size = f"{len(k)} pages of {k.shape[2]} keys"
     if q.device.type != "cpu" or not values_can_be_read():
         return
-    outside = outside_cache(k, cache_lengths, block_table)
-    if outside.any():
-        row = int(outside.nonzero()[0])
-        got = f"cache_lengths[{row}] is {cache_lengths[row]}"
-        if block_table is not None:
-            got += f", block_table[{row}] is {block_table[row].tolist()}"
-        raise ValueError(f"a sequence points outside its cache of {size}: {got}")
+    if outside_cache(k, cache_lengths, block_table).any():
+        table = "" if block_table is None else f", block_table {block_table.tolist()}"
+        raise ValueError(
+            f"a sequence points outside its cache, k {tuple(k.shape)}: cache_lengths "
+            f"{cache_lengths.tolist()}{table}"
+        )

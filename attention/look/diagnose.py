@@ -99,29 +99,24 @@ class Breakdown:
     """Where one attention call left the finite range."""
 
     tensor: str  # q, k, v (already bad on entry), scores, row_sum, acc or out
-    queries: (
-        tuple[int, int] | None
-    )  # first and one past the last row of the tile, if it broke in a tile
-    keys: tuple[int, int] | None
-    max_score: float | None  # largest score of that tile, in the head named below
-    sequence: int | None = None  # index in the batch
-    head: int | None = None  # query head; for k and v the key/value head
-    row: int | None = None  # the query; for k and v the key
-    fate: str | None = (
-        # the output for that query: NaN, inf, zero or finite; None for a bad q, k or v
-        None
-    )
+    sequence: int  # index in the batch
+    head: int  # query head; for k and v the key/value head
+    row: int  # the query; for k and v the key
+    # if it broke in a tile: its queries and keys, each first and one past the last, and its largest
+    # score in that head
+    queries: tuple[int, int] | None = None
+    keys: tuple[int, int] | None = None
+    max_score: float | None = None
+    # the output for that query: NaN, inf, zero or finite; None for a bad q, k or v
+    fate: str | None = None
 
     def __str__(self) -> str:
         if self.queries is None or self.keys is None:
             return f"{self.tensor} is not finite"
-        where = " and ".join(
-            f"{name} {tile[0]}:{tile[1]}"
-            for name, tile in (("queries", self.queries), ("keys", self.keys))
-        )
+        queries, keys = (f"{first}:{last}" for first, last in (self.queries, self.keys))
         return (
-            f"{self.tensor} leaves the finite range in the tile of {where}, whose largest score "
-            f"is {self.max_score:.2f}"
+            f"{self.tensor} leaves the finite range in the tile of queries {queries} and keys "
+            f"{keys}, whose largest score is {self.max_score:.2f}"
         )
 
 
@@ -150,12 +145,12 @@ class TileWatch:
                 sequence, group, member, row = at[:4]
                 self.breakdown = Breakdown(
                     name,
+                    sequence,
+                    group * is_bad.shape[2] + member,
+                    tile.start + row,
                     queries=(tile.start, tile.stop),
                     keys=(keys.start, keys.start + scores.shape[-1]),
                     max_score=scores[sequence, group, member].amax().item(),
-                    sequence=sequence,
-                    head=group * is_bad.shape[2] + member,
-                    row=tile.start + row,
                 )
                 return
 
@@ -179,16 +174,11 @@ def _breakdown(
     """find_breakdown() for a finished call that returned `out`."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if (at := _first(~x.isfinite())) is not None:
-            return _outside_the_loop(name, at)
+            return Breakdown(name, *at[:3])
     found = in_tile
     if found is None and (at := _first(~out.isfinite())) is not None:
-        found = _outside_the_loop("out", at)
+        found = Breakdown("out", *at[:3])
     return found and replace(found, fate=_fate(out[found.sequence, found.head, found.row]))
-
-
-def _outside_the_loop(tensor: str, at: list[int]) -> Breakdown:
-    sequence, head, row, _ = at
-    return Breakdown(tensor, None, None, None, sequence, head, row)
 
 
 def _first(bad: Tensor) -> list[int] | None:
