@@ -153,13 +153,10 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"the query heads must be a multiple of the key/value heads; got H={q.shape[1]}, "
             f"H_kv={k.shape[1]}"
         )
-    if not (q.dtype == k.dtype == v.dtype) or q.dtype not in ALL_DTYPES:
-        dtypes = ", ".join(dtype_name(x.dtype) for x in (q, k, v))
-        raise ValueError(f"q, k and v must have one floating dtype; got {dtypes}")
-    if not (q.device == k.device == v.device):
-        raise ValueError(
-            f"q, k and v must be on one device; got {q.device}, {k.device}, {v.device}"
-        )
+    kinds = [(x.dtype, x.device) for x in (q, k, v)]
+    if kinds != 3 * kinds[:1] or q.dtype not in ALL_DTYPES:
+        got = ", ".join(f"{dtype_name(dtype)} on {device}" for dtype, device in kinds)
+        raise ValueError(f"q, k and v must have one floating dtype and one device; got {got}")
 
 
 def _check_window(window: Any, *, causal: bool) -> None:

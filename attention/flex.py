@@ -32,24 +32,18 @@ def compiled(function):
     # shapes are fixed until one changes (a cache that grows while sampling), then symbolic. Masks,
     # score changes and gradients have separate graphs. These exceed PyTorch's default limit, past
     # which it silently runs uncompiled, or with fullgraph stops
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
-    torch._dynamo.config.accumulated_recompile_limit = max(
-        torch._dynamo.config.accumulated_recompile_limit, 1024
-    )
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, 256)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 1024)
     # keep numbers constant: a second softcap would become an argument of the graph, which a
     # kernel's score change cannot read
-    return torch._dynamo.config.patch(specialize_float=True)(
-        torch.compile(function, fullgraph=True)
-    )
+    return config.patch(specialize_float=True)(torch.compile(function, fullgraph=True))
 
 
 def quick(function, device: torch.device):
     """The function, compiled on a GPU unless a larger graph is being traced."""
-    return (
-        compiled(function)
-        if device.type == "cuda" and not torch.compiler.is_compiling()
-        else function
-    )
+    on_its_own = device.type == "cuda" and not torch.compiler.is_compiling()
+    return compiled(function) if on_its_own else function
 
 
 def block_mask_of(q: Tensor, k: Tensor, *, causal: bool, **mask: Any) -> BlockMask | None:
@@ -141,7 +135,7 @@ def flex(
     return AttentionOutput(out, aux.lse)
 
 
-def refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> list[str]:
+def refusals(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> list[str]:
     if q.device.type == "cpu" and needs_gradient(q, k, v):
         return [
             "PyTorch's FlexAttention has no backward pass on the CPU; train there with "

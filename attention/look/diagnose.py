@@ -155,23 +155,10 @@ class TileWatch:
                 return
 
 
-@torch.no_grad()
-def find_breakdown(
-    q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, **arguments: Any
-) -> Breakdown | None:
-    """The first tensor of this call that is not finite, or None. `arguments` are what attention()
-    hands to backend.fn.
-    """
-    watch = TileWatch(q)
-    observer = {"observer": watch.observe} if backend.observable else {}
-    out = backend.fn(q, k, v, **arguments, **backend.options, **observer).out
-    return _breakdown(q, k, v, out, watch.breakdown)
-
-
 def _breakdown(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, in_tile: Breakdown | None
 ) -> Breakdown | None:
-    """find_breakdown() for a finished call that returned `out`."""
+    """The first tensor that is not finite, of a call that returned `out`."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if (at := _first(~x.isfinite())) is not None:
             return Breakdown(name, *at[:3])
@@ -223,15 +210,15 @@ def compare_with_exact(
     groups = q.shape[1] // k.shape[1]
     rows = min(q.shape[2], max(1, REFERENCE_SCORES // (q.shape[0] * groups * k.shape[2])))
     first = q.shape[2] - rows
-    d_out = torch.cat((torch.zeros_like(d_out[:, :, :first]), d_out[:, :, first:]), 2)
+    d_out = d_out.clone()
+    d_out[:, :, :first] = 0
     arguments: dict[str, Any] = {"causal": causal, "scale": scale} | optional
     with torch.autocast(q.device.type, enabled=False):
-        out, dq, dk, dv = with_gradients(backend.fn, q, k, v, d_out, **arguments, **backend.options)
+        found = with_gradients(backend.fn, q, k, v, d_out, **arguments, **backend.options)
         exact = _exact(*(x.detach().double() for x in (q, k, v, d_out)), first, **arguments)
-    results = {"out": out[:, :, first:], "dq": dq[:, :, first:], "dk": dk, "dv": dv}
     row = {}
-    for (name, x), expected in zip(results.items(), exact, strict=True):
-        x = x.double()
+    for name, x, expected in zip(("out", "dq", "dk", "dv"), found, exact, strict=True):
+        x = x[:, :, -expected.shape[2] :].double()
         row[f"{name}_error"] = ((x - expected).norm() / expected.norm()).item()
         cosine = x.flatten() @ expected.flatten() / (x.norm() * expected.norm())
         row[f"{name}_cosine"] = cosine.item()
@@ -314,3 +301,15 @@ class Recorder:
         # a loop has one observer; and attention() adds the sinks, so that a call records none
         features = backend.features - {"max_score", "sinks"}
         self.backend = replace(backend, fn=recorded, features=features, traceable=False)
+
+
+@torch.no_grad()
+def find_breakdown(
+    q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, **arguments: Any
+) -> Breakdown | None:
+    """The first tensor of this call that is not finite, or None. `arguments` are what attention()
+    hands to backend.fn.
+    """
+    recorder = Recorder(backend)
+    recorder.backend.fn(q, k, v, **arguments, **backend.options)
+    return recorder.breakdowns[0]
