@@ -277,23 +277,20 @@ class Recorder:
         self.breakdowns: list[Breakdown | None] = []
         self.calls: list[Call] = []
 
+        names = ("causal", "scale", *OPTIONAL_ARGUMENTS)
+
         def recorded(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Output:
+            given = {name: arguments[name] for name in names if name in arguments}
             if keep_calls:
                 output = backend.fn(q, k, v, **arguments)
-                settings = backend.options.keys() | {"module"}
-                kept = {name: x for name, x in arguments.items() if name not in settings}
-                self.calls.append(Call(q, k, v, output.out, kept))
+                self.calls.append(Call(q, k, v, output.out, given))
                 return output
             watch = TileWatch(q)
-            if backend.observable:
-                # observe the scores that it uses: the defect may be in them
-                output = backend.fn(q, k, v, **arguments, observer=watch.observe)
-                self.max_scores.append(watch.largest)
-            else:
-                output = backend.fn(q, k, v, **arguments)
-                names = ("causal", "scale", *OPTIONAL_ARGUMENTS)
-                settings = {name: arguments[name] for name in names if name in arguments}
-                self.max_scores.append(max_score(q, k, **settings).amax())
+            # observe the scores that it uses: the defect may be in them
+            observer = {"observer": watch.observe} if backend.observable else {}
+            output = backend.fn(q, k, v, **arguments, **observer)
+            largest = watch.largest if observer else max_score(q, k, **given).amax()
+            self.max_scores.append(largest)
             with torch.no_grad():
                 self.breakdowns.append(_breakdown(q, k, v, output.out, watch.breakdown))
             return output
