@@ -24,7 +24,7 @@ from attention.interface import (
     ScoreMod,
     needs_gradient,
 )
-from attention.mask import Window, visible_keys
+from attention.mask import Window, intervals
 
 
 @cache
@@ -46,13 +46,15 @@ def quick(function, device: torch.device):
     return compiled(function) if on_its_own else function
 
 
-def block_mask_of(q: Tensor, k: Tensor, *, causal: bool, **mask: Any) -> BlockMask | None:
+def block_mask_of(
+    num_queries: int, num_keys: int, device: torch.device, *, causal: bool, **mask: Any
+) -> BlockMask | None:
     """The intervals of attention/mask.py, or None where every query sees every key. mask: as for
-    visible_keys().
+    intervals().
     """
     if not causal and all(each is None for each in mask.values()):
         return None
-    visible = visible_keys(q, k, causal=causal, **mask)
+    visible = intervals(num_queries, num_keys, device, causal=causal, **mask)
     lo, hi = torch.broadcast_tensors(visible.lo, visible.hi)
     batch = len(lo) if len(lo) > 1 else None
 
@@ -60,21 +62,18 @@ def block_mask_of(q: Tensor, k: Tensor, *, causal: bool, **mask: Any) -> BlockMa
         b = 0 if batch is None else b
         return (j >= lo[b, i]) & (j < hi[b, i])
 
-    return quick(create_block_mask, q.device)(
-        mask_mod, batch, None, q.shape[2], k.shape[2], device=q.device
+    return quick(create_block_mask, device)(
+        mask_mod, batch, None, num_queries, num_keys, device=device
     )
 
 
 @lru_cache(maxsize=16)
-def standing_mask(
-    num_queries: int, num_keys: int, device: torch.device, *, causal: bool, window: Window
-) -> BlockMask | None:
-    """The mask without tensors of the batch, cached for all layers and steps: making it takes
-    longer than attention to a few thousand tokens.
+def standing_mask(*sizes: Any, **mask: Any) -> BlockMask | None:
+    """block_mask_of() without tensors of the batch, cached for all layers and steps: making it
+    takes longer than attention to a few thousand tokens.
     """
     with torch.inference_mode(False), torch.no_grad():
-        q, k = (torch.empty(1, 1, length, 0, device=device) for length in (num_queries, num_keys))
-        return block_mask_of(q, k, causal=causal, window=window)
+        return block_mask_of(*sizes, **mask)
 
 
 def within_reach(x: Tensor) -> Tensor:
@@ -115,10 +114,11 @@ def flex(
             score, _ = score_mod(score, b, h, i, j)
         return score
 
-    if torch.compiler.is_compiling() or any(each is not None for each in of_batch.values()):
-        block_mask = block_mask_of(q, k, causal=causal, window=window, **of_batch)
-    else:
-        block_mask = standing_mask(num_queries, num_keys, q.device, causal=causal, window=window)
+    own = torch.compiler.is_compiling() or any(each is not None for each in of_batch.values())
+    make_mask = block_mask_of if own else standing_mask
+    block_mask = make_mask(
+        num_queries, num_keys, q.device, causal=causal, window=window, **of_batch
+    )
     # FlexAttention's kernel for few queries does not compile for every grouping of heads
     options: Any = {"FORCE_USE_FLEX_ATTENTION": True} if q.device.type == "cuda" else None
     out, aux = quick(flex_attention, q.device)(

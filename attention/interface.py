@@ -332,13 +332,12 @@ def plain_window(window: Window, *, causal: bool, longest: int = sys.maxsize) ->
     """A window in its simplest form: None, a number under a causal mask, (left, right) without. A
     side beyond `longest`, which hides no more, becomes `longest`.
     """
-    left, right = sides(window, causal=causal)
+    left, right = (
+        -1 if side is None else min(side, longest) for side in sides(window, causal=causal)
+    )
     if causal:
-        return None if left is None else min(left + 1, longest)
-    if left is None and right is None:
-        return None
-    left, right = (-1 if side is None else min(side, longest) for side in (left, right))
-    return left, right
+        return None if left == -1 else min(left + 1, longest)
+    return None if left == right == -1 else (left, right)
 
 
 def without_padding(k: Tensor, v: Tensor, key_lengths: Tensor) -> tuple[Tensor, Tensor]:
