@@ -186,12 +186,12 @@ def trace(
     row: int | None = None,
     **arguments: Any,
 ) -> Trace:
-    """Trace `backend` beside `exact`, which must have the same tiles. `arguments` are what
-    attention() hands to backend.fn.
+    """Trace `backend` beside `exact`, which must have the same tiles. `arguments` are those of
+    attention().
 
     row: the query to follow. None takes the last tile of queries in which a row leaves the finite
-    range, and there the row that leaves it first. If all rows stay finite, it takes the row that is
-    furthest off; if none is wrong, the last.
+    range, and there the row that leaves it first. If all rows stay finite, it takes the last wrong
+    row; if none is wrong, the last.
     """
     call, wide = (q, k, v), [x.double() for x in (q, k, v)]
     found_out, breaks = survey(*call, backend=backend, **arguments)
@@ -201,11 +201,10 @@ def trace(
     fates, budget = judge(found_out, exact_out, reference_out)
     broken = {i: at for i, at in breaks.items() if fates[i] != "right"}
     if row is None:
-        row = len(fates) - 1
+        wrong = [i for i, fate in enumerate(fates) if fate != "right"]
+        row = max(wrong, default=len(fates) - 1)
         if broken:
             row = max(broken, key=lambda i: (broken[i].queries.start, -broken[i].keys[0], i))
-        elif "wrong" in fates:
-            row = int((found_out.double() - reference_out).abs().amax(-1).argmax())
     rows, steps = steps_of(row, *call, backend=backend, **arguments)
     tiles = [step.keys for step in steps]
     _, exact_steps = steps_of(row, *call, backend=exact, **arguments)
@@ -248,16 +247,17 @@ def judge(out: Tensor, exact: Tensor, reference: Tensor) -> tuple[list[str], flo
     budget = 4 * max(
         own.nan_to_num(0.0, 0.0).amax().item(), torch.finfo(out.dtype).eps * size.amax().item()
     )
-    is_fate = {
-        "NaN": out.isnan().any(-1),
-        "inf": out.isinf().any(-1),
-        "zero": (out == 0).all(-1) & (size > budget),
-        "wrong": error > budget,
-    }
-    return [
-        next((fate for fate, is_so in is_fate.items() if is_so[i]), "right")
-        for i in range(len(out))
-    ], budget
+    fates = ["right"] * len(out)
+    # where several hold, the last counts
+    for fate, holds in (
+        ("wrong", error > budget),
+        ("zero", (out == 0).all(-1) & (size > budget)),
+        ("inf", out.isinf().any(-1)),
+        ("NaN", out.isnan().any(-1)),
+    ):
+        for i in holds.nonzero()[:, 0].tolist():
+            fates[i] = fate
+    return fates, budget
 
 
 def outs_so_far(steps: list[Step], tiles: list[tuple[int, int]]) -> Tensor:
