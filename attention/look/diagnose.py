@@ -161,11 +161,16 @@ def _breakdown(
     """The first tensor that is not finite, of a call that returned `out`."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if (at := _first(~x.isfinite())) is not None:
-            return Breakdown(name, *at[:3])
+            return _outside_the_loop(name, at)
     found = in_tile
     if found is None and (at := _first(~out.isfinite())) is not None:
-        found = Breakdown("out", *at[:3])
+        found = _outside_the_loop("out", at)
     return found and replace(found, fate=_fate(out[found.sequence, found.head, found.row]))
+
+
+def _outside_the_loop(tensor: str, at: list[int]) -> Breakdown:
+    sequence, head, row, _ = at
+    return Breakdown(tensor, sequence, head, row)
 
 
 def _first(bad: Tensor) -> list[int] | None:
@@ -215,7 +220,7 @@ def compare_with_exact(
     arguments: dict[str, Any] = {"causal": causal, "scale": scale} | optional
     with torch.autocast(q.device.type, enabled=False):
         found = with_gradients(backend.fn, q, k, v, d_out, **arguments, **backend.options)
-        exact = _exact(*(x.detach().double() for x in (q, k, v, d_out)), first, **arguments)
+        exact = _exact(*(x.detach().double() for x in (q, k, v, d_out)), first=first, **arguments)
     row = {}
     for name, x, expected in zip(("out", "dq", "dk", "dv"), found, exact, strict=True):
         x = x[:, :, -expected.shape[2] :].double()
@@ -226,7 +231,7 @@ def compare_with_exact(
 
 
 def _exact(
-    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, first: int, **arguments: Any
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, *, first: int, **arguments: Any
 ) -> tuple[Tensor, ...]:
     """out and dq from the query `first` on, and the dk and dv of these queries, by the tile loop:
     the scores of all heads may not fit into memory beside a model in training.
