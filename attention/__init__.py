@@ -242,10 +242,10 @@ def attention_with_cache(
     optional = NOT_GIVEN | {"window": window, "softcap": softcap}
     checked(q, keys, values, backend, causal, scale, sinks, optional)
     if backend.decode is None or not backend.can_decode:
-        able = ", ".join(name for name, each in BACKENDS.items() if each.decode is not None)
-        how = " with softmax_dtype=input" if backend.decode is not None else ""
+        able = ", ".join(name for name, each in BACKENDS.items() if each.can_decode)
         raise Refusal(
-            f"attention={backend.name}{how} cannot decode over a cache; these can: {able}"
+            f"attention={backend.name} cannot decode over a cache; these can, but not with "
+            f"softmax_dtype=input: {able}"
         )
     if needs_gradient(q, k, v, sinks):
         raise Refusal("attention_with_cache() has no gradient: call it under torch.no_grad()")

@@ -29,14 +29,13 @@ from attention.interface import (
     statistics_dtype,
     values_can_be_read,
 )
-from attention.mask import Window
 from attention.own import check_module
 
 # what `optional` holds where a caller gives nothing; attention_varlen() adds cu_seqlens
 NOT_GIVEN = {name: None for name in OPTIONAL_ARGUMENTS if name != "cu_seqlens"}
 MOST_KINDS = 1024
-# the prepared window of each kind of call that passed
-passed: dict[tuple[Any, ...], Window] = {}
+# the kinds of call that passed
+passed: set[tuple[Any, ...]] = set()
 
 
 def checked(
@@ -50,46 +49,41 @@ def checked(
     optional: dict[str, Any],
     module: nn.Module | None = None,
 ) -> dict[str, Any]:
-    """The optional arguments in the form that every backend takes. Raises ValueError for inputs
-    that no backend or this backend does not take.
+    """The optional arguments in the form that every backend takes: window in its simplest form,
+    slopes and params in the dtype of the statistics, params on the device of q. Raises ValueError
+    for inputs that no backend or this backend does not take.
     """
     kind = None
     if module is None and optional["score_mod"] is None and not torch.compiler.is_compiling():
         inputs = (causal, scale, q, k, v, sinks, *optional.values())
         kind = (backend, torch.is_grad_enabled(), *map(outline, inputs))
-    if kind is not None and is_known(kind):  # what depends on more than the kind is left to check
-        if optional["key_lengths"] is not None:
-            check_key_lengths_fit(k, optional["key_lengths"])
-        backend.refuse(q, k, backend.unmet_requirements(q, k, v, causal=causal, scale=scale))
-        optional["window"] = passed[kind]
-        return prepared(q, optional)
-    function = {"causal": causal, "scale": scale, "sinks": sinks}
-    check_inputs(q, k, v, **function, optional=optional)
-    backend.check_supported(q, k, v, **function, **optional)
-    check_module(backend, module)
+    if kind is None or kind not in passed:
+        function = {"causal": causal, "scale": scale, "sinks": sinks}
+        check_inputs(q, k, v, **function, optional=optional)
+        backend.check_supported(q, k, v, **function, **optional)
+        check_module(backend, module)
+        if kind is not None:
+            if len(passed) >= MOST_KINDS:  # such as a growing cache's, which never come again
+                passed.clear()
+            passed.add(kind)
+    if optional["key_lengths"] is not None:
+        check_key_lengths_fit(k, optional["key_lengths"])
     longest = k.shape[2] if causal else q.shape[2] + k.shape[2]
     optional["window"] = plain_window(optional["window"], causal=causal, longest=longest)
-    if kind is not None:
-        if len(passed) >= MOST_KINDS:  # such as a growing cache's, which never come again
-            passed.clear()
-        passed[kind] = optional["window"]
-    return prepared(q, optional)
-
-
-def is_known(kind: tuple[Any, ...]) -> bool:
-    try:
-        return kind in passed
-    except TypeError:  # an argument that should be a number cannot be hashed: the checks say so
-        return False
+    slopes, score_mod = optional["alibi_slopes"], optional["score_mod"]
+    if slopes is not None:
+        optional["alibi_slopes"] = slopes.detach().to(statistics_dtype(q))
+    if score_mod is not None and score_mod.params is not None:
+        params = score_mod.params.detach().to(q.device, statistics_dtype(q))
+        optional["score_mod"] = replace(score_mod, params=params)
+    return optional
 
 
 def outline(x: Any) -> Any:
     """Everything about an argument that the checks depend on."""
-    if x is None:
-        return None
     if isinstance(x, Tensor):
-        return type(x), x.shape, x.dtype, x.device, x.requires_grad
-    return type(x), tuple(map(outline, x)) if isinstance(x, tuple) else x  # as True == 1
+        return type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+    return repr(x)  # True == 1, and a list has no hash
 
 
 def check_inputs(
@@ -125,8 +119,6 @@ def check_inputs(
             if x.shape != shape:
                 raise ValueError(f"{name} must have shape {dims} = {shape}; got {tuple(x.shape)}")
     _check_score_mod(optional["score_mod"], optional["softcap"], optional["alibi_slopes"])
-    if optional["key_lengths"] is not None:
-        check_key_lengths_fit(k, optional["key_lengths"])
 
 
 def check_tensor(name: str, x: Any, q: Tensor, dtypes: Sequence[torch.dtype] | None) -> None:
@@ -161,13 +153,10 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"the query heads must be a multiple of the key/value heads; got H={q.shape[1]}, "
             f"H_kv={k.shape[1]}"
         )
-    if not (q.dtype == k.dtype == v.dtype) or q.dtype not in ALL_DTYPES:
-        dtypes = ", ".join(dtype_name(x.dtype) for x in (q, k, v))
-        raise ValueError(f"q, k and v must have one floating dtype; got {dtypes}")
-    if not (q.device == k.device == v.device):
-        raise ValueError(
-            f"q, k and v must be on one device; got {q.device}, {k.device}, {v.device}"
-        )
+    kinds = [(x.dtype, x.device) for x in (q, k, v)]
+    if kinds != 3 * kinds[:1] or q.dtype not in ALL_DTYPES:
+        got = ", ".join(f"{dtype_name(dtype)} on {device}" for dtype, device in kinds)
+        raise ValueError(f"q, k and v must have one floating dtype and one device; got {got}")
 
 
 def _check_window(window: Any, *, causal: bool) -> None:
@@ -276,19 +265,6 @@ def check_packed(
 
 def _is_number(x: Any, *kinds: type) -> bool:
     return isinstance(x, kinds) and not isinstance(x, bool)
-
-
-def prepared(q: Tensor, optional: dict[str, Any]) -> dict[str, Any]:
-    """The optional arguments in the form that every backend takes: slopes and params in the dtype
-    of the statistics, params on the device of q.
-    """
-    slopes, score_mod = optional["alibi_slopes"], optional["score_mod"]
-    if slopes is not None:
-        optional["alibi_slopes"] = slopes.detach().to(statistics_dtype(q))
-    if score_mod is not None and score_mod.params is not None:
-        params = score_mod.params.detach().to(q.device, statistics_dtype(q))
-        optional["score_mod"] = replace(score_mod, params=params)
-    return optional
 
 
 def check_output(backend: Backend, q: Tensor, v: Tensor, output: Any) -> None:

@@ -17,7 +17,7 @@ Dimensions: B batch, H query heads, H_kv key/value heads, G query heads of a gro
 keys that the cache has room for, D head dim; P pages.
 """
 
-from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -30,9 +30,10 @@ from attention.interface import (
     statistics_dtype,
     values_can_be_read,
 )
-from attention.mask import VisibleKeys, Window, visible_keys
+from attention.mask import Window, visible_keys
 from attention.online_softmax import OnlineSoftmax
 
+BLOCK_KV = 64  # keys of a tile; the kernel has its own
 FIXED_SPLITS, MOST_SPLITS = 16, 128
 # costs, in the time that a program takes for one tile of keys: START of a program, MERGE of a row
 # and MERGE_SPLIT of each split. TAIL: the share of a program's time in which only the last ones
@@ -67,24 +68,17 @@ def decode(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     state = empty = OnlineSoftmax.empty(rows, dtype=dtype, value_dim=v.shape[-1])
-    for part in parts_of(visible, num_splits(splits)):
-        hidden = ~part.mask().unsqueeze(2)  # (B or 1, 1, 1, N, M)
+    first, last = visible.lo.amin(1, keepdim=True), visible.hi.amax(1, keepdim=True)
+    # splits differ by at most one tile, and depend only on what the sequence sees
+    tiles, count = (last - first + BLOCK_KV - 1) // BLOCK_KV, num_splits(splits)
+    for split in range(count):
+        start, end = (first + x * tiles // count * BLOCK_KV for x in (split, split + 1))
+        lo, hi = (x.clamp(start, end) for x in (visible.lo, visible.hi))
+        hidden = ~replace(visible, lo=lo, hi=hi).mask().unsqueeze(2)  # (B or 1, 1, 1, N, M)
         state = state.merge(empty.update(scores.masked_fill(hidden, -torch.inf), v))
     out, lse = (x.flatten(1, 2) for x in state.finalize())
     out = out.to(q.dtype).masked_fill(outside.unsqueeze(-1), torch.nan)
     return AttentionOutput(out, lse.masked_fill(outside, torch.nan))
-
-
-def parts_of(visible: VisibleKeys, splits: int, block_kv: int = 64) -> Iterator[VisibleKeys]:
-    """What each split sees. Splits differ by at most one tile. They depend only on what the
-    sequence sees, not on the rest of the batch.
-    """
-    first, last = visible.lo.amin(1, keepdim=True), visible.hi.amax(1, keepdim=True)
-    tiles = (last - first + block_kv - 1) // block_kv
-    for split in range(splits):
-        start, end = (first + x * tiles // splits * block_kv for x in (split, split + 1))
-        lo, hi = (x.clamp(start, end) for x in (visible.lo, visible.hi))
-        yield VisibleKeys(lo, hi, visible.num_keys)
 
 
 def outside_cache(k: Tensor, cache_lengths: Tensor, block_table: Tensor | None) -> Tensor:
@@ -162,7 +156,6 @@ def check_cache(
         raise ValueError(
             f"cache_lengths must have shape (B,) with B = {batch}; got {tuple(cache_lengths.shape)}"
         )
-    size = f"{k.shape[2]} keys"
     if block_table is not None:
         check_tensor("block_table", block_table, q, INTEGERS)
         if block_table.ndim != 2 or len(block_table) != batch or not block_table.numel():
@@ -171,13 +164,11 @@ def check_cache(
                 f"{tuple(block_table.shape)}"
             )
         k = k.transpose(1, 2)
-        size = f"{len(k)} pages of {k.shape[2]} keys"
     if q.device.type != "cpu" or not values_can_be_read():
         return
-    outside = outside_cache(k, cache_lengths, block_table)
-    if outside.any():
-        row = int(outside.nonzero()[0])
-        got = f"cache_lengths[{row}] is {cache_lengths[row]}"
-        if block_table is not None:
-            got += f", block_table[{row}] is {block_table[row].tolist()}"
-        raise ValueError(f"a sequence points outside its cache of {size}: {got}")
+    if outside_cache(k, cache_lengths, block_table).any():
+        table = "" if block_table is None else f", block_table {block_table.tolist()}"
+        raise ValueError(
+            f"a sequence points outside its cache, k {tuple(k.shape)}: cache_lengths "
+            f"{cache_lengths.tolist()}{table}"
+        )

@@ -24,7 +24,7 @@ from attention.interface import (
     ScoreMod,
     needs_gradient,
 )
-from attention.mask import Window, visible_keys
+from attention.mask import Window, intervals
 
 
 @cache
@@ -32,33 +32,29 @@ def compiled(function):
     # shapes are fixed until one changes (a cache that grows while sampling), then symbolic. Masks,
     # score changes and gradients have separate graphs. These exceed PyTorch's default limit, past
     # which it silently runs uncompiled, or with fullgraph stops
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
-    torch._dynamo.config.accumulated_recompile_limit = max(
-        torch._dynamo.config.accumulated_recompile_limit, 1024
-    )
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, 256)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 1024)
     # keep numbers constant: a second softcap would become an argument of the graph, which a
     # kernel's score change cannot read
-    return torch._dynamo.config.patch(specialize_float=True)(
-        torch.compile(function, fullgraph=True)
-    )
+    return config.patch(specialize_float=True)(torch.compile(function, fullgraph=True))
 
 
 def quick(function, device: torch.device):
     """The function, compiled on a GPU unless a larger graph is being traced."""
-    return (
-        compiled(function)
-        if device.type == "cuda" and not torch.compiler.is_compiling()
-        else function
-    )
+    on_its_own = device.type == "cuda" and not torch.compiler.is_compiling()
+    return compiled(function) if on_its_own else function
 
 
-def block_mask_of(q: Tensor, k: Tensor, *, causal: bool, **mask: Any) -> BlockMask | None:
+def block_mask_of(
+    num_queries: int, num_keys: int, device: torch.device, *, causal: bool, **mask: Any
+) -> BlockMask | None:
     """The intervals of attention/mask.py, or None where every query sees every key. mask: as for
-    visible_keys().
+    intervals().
     """
     if not causal and all(each is None for each in mask.values()):
         return None
-    visible = visible_keys(q, k, causal=causal, **mask)
+    visible = intervals(num_queries, num_keys, device, causal=causal, **mask)
     lo, hi = torch.broadcast_tensors(visible.lo, visible.hi)
     batch = len(lo) if len(lo) > 1 else None
 
@@ -66,21 +62,18 @@ def block_mask_of(q: Tensor, k: Tensor, *, causal: bool, **mask: Any) -> BlockMa
         b = 0 if batch is None else b
         return (j >= lo[b, i]) & (j < hi[b, i])
 
-    return quick(create_block_mask, q.device)(
-        mask_mod, batch, None, q.shape[2], k.shape[2], device=q.device
+    return quick(create_block_mask, device)(
+        mask_mod, batch, None, num_queries, num_keys, device=device
     )
 
 
 @lru_cache(maxsize=16)
-def standing_mask(
-    num_queries: int, num_keys: int, device: torch.device, *, causal: bool, window: Window
-) -> BlockMask | None:
-    """The mask without tensors of the batch, cached for all layers and steps: making it takes
-    longer than attention to a few thousand tokens.
+def standing_mask(*sizes: Any, **mask: Any) -> BlockMask | None:
+    """block_mask_of() without tensors of the batch, cached for all layers and steps: making it
+    takes longer than attention to a few thousand tokens.
     """
     with torch.inference_mode(False), torch.no_grad():
-        q, k = (torch.empty(1, 1, length, 0, device=device) for length in (num_queries, num_keys))
-        return block_mask_of(q, k, causal=causal, window=window)
+        return block_mask_of(*sizes, **mask)
 
 
 def within_reach(x: Tensor) -> Tensor:
@@ -121,10 +114,11 @@ def flex(
             score, _ = score_mod(score, b, h, i, j)
         return score
 
-    if torch.compiler.is_compiling() or any(each is not None for each in of_batch.values()):
-        block_mask = block_mask_of(q, k, causal=causal, window=window, **of_batch)
-    else:
-        block_mask = standing_mask(num_queries, num_keys, q.device, causal=causal, window=window)
+    own = torch.compiler.is_compiling() or any(each is not None for each in of_batch.values())
+    make_mask = block_mask_of if own else standing_mask
+    block_mask = make_mask(
+        num_queries, num_keys, q.device, causal=causal, window=window, **of_batch
+    )
     # FlexAttention's kernel for few queries does not compile for every grouping of heads
     options: Any = {"FORCE_USE_FLEX_ATTENTION": True} if q.device.type == "cuda" else None
     out, aux = quick(flex_attention, q.device)(
@@ -141,7 +135,7 @@ def flex(
     return AttentionOutput(out, aux.lse)
 
 
-def refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> list[str]:
+def refusals(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> list[str]:
     if q.device.type == "cpu" and needs_gradient(q, k, v):
         return [
             "PyTorch's FlexAttention has no backward pass on the CPU; train there with "

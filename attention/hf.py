@@ -26,14 +26,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
+from transformers.masking_utils import sdpa_mask
 
 from attention import BACKENDS, Backend, attention
 
 # how both ends of a row's interval may move to the next row within a piece, and what may follow
 MOVES: dict[Any, list] = {(0, 0): [(0, 0)], (0, 1): [(0, 1), (1, 1)], (1, 1): [(1, 1)]}
-# entries of a mask that are processed at a time: bounds the memory at any length
-MASK_ENTRIES = 1 << 24
 
 
 def expose(backend: Backend, name: str | None = None) -> None:
@@ -97,9 +95,9 @@ def attention_function(backend: Backend) -> Callable[..., tuple[Tensor, None]]:
             out = torch.zeros_like(query)
             patterns, which = own_intervals(attention_mask).unique(dim=0, return_inverse=True)
             for number, pattern in enumerate(patterns):
-                sequences = (which == number).nonzero()[:, 0].to(query.device)
+                same = which == number
                 for piece in pieces(pattern):
-                    out[sequences, :, piece.queries] = attend(sequences, piece)
+                    out[same, :, piece.queries] = attend(same, piece)
         return out.transpose(1, 2).contiguous(), None
 
     return forward
@@ -134,27 +132,14 @@ def pieces(pattern: Tensor) -> Iterator[Piece]:
         start, move, allowed = stop, None, MOVES
 
 
-def interval_mask(
-    *, batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, **mask: Any
-) -> Tensor | None:
+def interval_mask(**mask: Any) -> Tensor | None:
     """A mask for AttentionMaskInterface: intervals (B, 1, N, 2), or None for a plain mask, as in
     PyTorch's own attention.
 
     Raises ValueError for a mask with gaps, such as padding between tokens.
     """
-    mask |= {"batch_size": batch_size, "kv_length": kv_length}
-    boolean: Callable[..., Any] = sdpa_mask
-    # whether the mask is plain does not depend on the mask function; this one makes a small tensor
-    plain = mask | {"mask_function": bidirectional_mask_function}
-    if boolean(q_length=q_length, q_offset=q_offset, **plain) is None:
-        return None
-    mask |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    rows = max(MASK_ENTRIES // (batch_size * kv_length), 1)
-    parts = (
-        intervals(boolean(q_length=min(rows, q_length - i), q_offset=q_offset + i, **mask))
-        for i in range(0, q_length, rows)
-    )
-    return torch.cat(list(parts), dim=2)
+    boolean = sdpa_mask(**mask)
+    return None if boolean is None else intervals(boolean)
 
 
 def own_intervals(mask: Tensor) -> Tensor:
@@ -172,14 +157,13 @@ def intervals(mask: Tensor) -> Tensor:
 
     A row without a key has 0:0. Raises ValueError for a row with several runs of keys.
     """
-    begins = mask.clone()
-    begins[..., 1:] &= ~mask[..., :-1]
-    if (begins.sum(-1) > 1).any():
+    before = torch.nn.functional.pad(mask[..., :-1], (1, 0))
+    if ((mask & ~before).sum(-1) > 1).any():
         raise ValueError(
             "a query sees one run of keys in attention(), and this mask has gaps: pad on the left "
             "(tokenizer.padding_side='left'), or use attn_implementation='sdpa'"
         )
-    first = begins.int().argmax(-1)
+    first = mask.byte().argmax(-1)
     return torch.stack((first, first + mask.sum(-1)), dim=-1)
 
 

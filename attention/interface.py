@@ -189,7 +189,7 @@ class Backend:
     # in float64
     reference: Callable[..., Output] | None = None
     # further reasons to refuse inputs, as sentences: requirements(q, k, v, causal=..., scale=...,
-    # **options) -> list
+    # **options) -> list. It is asked once for inputs of the same shapes, strides and dtypes
     requirements: Callable[..., list[str]] | None = None
 
     def __post_init__(self) -> None:
@@ -288,26 +288,16 @@ class Backend:
             reasons.append(f"it takes head_dim in {head_dims}, {widths}")
         if not self.backward and needs_gradient(q, k, v):
             reasons.append("it has no backward pass and the inputs require gradients")
-        return reasons or self.unmet_requirements(q, k, v, causal=causal, scale=scale)
-
-    def unmet_requirements(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
-    ) -> list[str]:
-        """The reasons that `requirements` gives; they may depend on more than the inputs' kind."""
-        if self.requirements is None:
-            return []
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        if reasons or self.requirements is None:
+            return reasons
+        scale = head_dim**-0.5 if scale is None else scale
         return self.requirements(q, k, v, causal=causal, scale=scale, **self.options)
 
     def check_supported(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> None:
         """Raise one Refusal, a ValueError with the inputs and every reason, if the backend does not
         take them.
         """
-        self.refuse(q, k, self.unsupported_reasons(q, k, v, **arguments))
-
-    def refuse(self, q: Tensor, k: Tensor, reasons: list[str]) -> None:
-        """Raise one Refusal for these inputs, unless there are no reasons."""
-        if reasons:
+        if reasons := self.unsupported_reasons(q, k, v, **arguments):
             inputs = f"q {tuple(q.shape)}, k {tuple(k.shape)}, {dtype_name(q.dtype)} on {q.device}"
             raise Refusal(f"attention={self.name} cannot take {inputs}: " + "; ".join(reasons))
 
@@ -342,13 +332,12 @@ def plain_window(window: Window, *, causal: bool, longest: int = sys.maxsize) ->
     """A window in its simplest form: None, a number under a causal mask, (left, right) without. A
     side beyond `longest`, which hides no more, becomes `longest`.
     """
-    left, right = sides(window, causal=causal)
+    left, right = (
+        -1 if side is None else min(side, longest) for side in sides(window, causal=causal)
+    )
     if causal:
-        return None if left is None else min(left + 1, longest)
-    if left is None and right is None:
-        return None
-    left, right = (-1 if side is None else min(side, longest) for side in (left, right))
-    return left, right
+        return None if left == -1 else min(left + 1, longest)
+    return None if left == right == -1 else (left, right)
 
 
 def without_padding(k: Tensor, v: Tensor, key_lengths: Tensor) -> tuple[Tensor, Tensor]:

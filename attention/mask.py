@@ -93,11 +93,16 @@ def visible_keys(q: Tensor, k: Tensor, *, causal: bool, **mask: Any) -> VisibleK
     return intervals(q.shape[2], k.shape[2], q.device, causal=causal, **mask)
 
 
+def pair(window: Window) -> tuple[int, int]:
+    """Any window as (left, right), where -1 is no limit."""
+    if window is None:
+        return -1, -1
+    return window if isinstance(window, tuple) else (window - 1, 0)
+
+
 def sides(window: Window, *, causal: bool) -> tuple[int | None, int | None]:
     """How many keys a query sees before and after its own position; None is all of them."""
-    left, right = -1, -1
-    if window is not None:
-        left, right = window if isinstance(window, tuple) else (window - 1, 0)
+    left, right = pair(window)
     if causal:
         right = 0
     return None if left == -1 else left, None if right == -1 else right
@@ -141,11 +146,7 @@ def intervals(
     hi = last if right is None else (position + right + 1).clamp(first, last)
     if document_ids is not None:
         change = document_ids[:, 1:] != document_ids[:, :-1]
-        edge = (
-            torch.ones_like(change[:, :1])
-            if num_queries > 1
-            else torch.ones_like(document_ids, dtype=torch.bool)
-        )
+        edge = torch.ones_like(document_ids[:, :1], dtype=torch.bool)
         is_first = torch.cat((edge, change), 1)
         is_last = torch.cat((change, edge), 1)
         start = torch.where(is_first, i, 0).cummax(1).values

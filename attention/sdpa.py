@@ -51,16 +51,22 @@ def sdpa_attention(
 ) -> AttentionOutput:
     """q (B, H, N, D); k (B, H_kv, M, D); v (B, H_kv, M, D_v). Returns no lse."""
     q, k, v = aligned(q), aligned(k), aligned(v)
-    settings = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
-    whole = key_lengths is None and cu_seqlens is None
-    is_causal = causal and q.shape[2] > 1
-    if whole and (not is_causal or q.shape[2] == k.shape[2]):
-        return AttentionOutput(by_kernel(q, k, v, backend=backend, is_causal=is_causal, **settings))
+    settings = {"backend": backend, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    is_causal, needs_mask = flag_or_mask(q, k, causal=causal)
+    if key_lengths is None and cu_seqlens is None and not needs_mask:
+        return AttentionOutput(by_kernel(q, k, v, is_causal=is_causal, **settings))
     visible = visible_keys(q, k, causal=causal, key_lengths=key_lengths, cu_seqlens=cu_seqlens)
     # kernels disagree on a row without a key: it sees all keys here, and its result is discarded
     no_key = (visible.lo == visible.hi)[:, None, :, None]  # (B or 1, 1, N, 1)
-    out = by_kernel(q, k, v, backend=backend, attn_mask=visible.mask() | no_key, **settings)
+    out = by_kernel(q, k, v, attn_mask=visible.mask() | no_key, **settings)
     return AttentionOutput(out.masked_fill(no_key, 0.0))
+
+
+def flag_or_mask(q: Tensor, k: Tensor, *, causal: bool) -> tuple[bool, bool]:
+    """PyTorch's is_causal, and whether a mask must stand in for it."""
+    causal = causal and q.shape[2] > 1
+    needs_mask = causal and q.shape[2] != k.shape[2]
+    return causal and not needs_mask, needs_mask
 
 
 class OneGradientLayout(torch.autograd.Function):
@@ -135,38 +141,33 @@ def refusals(
     """
     if backend != "auto" and backend not in KERNELS:
         return [f"backend={backend} is not one of: auto, {', '.join(KERNELS)}"]
-    reasons = []
     # PyTorch's flash kernel masks a score with -inf before it scales: -inf * 0 is NaN. On a GPU it
     # also masks its ragged tails this way
     if scale <= 0 and backend in ("auto", "flash") and (causal or q.device.type == "cuda"):
-        reasons.append(
+        return [
             f"with scale={scale}, which is not positive, PyTorch's flash kernel makes NaN of "
-            "hidden scores; "
-            "attention.backend=math and attention=tiled take it"
-        )
+            "hidden scores; attention.backend=math and attention=tiled take it"
+        ]
     if backend == "auto" or torch.compiler.is_compiling():
-        return reasons
-    num_queries, num_keys = q.shape[2], k.shape[2]
-    is_causal, mask = causal and num_queries > 1, None
-    if is_causal and num_queries != num_keys:  # as in sdpa_attention(); its values do not matter
-        is_causal, mask = False, q.new_empty(num_queries, num_keys, dtype=torch.bool)
+        return []
+    is_causal, needs_mask = flag_or_mask(q, k, causal=causal)
+    mask = q.new_empty(q.shape[2], k.shape[2], dtype=torch.bool) if needs_mask else None
     settings = {"is_causal": is_causal, "enable_gqa": q.shape[1] != k.shape[1]}
-    tensors = aligned(q), aligned(k), aligned(v), mask
     # let PyTorch choose among this one kernel. Why it cannot, it says as warnings
     with sdpa_kernel(KERNELS[backend]), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
             torch._fused_sdp_choice(  # pyright: ignore[reportPrivateImportUsage]
-                *tensors, **settings
+                aligned(q), aligned(k), aligned(v), mask, **settings
             )
         except RuntimeError as error:
             # without the place in PyTorch's source
             words = [str(warning.message).partition(" (Triggered")[0] for warning in said]
-            reasons.append(
+            return [
                 f"PyTorch's {backend} kernel cannot run on {q.device.type}: "
                 f"{'; '.join(words) or error}; attention.backend=auto lets PyTorch choose"
-            )
-    return reasons
+            ]
+    return []
 
 
 SDPA = Backend(

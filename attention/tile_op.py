@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attention.backends import BACKENDS
 from attention.interface import AttentionOutput, Output, ScoredOutput, flag, statistics_dtype
+from attention.mask import Window, pair
 
 Tensors = tuple[Tensor, ...]
 # what the loop takes beside q, k and v. score_mod and observer are functions, which an operator
@@ -33,7 +34,7 @@ def operator_attention(
     v: Tensor,
     *,
     return_max_score: bool | Tensor = False,
-    window: int | tuple[int, int] | None = None,
+    window: Window = None,
     score_mod: None = None,
     **settings: Any,
 ) -> Output:
@@ -41,9 +42,7 @@ def operator_attention(
     that the operator does not have.
     """
     tensors = [settings.pop(name, None) for name in TENSORS]
-    if not isinstance(window, tuple):
-        window = (-1, -1) if window is None else (window - 1, 0)
-    settings |= {"loop": loop, "window": window}
+    settings |= {"loop": loop, "window": pair(window)}
     out, lse, max_score = tile_loop(q, k, v, flag(return_max_score), *tensors, **settings)
     if return_max_score is False:
         return AttentionOutput(out, lse)

@@ -316,14 +316,12 @@ class TiledAttention:
         return_max_score: bool | Tensor = False,
         **settings: Any,
     ) -> Output:
-        loop = self.make_loop(q, k, **settings)
-        maxima = HeadMaxima(grouped(q, k, v)[0]) if return_max_score else None
-        if maxima is not None:
-            assert loop.observer is None, "a loop has one observer"
-            loop = replace(loop, observer=maxima.observe)
+        maxima = HeadMaxima(grouped(q, k, v)[0])
+        watch = {"observer": maxima.observe} if return_max_score else {}
+        loop = self.make_loop(q, k, **watch, **settings)
         function = RecomputingFunction if loop.recompute else LoopFunction
         out, lse = function.apply(q, k, v, loop)
-        if maxima is not None:
+        if return_max_score:
             return ScoredOutput(out, lse, maxima.largest.flatten(1, 2))
         return AttentionOutput(out, lse)
 

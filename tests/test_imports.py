@@ -40,7 +40,7 @@ EDGE |= {f"training.{name}" for name in ("command_line", "job", "sweep", "traine
 INDEPENDENT = {"naive", "tiled", "sdpa", "flex", "kernels"}
 BELOW_THEM = {"interface", "mask", "online_softmax"}
 # modules that call attention() itself, and that nothing in attention imports
-ABOVE = {"attention.hf", "attention.look.try_out"}
+ABOVE = {"attention.hf", "attention.look.trace", "attention.look.try_out"}
 LAZY = {"wandb", "wandb_workspaces", "datasets", "huggingface_hub", "tiktoken", "matplotlib"}
 LAZY |= {"tensorboard", "triton", "transformers"}
 

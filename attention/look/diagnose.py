@@ -7,7 +7,6 @@ with v, whatever the dtype of the statistics.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,14 +17,14 @@ from attention.interface import (
     OPTIONAL_ARGUMENTS,
     Backend,
     Output,
+    ScoredOutput,
     ScoreMod,
     flag,
     statistics_dtype,
 )
-from attention.mask import QueryTile
-from attention.naive import naive_attention
+from attention.mask import QueryTile, pair
 from attention.online_softmax import OnlineSoftmax
-from attention.tiled import HeadMaxima, TileLoop, grouped
+from attention.tiled import TILED, TileLoop
 
 LIMITS = {
     dtype: math.log(torch.finfo(dtype).max)
@@ -33,8 +32,8 @@ LIMITS = {
 }  # 11.09, 88.72, 88.72
 
 
-# scores of a tile in max_score(): 64 MiB are large products for a GPU, and small beside a model
-TILE_SCORES = 2**24
+# scores of a tile in max_score(): 32 MiB are large products for a GPU, and small beside a model
+TILE_SCORES = 2**23
 
 
 @torch.no_grad()
@@ -42,57 +41,43 @@ def max_score(
     q: Tensor, k: Tensor, *, causal: bool = True, scale: float | None = None, **optional: Any
 ) -> Tensor:
     """The largest score of a visible key in each head, (B, H) float32 (float64 for float64 inputs);
-    -inf for a head that sees no key. One pass of the tile loop without values, in O(N) memory.
+    -inf for a head that sees no key. One pass of the tile loop, in O(N) memory.
 
     q (B, H, N, D), k (B, H_kv, M, D) and the arguments are those of attention(); the score includes
     cap and bias.
     """
     # square tiles compute the fewest scores that a causal mask hides
     block = max(1, math.isqrt(TILE_SCORES // (q.shape[0] * q.shape[1])))
-    factor: float = q.shape[-1] ** -0.5 if scale is None else scale
-    tiles = {"block_q": block, "block_kv": block}
-    scores_of = TileLoop.of(q, k, causal=causal, scale=factor, **tiles, **optional).scores
-    q, k, _ = grouped(q, k, k)
-    maxima = HeadMaxima(q)
-    for tile in scores_of.visible.query_tiles(block):
-        q_rows = q[..., tile.rows, :]
-        for keys, needs_mask in tile.key_tiles(block):
-            scores, _ = scores_of(q_rows, k[..., keys, :], tile.rows, keys, needs_mask)
-            maxima.observe(tile, keys, scores)
-    return maxima.largest.flatten(1, 2)
+    loop = TILED.configured(block_q=block, block_kv=block)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    settings = {"causal": causal, "scale": scale, "return_max_score": True} | optional
+    # the values do not matter, so they are narrow
+    output = loop.fn(q, k, k[..., :1], **settings, **loop.options)
+    assert isinstance(output, ScoredOutput) and output.max_score is not None
+    return output.max_score
 
 
-@torch.library.custom_op("tilegpt::max_score", mutates_args=())
+TENSORS = ("alibi_slopes", "document_ids", "key_lengths")
+
+
+@torch.library.custom_op(
+    "tilegpt::max_score",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor look, Tensor? alibi_slopes, Tensor? document_ids, "
+    "Tensor? key_lengths, *, bool causal, float scale, SymInt[] window, float? softcap) -> Tensor",
+)
 def max_score_operator(
-    q: Tensor,
-    k: Tensor,
-    look: Tensor,
-    causal: bool,
-    scale: float,
-    window: Sequence[int] | None,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    document_ids: Tensor | None,
-    key_lengths: Tensor | None,
+    q: Tensor, k: Tensor, look: Tensor, *tensors: Tensor | None, window: list[int], **settings: Any
 ) -> Tensor:
     """max_score() for a graph of torch.compile, computed where `look` holds True."""
     if not look:
         return q.new_empty(q.shape[:2], dtype=statistics_dtype(q))
-    return max_score(
-        q,
-        k,
-        causal=causal,
-        scale=scale,
-        window=None if window is None else tuple(window),
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        document_ids=document_ids,
-        key_lengths=key_lengths,
-    )
+    settings |= zip(TENSORS, tensors, strict=True)
+    return max_score(q, k, window=tuple(window), **settings)
 
 
 @max_score_operator.register_fake
-def _(q: Tensor, *_: Any) -> Tensor:
+def _(q: Tensor, *_: Any, **settings: Any) -> Tensor:
     return q.new_empty(q.shape[:2], dtype=statistics_dtype(q))
 
 
@@ -104,10 +89,9 @@ def companion_max_score(
     """
     if score_mod is not None or not torch.compiler.is_compiling():
         return max_score(q, k, score_mod=score_mod, **settings)
-    window = settings["window"]
-    if not (window is None or isinstance(window, tuple)):
-        settings["window"] = (window - 1, 0)  # a query's own key is the last of them
-    return max_score_operator(q.detach(), k.detach(), flag(look), **settings)
+    tensors = [settings.pop(name) for name in TENSORS]
+    settings["window"] = pair(settings["window"])
+    return max_score_operator(q.detach(), k.detach(), flag(look), *tensors, **settings)
 
 
 @dataclass(frozen=True)
@@ -115,29 +99,24 @@ class Breakdown:
     """Where one attention call left the finite range."""
 
     tensor: str  # q, k, v (already bad on entry), scores, row_sum, acc or out
-    queries: (
-        tuple[int, int] | None
-    )  # first and one past the last row of the tile, if it broke in a tile
-    keys: tuple[int, int] | None
-    max_score: float | None  # largest score of that tile, in the head named below
-    sequence: int | None = None  # index in the batch
-    head: int | None = None  # query head; for k and v the key/value head
-    row: int | None = None  # the query; for k and v the key
-    fate: str | None = (
-        # the output for that query: NaN, inf, zero or finite; None for a bad q, k or v
-        None
-    )
+    sequence: int  # index in the batch
+    head: int  # query head; for k and v the key/value head
+    row: int  # the query; for k and v the key
+    # if it broke in a tile: its queries and keys, each first and one past the last, and its largest
+    # score in that head
+    queries: tuple[int, int] | None = None
+    keys: tuple[int, int] | None = None
+    max_score: float | None = None
+    # the output for that query: NaN, inf, zero or finite; None for a bad q, k or v
+    fate: str | None = None
 
     def __str__(self) -> str:
         if self.queries is None or self.keys is None:
             return f"{self.tensor} is not finite"
-        where = " and ".join(
-            f"{name} {tile[0]}:{tile[1]}"
-            for name, tile in (("queries", self.queries), ("keys", self.keys))
-        )
+        queries, keys = (f"{first}:{last}" for first, last in (self.queries, self.keys))
         return (
-            f"{self.tensor} leaves the finite range in the tile of {where}, whose largest score "
-            f"is {self.max_score:.2f}"
+            f"{self.tensor} leaves the finite range in the tile of queries {queries} and keys "
+            f"{keys}, whose largest score is {self.max_score:.2f}"
         )
 
 
@@ -166,33 +145,20 @@ class TileWatch:
                 sequence, group, member, row = at[:4]
                 self.breakdown = Breakdown(
                     name,
+                    sequence,
+                    group * is_bad.shape[2] + member,
+                    tile.start + row,
                     queries=(tile.start, tile.stop),
                     keys=(keys.start, keys.start + scores.shape[-1]),
                     max_score=scores[sequence, group, member].amax().item(),
-                    sequence=sequence,
-                    head=group * is_bad.shape[2] + member,
-                    row=tile.start + row,
                 )
                 return
-
-
-@torch.no_grad()
-def find_breakdown(
-    q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, **arguments: Any
-) -> Breakdown | None:
-    """The first tensor of this call that is not finite, or None. `arguments` are what attention()
-    hands to backend.fn.
-    """
-    watch = TileWatch(q)
-    observer = {"observer": watch.observe} if backend.observable else {}
-    out = backend.fn(q, k, v, **arguments, **backend.options, **observer).out
-    return _breakdown(q, k, v, out, watch.breakdown)
 
 
 def _breakdown(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, in_tile: Breakdown | None
 ) -> Breakdown | None:
-    """find_breakdown() for a finished call that returned `out`."""
+    """The first tensor that is not finite, of a call that returned `out`."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if (at := _first(~x.isfinite())) is not None:
             return _outside_the_loop(name, at)
@@ -204,7 +170,7 @@ def _breakdown(
 
 def _outside_the_loop(tensor: str, at: list[int]) -> Breakdown:
     sequence, head, row, _ = at
-    return Breakdown(tensor, None, None, None, sequence, head, row)
+    return Breakdown(tensor, sequence, head, row)
 
 
 def _first(bad: Tensor) -> list[int] | None:
@@ -218,8 +184,8 @@ def _fate(x: Tensor) -> str:
     return "inf" if x.isinf().any() else "finite" if x.any() else "zero"
 
 
-# most scores in the reference for one key/value head: 2048 x 2048, in five float64 matrices, 160
-# MiB
+# most scores of a tile, and of a key/value head, in the reference: 2048 x 2048, in five float64
+# matrices, 160 MiB
 REFERENCE_SCORES = 2**22
 
 
@@ -249,75 +215,35 @@ def compare_with_exact(
     groups = q.shape[1] // k.shape[1]
     rows = min(q.shape[2], max(1, REFERENCE_SCORES // (q.shape[0] * groups * k.shape[2])))
     first = q.shape[2] - rows
-    d_out = torch.cat((torch.zeros_like(d_out[:, :, :first]), d_out[:, :, first:]), 2)
-    # as attention() calls it: with every argument that the backend declares
-    arguments: dict[str, Any] = {
-        name: optional.get(name) for name in OPTIONAL_ARGUMENTS if name in backend.features
-    }
-    arguments |= backend.options
+    d_out = d_out.clone()
+    d_out[:, :, :first] = 0
+    arguments: dict[str, Any] = {"causal": causal, "scale": scale} | optional
     with torch.autocast(q.device.type, enabled=False):
-        out, dq, dk, dv = with_gradients(
-            backend.fn, q, k, v, d_out, causal=causal, scale=scale, **arguments
-        )
-        exact = _exact_by_head(
-            q[:, :, first:], k, v, d_out[:, :, first:], causal=causal, scale=scale, **optional
-        )
-    results = {"out": out[:, :, first:], "dq": dq[:, :, first:], "dk": dk, "dv": dv}
+        found = with_gradients(backend.fn, q, k, v, d_out, **arguments, **backend.options)
+        exact = _exact(*(x.detach().double() for x in (q, k, v, d_out)), first=first, **arguments)
     row = {}
-    for (name, x), expected in zip(results.items(), exact, strict=True):
-        x = x.double()
+    for name, x, expected in zip(("out", "dq", "dk", "dv"), found, exact, strict=True):
+        x = x[:, :, -expected.shape[2] :].double()
         row[f"{name}_error"] = ((x - expected).norm() / expected.norm()).item()
         cosine = x.flatten() @ expected.flatten() / (x.norm() * expected.norm())
         row[f"{name}_cosine"] = cosine.item()
     return row
 
 
-def _exact_by_head(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    d_out: Tensor,
-    *,
-    document_ids: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    score_mod: ScoreMod | None = None,
-    **arguments: Any,
-) -> list[Tensor]:
-    """out, dq, dk, dv of softmax attention in float64, one key/value head at a time: the scores of
-    all heads may not fit into memory beside a model in training.
-
-    q, d_out: the last queries. A bottom-right aligned mask shows them the same keys as before.
+def _exact(
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, *, first: int, **arguments: Any
+) -> tuple[Tensor, ...]:
+    """out and dq from the query `first` on, and the dk and dv of these queries, by the tile loop:
+    the scores of all heads may not fit into memory beside a model in training.
     """
-    groups = q.shape[1] // k.shape[1]
-    if document_ids is not None:
-        score_mod = _inside_documents(document_ids, score_mod)
-    by_head = []
-    for head in range(k.shape[1]):
-        own, kv = slice(head * groups, (head + 1) * groups), slice(head, head + 1)
-        wide = (x.double() for x in (q[:, own], k[:, kv], v[:, kv], d_out[:, own]))
-        if alibi_slopes is not None:
-            arguments["alibi_slopes"] = alibi_slopes[own]
-        if score_mod is not None:
-            first = score_mod.first_head + own.start
-            arguments["score_mod"] = replace(score_mod, first_head=first)
-        by_head.append(with_gradients(naive_attention, *wide, **arguments))
-    return [torch.cat(parts, 1) for parts in zip(*by_head, strict=True)]
-
-
-def _inside_documents(document_ids: Tensor, score_mod: ScoreMod | None) -> ScoreMod:
-    """A ScoreMod that applies score_mod and hides other documents. attention() itself takes
-    document_ids (B, N) only for as many queries as keys.
-    """
-    starts = document_ids.diff(dim=1, prepend=document_ids[:, :1]) != 0
-    document = starts.cumsum(1)  # (B, N): unlike ids, these never repeat
-
-    def change(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, _: Any) -> Any:
-        if score_mod is not None:
-            score = score_mod(score, b, h, i, j)[0]
-        inside = document[b, i] == document[b, j]
-        return score.masked_fill(~inside, -torch.inf), inside  # naive reads no derivative
-
-    return ScoreMod(change)
+    block = max(1, math.isqrt(REFERENCE_SCORES // (q.shape[0] * q.shape[1])))
+    loop = TileLoop.of(q, k, block_q=block, block_kv=block, **arguments)
+    visible = loop.scores.visible
+    visible = replace(visible, lo=visible.lo[:, first:], hi=visible.hi[:, first:])
+    loop = replace(loop, scores=replace(loop.scores, visible=visible))
+    q, d_out = q[:, :, first:], d_out[:, :, first:]
+    out, lse = loop.forward(q, k, v)
+    return out, *loop.backward(q, k, v, out, lse, d_out, torch.zeros_like(lse))
 
 
 def with_gradients(
@@ -356,23 +282,20 @@ class Recorder:
         self.breakdowns: list[Breakdown | None] = []
         self.calls: list[Call] = []
 
+        names = ("causal", "scale", *OPTIONAL_ARGUMENTS)
+
         def recorded(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Output:
+            given = {name: arguments[name] for name in names if name in arguments}
             if keep_calls:
                 output = backend.fn(q, k, v, **arguments)
-                settings = backend.options.keys() | {"module"}
-                kept = {name: x for name, x in arguments.items() if name not in settings}
-                self.calls.append(Call(q, k, v, output.out, kept))
+                self.calls.append(Call(q, k, v, output.out, given))
                 return output
             watch = TileWatch(q)
-            if backend.observable:
-                # observe the scores that it uses: the defect may be in them
-                output = backend.fn(q, k, v, **arguments, observer=watch.observe)
-                self.max_scores.append(watch.largest)
-            else:
-                output = backend.fn(q, k, v, **arguments)
-                names = ("causal", "scale", *OPTIONAL_ARGUMENTS)
-                settings = {name: arguments[name] for name in names if name in arguments}
-                self.max_scores.append(max_score(q, k, **settings).amax())
+            # observe the scores that it uses: the defect may be in them
+            observer = {"observer": watch.observe} if backend.observable else {}
+            output = backend.fn(q, k, v, **arguments, **observer)
+            largest = watch.largest if observer else max_score(q, k, **given).amax()
+            self.max_scores.append(largest)
             with torch.no_grad():
                 self.breakdowns.append(_breakdown(q, k, v, output.out, watch.breakdown))
             return output
@@ -380,3 +303,15 @@ class Recorder:
         # a loop has one observer; and attention() adds the sinks, so that a call records none
         features = backend.features - {"max_score", "sinks"}
         self.backend = replace(backend, fn=recorded, features=features, traceable=False)
+
+
+@torch.no_grad()
+def find_breakdown(
+    q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, **arguments: Any
+) -> Breakdown | None:
+    """The first tensor of this call that is not finite, or None. `arguments` are what attention()
+    hands to backend.fn.
+    """
+    recorder = Recorder(backend)
+    recorder.backend.fn(q, k, v, **arguments, **backend.options)
+    return recorder.breakdowns[0]

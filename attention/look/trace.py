@@ -11,13 +11,13 @@ sequence and one head: q (1, 1, N, D), k and v (1, 1, M, D).
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from attention.interface import Backend
+from attention import Backend, attention
 from attention.mask import QueryTile
 from attention.online_softmax import OnlineSoftmax
 
@@ -37,52 +37,18 @@ class Step:
 
     def causes(self) -> dict[str, Tensor]:
         """(R,) masks of where each quantity is broken, in the order in which they are computed."""
-        found = causes(self.scores, self.row_max, self.row_sum, self.acc)
-        return {"scores": found.pop("scores"), "p": not_finite(self.p)} | found
+        return {
+            "scores": (self.scores.isnan() | (self.scores == torch.inf)).any(-1),  # -inf is hidden
+            "p": ~self.p.isfinite().all(-1),
+            "row_sum": ~self.row_sum.isfinite(),
+            "acc": ~self.acc.isfinite().all(-1),
+            # every exp is 0 though the row has seen keys: the output is 0/0
+            "row_sum = 0": (self.row_sum == 0) & (self.row_max != -torch.inf),
+        }
 
     def broken(self) -> Tensor:
         """(R,) true where a row has left the finite range, or has seen keys but has row_sum = 0."""
         return torch.stack([*self.causes().values()]).any(0)
-
-
-def causes(scores: Tensor, row_max: Tensor, row_sum: Tensor, acc: Tensor) -> dict[str, Tensor]:
-    """(R,) masks for scores (R, T), row_max and row_sum (R,) and acc (R, D)."""
-    return {
-        "scores": not_finite(scores.masked_fill(scores == -torch.inf, 0.0)),  # hidden keys
-        "row_sum": ~row_sum.isfinite(),
-        "acc": not_finite(acc),
-        # every exp is 0 though the row has seen keys: the output is 0/0
-        "row_sum = 0": (row_sum == 0) & (row_max != -torch.inf),
-    }
-
-
-def not_finite(x: Tensor) -> Tensor:
-    """(...,) true where a row of x (..., T) holds NaN or infinity."""
-    return ~x.isfinite().all(-1)
-
-
-@torch.no_grad()
-def observe(
-    observer: Callable[[QueryTile, slice, Tensor, OnlineSoftmax], None],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    backend: Backend,
-    **arguments: Any,
-) -> Tensor:
-    """Call the backend with an observer of its tiles. The observer gets one head: scores (R, T), a
-    state of (R, 1), (R, 1), (R, D).
-
-    Returns out (N, D).
-    """
-
-    def of_head(tile: QueryTile, keys: slice, scores: Tensor, state: OnlineSoftmax) -> None:
-        row_max, row_sum, acc = (x[0, 0, 0] for x in (state.row_max, state.row_sum, state.acc))
-        state = replace(state, row_max=row_max, row_sum=row_sum, acc=acc)
-        observer(tile, slice(keys.start, keys.start + scores.shape[-1]), scores[0, 0, 0], state)
-
-    with torch.autocast(q.device.type, enabled=False):
-        return backend.fn(q, k, v, **arguments, **backend.options, observer=of_head).out[0, 0]
 
 
 class Exponentials(TorchFunctionMode):
@@ -119,39 +85,72 @@ def listen(state: OnlineSoftmax, scores: Tensor, v: Tensor) -> tuple[Tensor, Ten
     return p[:, :-1].to(v.dtype), alpha.squeeze(-1)
 
 
-def record_steps(
-    q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, row: int, **arguments: Any
-) -> tuple[range, list[Step]]:
-    """The rows of the query tile that contains `row`, and the steps of that tile."""
-    rows = range(0)
-    steps: list[Step] = []
-    past: OnlineSoftmax | None = None
+def watch(
+    see: Callable[[range, Step], None],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    backend: Backend,
+    **arguments: Any,
+) -> Tensor:
+    """Call the backend and return out (N, D). `see` gets each step, with the rows of its tile of
+    queries.
+    """
+    past: dict[int, OnlineSoftmax] = {}  # of each tile of queries: a loop may visit them in turns
 
-    def record(tile: QueryTile, keys: slice, scores: Tensor, state: OnlineSoftmax) -> None:
-        nonlocal past, rows
-        if not tile.start <= row < tile.stop:
-            return
-        if past is None:
-            rows = range(tile.start, tile.stop)
-            past = type(state).empty(q[0, 0, tile.rows], dtype=scores.dtype)
-        p, alpha = listen(past, scores, v[0, 0, keys])
-        out = state.finalize()[0].to(q.dtype)
-        steps.append(
-            Step(
-                (keys.start, keys.stop),
-                scores,
-                p,
-                alpha,
-                state.row_max.squeeze(-1),
-                state.row_sum.squeeze(-1),
-                state.acc,
-                out,
-            )
+    def observer(tile: QueryTile, keys: slice, scores: Tensor, state: OnlineSoftmax) -> None:
+        row_max, row_sum, acc = (x[0, 0, 0] for x in (state.row_max, state.row_sum, state.acc))
+        state, scores = replace(state, row_max=row_max, row_sum=row_sum, acc=acc), scores[0, 0, 0]
+        empty = state.empty(q[0, 0, tile.rows], dtype=scores.dtype)
+        p, alpha = listen(past.get(tile.start, empty), scores, v[0, 0, keys])
+        past[tile.start] = state
+        step = Step(
+            (keys.start, keys.start + scores.shape[-1]),
+            scores,
+            p,
+            alpha,
+            row_max.squeeze(-1),
+            row_sum.squeeze(-1),
+            acc,
+            state.finalize()[0].to(q.dtype),
         )
-        past = state
+        see(range(tile.start, tile.stop), step)
 
-    observe(record, q, k, v, backend, **arguments)
-    return rows, steps
+    with torch.autocast(q.device.type, enabled=False):
+        return backend.fn(q, k, v, **arguments, **backend.options, observer=observer).out[0, 0]
+
+
+def steps_of(row: int, *tensors: Tensor, **call: Any) -> tuple[range, list[Step]]:
+    """The rows of the query tile that contains `row`, and the steps of that tile."""
+    seen: list[tuple[range, Step]] = []
+    watch(lambda rows, step: seen.append((rows, step)) if row in rows else None, *tensors, **call)
+    return seen[0][0], [step for _, step in seen]
+
+
+class Break(NamedTuple):
+    """The step from which on a row stays broken."""
+
+    queries: range  # the tile's
+    keys: tuple[int, int]  # the tile's
+    cause: str  # the first broken quantity, as in Step.causes()
+    max_score: float  # of the tile
+
+
+def survey(*tensors: Tensor, **call: Any) -> tuple[Tensor, dict[int, Break]]:
+    """out (N, D) of the whole call, and the break of each row that has one. Stores no tile."""
+    breaks: dict[int, Break] = {}
+
+    def see(rows: range, step: Step) -> None:
+        causes = step.causes()
+        for i, is_broken in zip(rows, step.broken().tolist(), strict=True):
+            if not is_broken:
+                breaks.pop(i, None)  # it had no weight before, and now has some
+            elif i not in breaks:
+                cause = next(name for name, where in causes.items() if where[i - rows.start])
+                breaks[i] = Break(rows, step.keys, cause, step.scores.amax().item())
+
+    return watch(see, *tensors, **call), breaks
 
 
 @dataclass(frozen=True)
@@ -163,9 +162,7 @@ class Trace:
     # one for each query: right; wrong (finite, but not exact attention's output); zero (the whole
     # output, wrongly); inf; NaN
     fates: list[str]
-    first: (
-        tuple[range, tuple[int, int], str, float] | None
-    )  # first tile to leave the finite range: queries, keys, quantity, largest score
+    first: Break | None  # the first tile to leave the finite range
     rows: range  # the traced tile of queries
     row: int  # the query to follow
     tiles: list[tuple[int, int]]  # keys
@@ -174,11 +171,8 @@ class Trace:
     reference: Tensor  # (tiles, R, D), softmax attention over the keys so far in float64
     error: Tensor  # (tiles, R), distance of the output so far from `reference`
     exact_error: Tensor
-    breaks: list[
-        int | None
-        # for each of `rows`: the step from which it stays broken, or further off than rounding
-        # explains
-    ]
+    # for each of `rows`: the step from which it stays broken, or further off than rounding explains
+    breaks: list[int | None]
 
 
 @torch.no_grad()
@@ -192,43 +186,41 @@ def trace(
     row: int | None = None,
     **arguments: Any,
 ) -> Trace:
-    """Trace `backend` beside `exact`, which must have the same tiles. `arguments` are what
-    attention() hands to backend.fn.
+    """Trace `backend` beside `exact`, which must have the same tiles. `arguments` are those of
+    attention().
 
     row: the query to follow. None takes the last tile of queries in which a row leaves the finite
-    range, and there the row that leaves it first. If all rows stay finite, it takes the row that is
-    furthest off; if none is wrong, the last.
+    range, and there the row that leaves it first. If all rows stay finite, it takes the last wrong
+    row; if none is wrong, the last.
     """
     call, wide = (q, k, v), [x.double() for x in (q, k, v)]
-    seen = survey(*call, backend=backend, **arguments)
-    exact_out, reference_out = (survey(*x, backend=exact, **arguments).out for x in (call, wide))
-    fates, budget = judge(seen.out, exact_out, reference_out)
-    broken = seen.broken(fates)
+    found_out, breaks = survey(*call, backend=backend, **arguments)
+    exact_out, reference_out = (
+        attention(*x, backend=exact, **arguments).out[0, 0] for x in (call, wide)
+    )
+    fates, budget = judge(found_out, exact_out, reference_out)
+    broken = {i: at for i, at in breaks.items() if fates[i] != "right"}
     if row is None:
-        row = len(fates) - 1
+        wrong = [i for i, fate in enumerate(fates) if fate != "right"]
+        row = max(wrong, default=len(fates) - 1)
         if broken:
-            keys = broken[-1]
-            row = min(keys, key=lambda i: (keys[i], -i))
-        elif "wrong" in fates:
-            row = int((seen.out.double() - reference_out).abs().amax(-1).argmax())
-    rows, steps = record_steps(*call, backend=backend, row=row, **arguments)
+            row = max(broken, key=lambda i: (broken[i].queries.start, -broken[i].keys[0], i))
+    rows, steps = steps_of(row, *call, backend=backend, **arguments)
     tiles = [step.keys for step in steps]
-    _, exact_steps = record_steps(*call, backend=exact, row=row, **arguments)
-    _, true_steps = record_steps(*wide, backend=exact, row=row, **arguments)
+    _, exact_steps = steps_of(row, *call, backend=exact, **arguments)
+    _, true_steps = steps_of(row, *wide, backend=exact, **arguments)
 
     out, exact_so_far, reference = (
         outs_so_far(each, tiles) for each in (steps, exact_steps, true_steps)
     )
     error, exact_error = ((x - reference).abs().amax(-1) for x in (out, exact_so_far))
     bad = torch.stack([step.broken() for step in steps]) | ~(error <= budget)
-    breaks = [
-        None if fates[i] == "right" else start_of_last_run(bad[:, i - rows.start].tolist())
-        for i in rows
-    ]
+    # for each row, how many steps at the end are bad without a good one between them
+    bad_to_the_end = bad.int().flip(0).cumprod(0).sum(0).tolist()
     exact_by_keys = {step.keys: step for step in exact_steps}
     return Trace(
         fates,
-        first_break(broken[0], *call, backend=backend, **arguments) if broken else None,
+        min(broken.values(), key=lambda at: (at.queries.start, at.keys[0]), default=None),
         rows,
         row,
         tiles,
@@ -237,19 +229,11 @@ def trace(
         reference,
         error,
         exact_error,
-        breaks,
+        [
+            len(steps) - count if count and fates[i] != "right" else None
+            for i, count in zip(rows, bad_to_the_end, strict=True)
+        ],
     )
-
-
-def first_break(
-    broken: dict[int, int], q: Tensor, k: Tensor, v: Tensor, **arguments: Any
-) -> tuple[range, tuple[int, int], str, float]:
-    """Trace.first, for the broken rows of a tile of queries as in Survey."""
-    row = min(broken, key=broken.__getitem__)
-    rows, steps = record_steps(q, k, v, row=row, **arguments)
-    step = next(step for step in steps if step.keys[0] == broken[row])
-    cause = next(name for name, where in step.causes().items() if where[row - rows.start])
-    return rows, step.keys, cause, step.scores.amax().item()
 
 
 def judge(out: Tensor, exact: Tensor, reference: Tensor) -> tuple[list[str], float]:
@@ -263,49 +247,17 @@ def judge(out: Tensor, exact: Tensor, reference: Tensor) -> tuple[list[str], flo
     budget = 4 * max(
         own.nan_to_num(0.0, 0.0).amax().item(), torch.finfo(out.dtype).eps * size.amax().item()
     )
-    is_fate = {
-        "NaN": out.isnan().any(-1),
-        "inf": out.isinf().any(-1),
-        "zero": (out == 0).all(-1) & (size > budget),
-        "wrong": error > budget,
-    }
-    return [
-        next((fate for fate, is_so in is_fate.items() if is_so[i]), "right")
-        for i in range(len(out))
-    ], budget
-
-
-@dataclass(frozen=True)
-class Survey:
-    """The outcome of every row of one call."""
-
-    out: Tensor  # (N, D)
-    # for each tile of queries: its rows that broke, with the first key of the tile from which on
-    # their sums stay broken
-    breaks: list[dict[int, int]]
-
-    def broken(self, fates: list[str]) -> list[dict[int, int]]:
-        """`breaks` without rows whose output is right, and without tiles that have no other."""
-        wrong = [{i: key for i, key in tile.items() if fates[i] != "right"} for tile in self.breaks]
-        return [tile for tile in wrong if tile]
-
-
-def survey(q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, **arguments: Any) -> Survey:
-    """Observe the whole call without storing tiles."""
-    breaks: dict[int, dict[int, int]] = {}
-
-    def look(tile: QueryTile, keys: slice, scores: Tensor, state: OnlineSoftmax) -> None:
-        rows = breaks.setdefault(tile.start, {})
-        sums = state.row_max.squeeze(-1), state.row_sum.squeeze(-1), state.acc
-        broken = torch.stack([*causes(scores, *sums).values()]).any(0)
-        for i, is_broken in enumerate(broken.tolist(), tile.start):
-            if is_broken:
-                rows.setdefault(i, keys.start)
-            else:
-                rows.pop(i, None)  # it had no weight before, and now has some
-
-    out = observe(look, q, k, v, backend, **arguments)
-    return Survey(out, [breaks[start] for start in sorted(breaks)])
+    fates = ["right"] * len(out)
+    # where several hold, the last counts
+    for fate, holds in (
+        ("wrong", error > budget),
+        ("zero", (out == 0).all(-1) & (size > budget)),
+        ("inf", out.isinf().any(-1)),
+        ("NaN", out.isnan().any(-1)),
+    ):
+        for i in holds.nonzero()[:, 0].tolist():
+            fates[i] = fate
+    return fates, budget
 
 
 def outs_so_far(steps: list[Step], tiles: list[tuple[int, int]]) -> Tensor:
@@ -315,13 +267,3 @@ def outs_so_far(steps: list[Step], tiles: list[tuple[int, int]]) -> Tensor:
     outs = {step.keys: step.out.double() for step in steps}
     past = torch.zeros_like(steps[0].out.double())
     return torch.stack([past := outs.get(keys, past) for keys in tiles])
-
-
-def start_of_last_run(bad: list[bool]) -> int | None:
-    """The index where the run of true values at the end of the list starts; None without one."""
-    start = None
-    for i in reversed(range(len(bad))):
-        if not bad[i]:
-            break
-        start = i
-    return start

@@ -121,11 +121,11 @@ REFUSED = {
     "lengths-in-floats": ({"cache_lengths": torch.tensor([1.0, 2.0])}, "cache_lengths .* float32"),
     "more-keys-than-room": (
         {"cache_lengths": torch.tensor([20, 21])},
-        r"20 keys: cache_lengths\[1\] is 21",
+        r"k \(2, 1, 20, 16\): cache_lengths \[20, 21\]",
     ),
     "no-such-page": (
         {"block_table": torch.tensor([[0, 1], [1, 2]]), "k": PAGES, "v": PAGES},
-        r"2 pages of 8 keys: .* is 9, block_table\[1\] is \[1, 2\]",
+        r"cache_lengths \[9, 9\], block_table \[\[0, 1\], \[1, 2\]\]",
     ),
     "pages-of-k-and-v-differ": (
         {"block_table": torch.tensor([[0, 1], [1, 0]]), "k": PAGES, "v": PAGES[:1]},

@@ -142,17 +142,6 @@ def test_packed_documents_do_not_see_one_another(name, tokens):
     torch.testing.assert_close(packed, torch.cat(alone, dim=1))
 
 
-def test_a_mask_in_parts_is_the_whole_mask():
-    """A long mask is made in parts: the last one here has fewer rows."""
-    length, window = 4200, 7
-    assert length**2 > hf.MASK_ENTRIES
-    function = transformers.masking_utils.sliding_window_causal_mask_function(window)
-    sizes = {"batch_size": 1, "q_length": length, "kv_length": length, "local_size": window}
-    row = torch.arange(length)
-    expected = torch.stack(((row + 1 - window).clamp(min=0), row + 1), -1)
-    assert torch.equal(hf.interval_mask(**sizes, mask_function=function)[0, 0], expected)
-
-
 MOVES = st.sampled_from([(0, 1), (1, 1), (0, 0), (2, 1), (-3, -2), (0, -1)])
 
 

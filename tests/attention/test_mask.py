@@ -173,7 +173,7 @@ def test_flexattentions_mask_is_the_same(documents, causal, window):
         q, k = (torch.empty(2, 1, length, 0) for length in (num_queries, num_keys))
         mask = {"causal": causal, "window": window, "document_ids": ids}
         expected = visible_keys(q, k, **mask).mask().expand(2, 1, -1, -1)
-        found = block_mask_of(q, k, **mask)
+        found = block_mask_of(num_queries, num_keys, q.device, **mask)
         if found is None:
             assert expected.all()
             continue

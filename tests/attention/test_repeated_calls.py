@@ -3,6 +3,8 @@
 Dimensions: B batch, H query heads, N queries, M keys, S sequences.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -69,7 +71,7 @@ def test_what_passed_once_does_not_let_others_pass(name):
             attention(*tensors, backend=PORTABLE, **{name.partition("-")[0]: value})
 
 
-def test_what_a_backend_needs_is_asked_in_each_call(monkeypatch):
+def test_what_a_backend_needs_is_asked_for_each_kind_of_call():
     q, k, v = inputs()
     attention(q, k, v, backend=PORTABLE)
     forward_only = Backend("forward_only", PORTABLE.fn, features=PORTABLE.features, backward=False)
@@ -79,9 +81,18 @@ def test_what_a_backend_needs_is_asked_in_each_call(monkeypatch):
         attention(q, k, v, backend=forward_only)
     with pytest.raises(ValueError, match="kernel=fast"):
         attention(q, k, v, backend=get_backend("triton", kernel="fast"))
-    monkeypatch.delenv("TRITON_INTERPRET")
-    with pytest.raises(ValueError, match="TRITON_INTERPRET"):
-        attention(q, k, v, backend=PORTABLE)
+
+
+def test_a_requirement_is_asked_again_for_other_strides():
+    def contiguous(q, k, v, **_) -> list[str]:
+        return [] if q.is_contiguous() else ["q must be contiguous"]
+
+    q, k, v = inputs()
+    picky = replace(get_backend("naive"), name="picky", requirements=contiguous)
+    for _ in range(2):
+        attention(q, k, v, backend=picky)
+        with pytest.raises(ValueError, match="picky .* contiguous"):
+            attention(q.mT.contiguous().mT, k, v, backend=picky)
 
 
 def test_packed_sequences_are_no_padding():

@@ -191,7 +191,7 @@ def test_inputs_that_are_bad_already(name, bad):
     tensors = dict(zip("qkv", with_one_score(1.0, 3, 2), strict=True))
     tensors[name][0, 0, 7, 3] = bad
     found = breakdown(tensors.values(), "tiled")
-    assert found == Breakdown(name, None, None, None, sequence=0, head=0, row=7)
+    assert found == Breakdown(name, sequence=0, head=0, row=7)
     assert str(found).startswith(name)
 
 
@@ -199,7 +199,7 @@ def test_an_output_that_no_tile_explains():
     """zero_init_max divides 0 by 0 at the very end; naive has no tiles to look into."""
     q, k, v = (torch.full((1, 1, 4, 16), x) for x in (1.0, -30.0, 1.0))
     found = breakdown([q, k, v], "zero_init_max")
-    assert found == Breakdown("out", None, None, None, sequence=0, head=0, row=0, fate="NaN")
+    assert found == Breakdown("out", sequence=0, head=0, row=0, fate="NaN")
     q, k, v = with_one_score(1.0, 3, 2)
     arguments = {"backend": get_backend("naive"), "causal": True, "scale": 1.0}
     assert find_breakdown(1e25 * q, 1e25 * k, v, **arguments).tensor == "out"

@@ -181,33 +181,6 @@ def test_a_defect_that_hides_what_it_is(name):
         try_out(hidden, *handed_over())
 
 
-SETTINGS = [
-    (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
-    (torch.get_default_device, torch.set_default_device, "meta"),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
-    (torch.is_grad_enabled, torch.set_grad_enabled, False),
-    (torch.initial_seed, torch.manual_seed, 1),
-]
-
-
-@pytest.mark.parametrize(
-    ("read", "change", "value"), SETTINGS, ids=[read.__name__ for read, *_ in SETTINGS]
-)
-def test_changing_what_holds_for_the_whole_program(read, change, value):
-    """A regression test: a run went on in float64. It is put back: a sweep has other jobs."""
-    before = read()
-
-    def changing(q, k, v, **arguments):
-        change(value)
-        return naive(q, k, v, **arguments)
-
-    text = verdict(changing)
-    assert f"torch.{read.__name__}() from {before} to " in text
-    assert read() == before
-    # a default device, even the usual one, intercepts every call; graphs then do not compile whole
-    assert not torch.overrides._get_current_function_mode_stack()
-
-
 def unpacks(x) -> None:
     _, _, _ = x.shape
 
