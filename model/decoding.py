@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from attention import Backend
-from model.fused_step import has_kernels, next_logits
 from model.kv_cache import KVCache, Places
 
 if TYPE_CHECKING:
@@ -88,8 +87,6 @@ class DecodingStep:
         model = self.model()
         assert model is not None
         with self.cache.at(self.places):
-            if has_kernels(model, self.tokens):
-                return predict(next_logits(model, self.tokens, self.cache))
             return predict(model(self.tokens, cache=self.cache).logits[:, -1].float())
 
 
