@@ -65,11 +65,7 @@ class DecodingStep:
 
 def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     """A CUDA graph of run(), and its result, which each replay overwrites."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()  # compiles kernels
-    torch.cuda.current_stream().wait_stream(stream)
+    run()  # compiles kernels
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         return graph, run()

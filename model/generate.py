@@ -51,12 +51,7 @@ def generate(
     Raises ValueError for an invalid prompt or setting, and at the end FloatingPointError for logits
     that are not finite.
     """
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
-        raise ValueError(f"{max_new_tokens=} must be a whole number, at least 0")
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"{temperature=} must be at least 0, and finite")
-    if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
-        raise ValueError(f"{top_k=} must be at least 1, and a whole number")
+    check_settings(max_new_tokens, temperature, top_k)
     check_prompt(model, tokens)
     max_seq_len = model.config.max_seq_len
     cache = step = None
@@ -81,19 +76,24 @@ def generate(
             logits = logits[:, -1].float()  # (B, vocab_size)
             # checked at the end: here a GPU would wait for the host. The norm is NaN if a logit is
             finite &= torch.linalg.vector_norm(logits, torch.inf) < torch.inf
-            next_token = pick_token(
-                logits, temperature=temperature, top_k=top_k, generator=generator
-            )
+            next_token = pick_token(logits, temperature, top_k, generator)
             written.append(next_token)
             context = torch.cat((context, next_token), dim=1)
             unread = context if cache is None else next_token
     finally:
         model.train(training)
     if not finite:
-        raise FloatingPointError(
-            "the model's logits are not finite: there is nothing to sample from"
-        )
+        raise FloatingPointError("the logits are not finite: there is nothing to sample from")
     return torch.cat((tokens, *written), dim=1)
+
+
+def check_settings(max_new_tokens: int, temperature: float, top_k: int | None) -> None:
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+        raise ValueError(f"{max_new_tokens=} must be a whole number, at least 0")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"{temperature=} must be at least 0, and finite")
+    if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
+        raise ValueError(f"{top_k=} must be at least 1, and a whole number")
 
 
 def check_prompt(model: GPT, tokens: Tensor) -> None:
@@ -117,7 +117,7 @@ def check_prompt(model: GPT, tokens: Tensor) -> None:
 
 
 def pick_token(
-    logits: Tensor, *, temperature: float, top_k: int | None, generator: torch.Generator | None
+    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
 ) -> Tensor:
     """One token (B, 1) for each row of logits (B, vocab_size): the likeliest at temperature 0, else
     a draw. A row that is not finite gives any token.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention import Backend, Output, attention, attention_with_cache
+from attention import AttentionOutput, Backend, ScoredOutput, attention, attention_with_cache
 
 
 class LayerCache:
@@ -27,7 +27,7 @@ class LayerCache:
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, backend: str | Backend, **arguments: Any
-    ) -> Output:
+    ) -> AttentionOutput | ScoredOutput:
         """Store k and v (B, H_kv, N, D), then let q (B, H, N, D) attend to all keys so far.
 
         The arguments and the result are those of attention(). Inside KVCache.fixed() they are those
