@@ -162,7 +162,7 @@ def test_cache_reads_each_token_once_between_restarts(build_gpt, random_tokens):
 @pytest.mark.parametrize(("max_seq_len", "use_cache"), [(1, True), (2, False), (7, True)])
 def test_prompt_longer_than_the_context(build_gpt, random_tokens, max_seq_len, use_cache):
     """Its last half is read, as if the prompt had been that."""
-    model, prompt = build_gpt(max_seq_len=max_seq_len), random_tokens(1, 20)
+    model, prompt = build_gpt("tiled", max_seq_len=max_seq_len), random_tokens(1, 20)
     settings = {"max_new_tokens": 5, "temperature": 0.0}
     tokens = generate(model, prompt, use_cache=use_cache, **settings)
     half = max(max_seq_len // 2, 1)
@@ -235,13 +235,15 @@ def test_dropout_is_off_while_sampling_and_the_mode_comes_back(build_gpt, random
     assert not plain.training
 
 
-def test_logits_that_are_not_finite_are_refused(build_gpt, random_tokens):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_are_refused(build_gpt, random_tokens, value, device):
     """On a GPU, drawing from NaN would end the process and every later job of a sweep with it."""
-    model = build_gpt().train()
-    torch.nn.init.constant_(model.final_norm.bias, torch.nan)
+    model, prompt = build_gpt("tiled").train().to(device), random_tokens(1, 4).to(device)
+    torch.nn.init.constant_(model.final_norm.bias, value)
     for temperature in (0.0, 1.0):
         with pytest.raises(FloatingPointError, match="not finite"):
-            generate(model, random_tokens(1, 4), max_new_tokens=3, temperature=temperature)
+            generate(model, prompt, max_new_tokens=3, temperature=temperature, top_k=2)
     assert model.training
 
 
