@@ -34,10 +34,9 @@ class LayerCache:
         of attention_with_cache(), which raises TypeError for an argument that it does not have;
         None and return_max_score are left out.
         """
-        if self.k is None:
-            batch_size, num_kv_heads, _, head_dim = k.shape
-            self.k = k.new_empty(batch_size, num_kv_heads, self.max_len, head_dim)
-            self.v = torch.empty_like(self.k)
+        if self.k is None or self.v is None:
+            room = (*k.shape[:2], self.max_len, k.shape[3])
+            self.k, self.v = k.new_empty(room), v.new_empty(room)
         if self.places is not None:
             positions, lengths = self.places
             self.k.index_copy_(2, positions, k)
