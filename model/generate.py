@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attention import dtype_name
-from model.decoding import has_steps, keep_step, predict, take_step
+from model.decoding import DecodingStep, has_steps
 from model.gpt import GPT
 from model.kv_cache import KVCache
 
@@ -45,54 +45,55 @@ def generate(
     cache, and works for an attention without the `cross_length` feature.
 
     With a cache, an attention that can decode (see Backend.decode) reads single tokens in steps of
-    fixed shape. On a GPU a step is a CUDA graph, so module hooks see only the prompt. The graph and
-    the memory of its cache are kept for the next call of the same shape; see keep_step().
+    fixed shape. On a GPU a step is a CUDA graph, so module hooks see only the prompt. Compile the
+    blocks first for the fastest steps: `for block in model.blocks: block.compile()`.
 
-    Raises ValueError for an invalid prompt or setting, FloatingPointError for logits that are not
-    finite (with temperature 0, only at the end).
+    Raises ValueError for an invalid prompt or setting, and at the end FloatingPointError for logits
+    that are not finite.
     """
+    check_settings(max_new_tokens, temperature, top_k)
+    check_prompt(model, tokens)
+    max_seq_len = model.config.max_seq_len
+    cache = step = None
+    if use_cache:
+        max_len = min(max_seq_len, tokens.shape[1] + max_new_tokens)
+        cache = KVCache(model.config.num_layers, max_len=max_len)
+        step = DecodingStep(model, cache, len(tokens)) if has_steps(model) else None
+    context = unread = tokens  # what the next token depends on; what the cache does not hold of it
+    written, finite = [], torch.ones((), dtype=torch.bool, device=tokens.device)
+    training = model.training
+    model.eval()
+    try:
+        for _ in range(max_new_tokens):
+            if context.shape[1] > max_seq_len:
+                context = unread = context[:, -max(max_seq_len // 2, 1) :]
+                if cache is not None:
+                    cache.length = 0
+            if step is not None and step.cache.length:
+                logits = step(unread)
+            else:
+                logits = model(unread, cache=cache).logits
+            logits = logits[:, -1].float()  # (B, vocab_size)
+            # checked at the end: here a GPU would wait for the host. The norm is NaN if a logit is
+            finite &= torch.linalg.vector_norm(logits, torch.inf) < torch.inf
+            next_token = pick_token(logits, temperature, top_k, generator)
+            written.append(next_token)
+            context = torch.cat((context, next_token), dim=1)
+            unread = context if cache is None else next_token
+    finally:
+        model.train(training)
+    if not finite:
+        raise FloatingPointError("the logits are not finite: there is nothing to sample from")
+    return torch.cat((tokens, *written), dim=1)
+
+
+def check_settings(max_new_tokens: int, temperature: float, top_k: int | None) -> None:
     if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
         raise ValueError(f"{max_new_tokens=} must be a whole number, at least 0")
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"{temperature=} must be at least 0, and finite")
     if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
         raise ValueError(f"{top_k=} must be at least 1, and a whole number")
-    check_prompt(model, tokens)
-    max_seq_len = model.config.max_seq_len
-    cache = step = None
-    if use_cache:
-        max_len = min(max_seq_len, tokens.shape[1] + max_new_tokens)
-        step = take_step(model, len(tokens), max_len) if has_steps(model) else None
-        cache = KVCache(model.config.num_layers, max_len=max_len) if step is None else step.cache
-    finite = torch.ones((), dtype=torch.bool, device=tokens.device)
-    training = model.training
-    model.eval()
-    try:
-        start = 0  # the context is tokens[:, start:]
-        for _ in range(max_new_tokens):
-            if tokens.shape[1] - start > max_seq_len:
-                start = tokens.shape[1] - max(max_seq_len // 2, 1)
-                if cache is not None:
-                    cache.reset()
-            unread = start if cache is None else start + cache.length
-            if step is not None and 0 < unread - start == tokens.shape[1] - start - 1:
-                prediction = step(tokens[:, -1:])
-            else:
-                prediction = predict(model(tokens[:, unread:], cache=cache).logits[:, -1].float())
-            if temperature == 0:  # checked at the end: here a GPU would wait for the host
-                finite &= prediction.finite
-                next_token = prediction.likeliest
-            else:
-                next_token = sample_token(
-                    prediction.logits, temperature=temperature, top_k=top_k, generator=generator
-                )
-            tokens = torch.cat((tokens, next_token), dim=1)
-    finally:
-        model.train(training)
-    if step is not None:
-        keep_step(model, step)
-    check_finite(finite)
-    return tokens
 
 
 def check_prompt(model: GPT, tokens: Tensor) -> None:
@@ -100,13 +101,11 @@ def check_prompt(model: GPT, tokens: Tensor) -> None:
     would end the process.
     """
     shape, dtype = tuple(tokens.shape), dtype_name(tokens.dtype)
-    if len(shape) != 2 or not shape[0] or dtype not in ("int64", "int32"):
+    if len(shape) != 2 or not all(shape) or dtype not in ("int64", "int32"):
         raise ValueError(
-            f"the prompt must be token ids (B, N) in int64, as tokens[None] of one sequence; got "
-            f"{shape} in {dtype}"
+            f"the prompt must be token ids (B, N) in int64, B and N at least 1, as tokens[None] of "
+            f"one sequence; got {shape} in {dtype}"
         )
-    if not shape[1]:
-        raise ValueError(f"the prompt needs at least one token, got tokens of shape {shape}")
     if (device := next(model.parameters()).device) != tokens.device:
         raise ValueError(f"the prompt is on {tokens.device}: move it to the model's, {device}")
     least, most = map(int, tokens.aminmax())
@@ -117,12 +116,14 @@ def check_prompt(model: GPT, tokens: Tensor) -> None:
         )
 
 
-def sample_token(
-    logits: Tensor, *, temperature: float, top_k: int | None, generator: torch.Generator | None
+def pick_token(
+    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
 ) -> Tensor:
-    """One token (B, 1), drawn for each row of logits (B, vocab_size)."""
-    # on a GPU, drawing from NaN or inf fails an assertion in the kernel, which ends the process
-    check_finite(logits.isfinite().all())
+    """One token (B, 1) for each row of logits (B, vocab_size): the likeliest at temperature 0, else
+    a draw. A row that is not finite gives any token.
+    """
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
     limits = torch.finfo(logits.dtype)
     temperature = min(max(temperature, limits.tiny), limits.max)
     # the likeliest becomes 0, which stays finite even when divided by the smallest temperature
@@ -130,14 +131,9 @@ def sample_token(
     if top_k is not None:
         least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
-    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
-
-
-def check_finite(finite: Tensor) -> None:
-    if not finite:
-        raise FloatingPointError(
-            "the model's logits are not finite: there is nothing to sample from"
-        )
+    p = (logits / temperature).softmax(-1)
+    # on a GPU, drawing from NaN fails an assertion in the kernel, which ends the process
+    return torch.multinomial(p.nan_to_num(1.0), 1, generator=generator)
 
 
 def sample_text(

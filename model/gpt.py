@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention import Backend, Shards, attention, attention_with_cache, build_module
+from attention import Backend, Shards, attention, build_module
 from config import AttentionConfig, ModelConfig
 from model import embedding
 from model.fused_block import first_branch, fused_block, is_fused
@@ -137,17 +137,13 @@ class CausalSelfAttention(nn.Module):
         """The concatenated outputs of all heads, (B, N, C), and each head's largest score. For
         exchanged, see Shards.attention(): then the outputs are those of this rank's heads.
         """
-        if cache is not None:
-            k, v = cache.extend(k, v)  # (B, H_kv, M, D)
-            if cache.places is not None:
-                return self.decode(q, k, v, cache.places.lengths), None
-        call = attention
+        call = attention if cache is None else cache.attend
         if self.shards is not None:
             call = partial(self.shards.attention, attention, exchanged=exchanged)
         brought = self.own is not None and self.backend.module is self.brought_by
         own = {"module": self.own} if brought else {}
         # the causal mask is aligned bottom-right: right for N = M and for new tokens after a cache
-        out, _, max_score = call(
+        output = call(
             q,
             k,
             v,
@@ -158,14 +154,7 @@ class CausalSelfAttention(nn.Module):
             **self.function,
             **own,
         )  # out is (B, H, N, D)
-        return out.transpose(1, 2).flatten(2), max_score
-
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-        """The same output (B, N, C) for q (B, H, N, D) and a cache k, v (B, H_kv, M, D), in which
-        each sequence has `lengths` (B,) keys.
-        """
-        out, _ = attention_with_cache(q, k, v, lengths, backend=self.backend, **self.function)
-        return out.transpose(1, 2).flatten(2)
+        return output.out.transpose(1, 2).flatten(2), getattr(output, "max_score", None)
 
 
 def mlp_width(config: ModelConfig) -> int:
@@ -444,14 +433,9 @@ class GPT(nn.Module):
                 "(model.max_seq_len) of this model; "
                 "shorten the sequence, or train with a longer seq_len or model.positions=rope"
             )
-        if cache is not None and total > cache.max_len:
-            raise ValueError(
-                f"{past} cached and {tokens.shape[1]} new tokens are more than the KVCache's "
-                f"max_len={cache.max_len}"
-            )
-        if cache is not None and cache.places is not None:
-            return cache.places.positions
-        return torch.arange(past, total, device=tokens.device)
+        if cache is not None:
+            return cache.positions(tokens.shape[1], tokens.device)
+        return torch.arange(total, device=tokens.device)
 
     @property
     def output_weight(self) -> Tensor:

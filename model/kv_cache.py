@@ -1,22 +1,17 @@
 """Store keys and values of the tokens read so far, so that the next token costs one query instead
 of the whole context.
 
-Dimensions: B batch, H_kv key/value heads, N new tokens, M tokens so far, D head dim.
+Dimensions: B batch, H query heads, H_kv key/value heads, N new tokens, M tokens so far, D head dim.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-
-class Places(NamedTuple):
-    """Where new tokens go, for a step whose shapes never change; see model.decoding."""
-
-    positions: Tensor  # (N,) int64, positions of the new tokens
-    lengths: Tensor  # (B,) int32, tokens of each sequence, including the new ones
+from attention import AttentionOutput, Backend, ScoredOutput, attention, attention_with_cache
 
 
 class LayerCache:
@@ -25,26 +20,35 @@ class LayerCache:
     def __init__(self, max_len: int):
         self.max_len = max_len
         self.length = 0
-        self.places: Places | None = None  # None: after the tokens read so far
+        # positions (1,) and lengths (B,) inside KVCache.fixed(), elsewhere None
+        self.places: tuple[Tensor, Tensor] | None = None
         self.k: Tensor | None = None  # (B, H_kv, max_len, D)
         self.v: Tensor | None = None
 
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v (B, H_kv, N, D). Return views of all keys and values so far, (B, H_kv, M,
-        D), or with `places` of the whole cache.
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, backend: str | Backend, **arguments: Any
+    ) -> AttentionOutput | ScoredOutput:
+        """Store k and v (B, H_kv, N, D), then let q (B, H, N, D) attend to all keys so far.
+
+        The arguments and the result are those of attention(). Inside KVCache.fixed() they are those
+        of attention_with_cache(), which raises TypeError for an argument that it does not have;
+        None and return_max_score are left out.
         """
-        if self.k is None:
-            batch_size, num_kv_heads, _, head_dim = k.shape
-            self.k = k.new_empty(batch_size, num_kv_heads, self.max_len, head_dim)
-            self.v = torch.empty_like(self.k)
+        if self.k is None or self.v is None:
+            room = (*k.shape[:2], self.max_len, k.shape[3])
+            self.k, self.v = k.new_empty(room), v.new_empty(room)
         if self.places is not None:
-            self.k.index_copy_(2, self.places.positions, k)
-            self.v.index_copy_(2, self.places.positions, v)
-            return self.k, self.v
+            positions, lengths = self.places
+            self.k.index_copy_(2, positions, k)
+            self.v.index_copy_(2, positions, v)
+            arguments.pop("return_max_score", None)
+            given = {name: value for name, value in arguments.items() if value is not None}
+            return attention_with_cache(q, self.k, self.v, lengths, backend=backend, **given)
         start, self.length = self.length, self.length + k.shape[2]
         self.k[:, :, start : self.length] = k
         self.v[:, :, start : self.length] = v
-        return self.k[:, :, : self.length], self.v[:, :, : self.length]
+        k, v = self.k[:, :, : self.length], self.v[:, :, : self.length]  # (B, H_kv, M, D)
+        return attention(q, k, v, backend=backend, **arguments)
 
 
 class KVCache:
@@ -60,16 +64,35 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Tokens read so far."""
+        """Tokens read so far; 0 forgets them and keeps the memory."""
         return self.layers[0].length
 
-    @property
-    def places(self) -> Places | None:
-        return self.layers[0].places
+    @length.setter
+    def length(self, length: int) -> None:
+        for layer in self.layers:
+            layer.length = length
+
+    def positions(self, count: int, device: torch.device) -> Tensor:
+        """The positions of the next `count` tokens, (count,) int64. Raises ValueError if there is
+        no room for them.
+        """
+        end = self.length + count
+        if end > self.max_len:
+            raise ValueError(
+                f"{self.length} cached and {count} new tokens are more than the KVCache's "
+                f"max_len={self.max_len}"
+            )
+        if (places := self.layers[0].places) is not None:
+            return places[0]
+        return torch.arange(self.length, end, device=device)
 
     @contextmanager
-    def at(self, places: Places) -> Iterator[None]:
-        """Inside, new tokens go to these places and are not counted; see advance()."""
+    def fixed(self, lengths: Tensor) -> Iterator[None]:
+        """Inside, a pass has one new token in each sequence, the last of its `lengths` (B,) int64
+        tokens, which are equal. No shape and no address depends on them, so a CUDA graph of the
+        pass serves all lengths. The pass does not count its tokens: add 1 to `length` after it.
+        """
+        places = lengths[:1] - 1, lengths
         for layer in self.layers:
             layer.places = places
         try:
@@ -77,13 +100,3 @@ class KVCache:
         finally:
             for layer in self.layers:
                 layer.places = None
-
-    def advance(self) -> None:
-        """Count one more token."""
-        for layer in self.layers:
-            layer.length += 1
-
-    def reset(self) -> None:
-        """Forget every token, but keep the memory."""
-        for layer in self.layers:
-            layer.length = 0

@@ -1,9 +1,6 @@
 """Sampling: the same with and without a cache, within the context, from the right distribution."""
 
-import gc
 import re
-import weakref
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -12,10 +9,7 @@ import torch
 
 from attention import get_backend
 from config import AttentionConfig
-from model import GPT, decoding, generate, sample_text
-from model.decoding import KEPT, has_steps, keep_step, take_step
-from model.fused_step import MOST_SEQUENCES
-from model.generate import sample_token
+from model import GPT, generate, sample_text
 
 
 @pytest.mark.parametrize(
@@ -49,160 +43,99 @@ def test_cache_changes_no_token_even_past_the_last_position(
     assert with_cache[:, 5:].unique().numel() > 5
 
 
+def greedy(model: GPT, prompt: torch.Tensor, count: int, *, use_cache: bool = True) -> torch.Tensor:
+    return generate(model, prompt, max_new_tokens=count, temperature=0.0, use_cache=use_cache)
+
+
+@pytest.fixture
+def decoding():
+    """decoding(model, backend): the model's attention notes each call of Backend.decode."""
+
+    def note(model: GPT, backend: str) -> list[int]:
+        calls, found = [], get_backend(backend)
+
+        def decode(q, *args, **settings):
+            calls.append(len(q))
+            return found.decode(q, *args, **settings)
+
+        model.backend = replace(found, decode=decode)
+        return calls
+
+    return note
+
+
 @pytest.mark.parametrize(("backend", "batch_size"), [("tiled", 3), ("triton", 1)])
-def test_steps_of_fixed_shape_change_no_token(build_gpt, random_tokens, backend, batch_size):
+def test_steps_of_fixed_shape_change_no_token(
+    build_gpt, random_tokens, decoding, backend, batch_size
+):
     """Of a model with every function that a step can have; past the last position too."""
     fields = {"num_kv_heads": 2, "positions": "rope", "max_seq_len": 12, "tie_embeddings": False}
     function = AttentionConfig(windows=[4, None], softcap=6.0, sinks=True)
     model = build_gpt(attention=function, **fields)
     torch.nn.init.normal_(model.blocks[0].attention.sinks)
-    prompt, fixed = random_tokens(batch_size, 3), []
-    plain = generate(model, prompt, max_new_tokens=14, temperature=0.0, use_cache=False)
-    model.register_forward_pre_hook(
-        lambda module, inputs, given: fixed.append(given["cache"].places is not None),
-        with_kwargs=True,
-    )
-    with model.use_backend(get_backend(backend)):
-        assert torch.equal(generate(model, prompt, max_new_tokens=14, temperature=0.0), plain)
-    # one pass reads the prompt, and one what stays of a full context; the rest are steps
-    assert len(fixed) == 14 and fixed.count(False) == 2
+    prompt = random_tokens(batch_size, 3)
+    plain = greedy(model, prompt, 14, use_cache=False)
+    calls = decoding(model, backend)
+    assert torch.equal(greedy(model, prompt, 14), plain)
+    # one pass reads the prompt, and one what stays of a full context; 12 steps have two layers
+    assert calls == [batch_size] * 24
     assert plain.unique().numel() > 5
 
 
-def test_a_layer_that_steps_cannot_compute_reads_through_views(build_gpt, random_tokens):
-    model, prompt = build_gpt("tiled", positions="alibi"), random_tokens(1, 3)
-    assert not has_steps(model)
-    plain = generate(model, prompt, max_new_tokens=5, temperature=0.0, use_cache=False)
-    assert torch.equal(generate(model, prompt, max_new_tokens=5, temperature=0.0), plain)
+def test_a_layer_that_steps_cannot_compute_reads_each_token_by_itself(
+    build_gpt, random_tokens, decoding
+):
+    model, prompt = build_gpt(positions="alibi"), random_tokens(1, 3)
+    calls = decoding(model, "tiled")
+    assert torch.equal(greedy(model, prompt, 5), greedy(model, prompt, 5, use_cache=False))
+    assert calls == []
 
 
-@pytest.fixture
-def kept_step(build_gpt):
-    """A model, and a step of it that was kept, as one with a CUDA graph."""
-    model = build_gpt("tiled")
-    step = take_step(model, 2, 12)
-    step.graph = object()
-    keep_step(model, step)
-    return model, step
-
-
-def test_a_step_is_kept_for_one_call_of_its_shape(kept_step):
-    model, step = kept_step
-    assert take_step(model, 2, 13) is not step and take_step(model, 1, 12) is not step
-    with torch.no_grad():  # as the optimiser changes weights
+def change(model: GPT) -> None:
+    """In place, as the optimiser changes weights."""
+    with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(2)
-    step.cache.layers[0].length = 5
-    assert take_step(model, 2, 12) is step and step.cache.length == 0
-    assert take_step(model, 2, 12) is not step  # it is in use
+            parameter.mul_(-1.5)
 
 
-def test_a_step_without_a_graph_is_not_kept(build_gpt, random_tokens):
-    model = build_gpt("tiled")
-    generate(model, random_tokens(1, 3), max_new_tokens=4, temperature=0.0)
-    assert model not in decoding.kept
-
-
-def test_a_step_of_weights_without_an_address_is_not_kept(build_gpt):
-    """As torchao's: wrapped tensors, which could be exchanged unseen."""
-    model = build_gpt("tiled")
-    model.register_parameter("wrapped", torch.nn.Parameter(torch.empty(0)))
-    step = take_step(model, 2, 12)
-    step.graph = object()
-    keep_step(model, step)
-    assert model not in decoding.kept
-
-
-def other_weights(model: GPT) -> None:
-    model.final_norm.weight.data = model.final_norm.weight.data.clone()
-
-
-def other_dtype(model: GPT) -> None:
-    model.double()
-
-
-def other_backend(model: GPT) -> None:
-    model.backend = get_backend("tiled", block_kv=32)
-
-
-def other_backend_of_a_layer(model: GPT) -> None:
-    model.blocks[1].attention.backend = get_backend("triton")
-
-
-CHANGES = [other_weights, other_dtype, other_backend, other_backend_of_a_layer]
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_graph_of_other_memory_or_code_is_not_replayed(kept_step, change: Callable):
-    model, step = kept_step
-    change(model)
-    assert take_step(model, 2, 12) is not step
-
-
-def test_a_graph_of_another_mode_is_not_replayed(kept_step):
-    model, step = kept_step
-    for mode in (torch.autocast("cpu", torch.bfloat16), torch.inference_mode()):
-        with mode:
-            assert take_step(model, 2, 12) is not step
-    assert take_step(model, 2, 12) is step
-    with torch.autocast("cpu", torch.bfloat16):  # whose copies of the weights are freed
-        keep_step(model, step)
-    assert take_step(model, 2, 12) is not step
-
-
-def test_few_steps_are_kept_and_none_keeps_its_model(build_gpt):
-    model = build_gpt("tiled")
-    for room in range(8, 9 + KEPT):
-        step = take_step(model, 2, room)
-        step.graph = object()
-        keep_step(model, step)
-    assert [step.cache.max_len for step in decoding.kept[model].values()] == [9, 8 + KEPT]
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["tiled", "triton"])
-def test_a_cuda_graph_changes_no_token(build_gpt, random_tokens, backend):
-    """With and without autocast, whose copies of the weights the graph reads."""
-    model, prompt = build_gpt(backend, tie_embeddings=False).cuda(), random_tokens(3, 5).cuda()
-
-    def greedy(use_cache: bool) -> torch.Tensor:
-        return generate(model, prompt, max_new_tokens=60, temperature=0.0, use_cache=use_cache)
-
-    assert torch.equal(greedy(True), greedy(False))
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        # other kernels round otherwise, and a near tie may then fall otherwise
-        assert (greedy(True)[:, :12] == greedy(False)[:, :12]).float().mean() > 0.9
+def test_compiled_blocks_change_no_token(build_gpt, random_tokens):
+    model, prompt = build_gpt("triton", tie_embeddings=False), random_tokens(1, 3)
+    plain = greedy(model, prompt, 6)
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    assert torch.equal(greedy(model, prompt, 6), plain)
+    torch.compiler.reset()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["gpt2", "modern"])
-@pytest.mark.parametrize("batch_size", [1, 3, MOST_SEQUENCES + 1])
-def test_a_kept_graph_reads_the_weights_of_today(
-    build_gpt, modern, random_tokens, variant, batch_size
+@pytest.mark.parametrize(("backend", "batch_size"), [("tiled", 3), ("triton", 1), ("triton", 5)])
+def test_a_cuda_graph_changes_no_token(
+    build_gpt, modern, random_tokens, variant, backend, batch_size
 ):
-    """In float32, by the kernels of a step and by PyTorch's operators."""
+    """Past the last position too, and after the weights change."""
     fields = modern if variant == "modern" else {"tie_embeddings": False}
-    model, prompt = build_gpt("triton", **fields).cuda(), random_tokens(batch_size, 5).cuda()
+    model, prompt = build_gpt(backend, **fields).cuda(), random_tokens(batch_size, 5).cuda()
+    found = []
+    for _ in range(2):
+        found.append(greedy(model, prompt, 60))
+        assert torch.equal(found[-1], greedy(model, prompt, 60, use_cache=False))
+        change(model)
+    assert not torch.equal(*found)
 
-    def greedy(use_cache: bool) -> torch.Tensor:
-        return generate(model, prompt, max_new_tokens=20, temperature=0.0, use_cache=use_cache)
 
-    first = greedy(True)
-    (step,) = decoding.kept[model].values()
-    assert torch.equal(first, greedy(False))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(-1.5)
-    second = greedy(True)
-    assert list(decoding.kept[model].values()) == [step]
-    assert torch.equal(second, greedy(False)) and not torch.equal(first, second)
-    model.half()
-    greedy(True)
-    assert len(decoding.kept[model]) == 2
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_cuda_graph_reads_the_weights_that_autocast_copies(build_gpt, random_tokens, compiled):
+    model, prompt = build_gpt("triton", tie_embeddings=False).cuda(), random_tokens(3, 5).cuda()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        plain = greedy(model, prompt, 12, use_cache=False)
+        if compiled:
+            for block in model.blocks:
+                block.compile()
+        # other kernels round otherwise, and a near tie may then fall otherwise
+        assert (greedy(model, prompt, 12) == plain).float().mean() > 0.9
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("variant", ["gpt2", "modern"])
@@ -229,7 +162,7 @@ def test_cache_reads_each_token_once_between_restarts(build_gpt, random_tokens):
 @pytest.mark.parametrize(("max_seq_len", "use_cache"), [(1, True), (2, False), (7, True)])
 def test_prompt_longer_than_the_context(build_gpt, random_tokens, max_seq_len, use_cache):
     """Its last half is read, as if the prompt had been that."""
-    model, prompt = build_gpt(max_seq_len=max_seq_len), random_tokens(1, 20)
+    model, prompt = build_gpt("tiled", max_seq_len=max_seq_len), random_tokens(1, 20)
     settings = {"max_new_tokens": 5, "temperature": 0.0}
     tokens = generate(model, prompt, use_cache=use_cache, **settings)
     half = max(max_seq_len // 2, 1)
@@ -242,26 +175,48 @@ def test_zero_new_tokens_is_the_prompt(build_gpt, random_tokens):
     assert torch.equal(generate(build_gpt(), prompt, max_new_tokens=0), prompt)
 
 
+@pytest.fixture
+def draw(build_gpt):
+    """draw(logits, count, **settings): how often generate() draws each token of these logits."""
+
+    def shares(logits: list[float], count: int, **settings) -> torch.Tensor:
+        model = build_gpt(vocab_size=len(logits), tie_embeddings=False)
+        with torch.no_grad():  # any text gives these logits
+            model.final_norm.weight.zero_()
+            model.final_norm.bias.fill_(1 / 32)
+            model.output_layer.weight.copy_(torch.tensor(logits)[:, None])
+        settings |= {"max_new_tokens": 1, "generator": torch.Generator().manual_seed(0)}
+        prompt = torch.zeros(count, 1, dtype=torch.int64)
+        drawn = generate(model, prompt, **settings)[:, 1]
+        return drawn.bincount(minlength=len(logits)) / count
+
+    return shares
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_draws_follow_the_tempered_softmax(temperature):
-    logits, draws = torch.tensor([2.0, 0.5, 0.0, -1.0]), 40_000
-    generator = torch.Generator().manual_seed(0)
-    how = {"temperature": temperature, "top_k": None, "generator": generator}
-    drawn = sample_token(logits.expand(draws, -1), **how).flatten()
-    share = drawn.bincount(minlength=4) / draws
-    p = (logits.double() / temperature).softmax(-1)
+def test_draws_follow_the_tempered_softmax(draw, temperature):
+    logits, count = [2.0, 0.5, 0.0, -1.0], 40_000
+    p = (torch.tensor(logits).double() / temperature).softmax(-1)
+    share = draw(logits, count, temperature=temperature)
     # five standard errors of a share
-    assert ((share - p).abs() < 5 * (p * (1 - p) / draws).sqrt()).all()
+    assert ((share - p).abs() < 5 * (p * (1 - p) / count).sqrt()).all()
 
 
 @pytest.mark.parametrize(
-    ("top_k", "likeliest"), [(1, {1}), (2, {1, 3}), (4, {0, 1, 2, 3}), (99, {0, 1, 2, 3})]
+    ("top_k", "likeliest"), [(1, [1]), (2, [1, 3]), (4, [0, 1, 2, 3]), (99, [0, 1, 2, 3])]
 )
-def test_top_k_draws_the_k_likeliest_only(top_k, likeliest):
-    logits = torch.tensor([0.0, 3.0, 1.0, 2.0]).expand(2000, -1)
-    generator = torch.Generator().manual_seed(0)
-    drawn = sample_token(logits, temperature=1.0, top_k=top_k, generator=generator)
-    assert set(drawn.flatten().tolist()) == likeliest
+def test_top_k_draws_the_k_likeliest_only(draw, top_k, likeliest):
+    share = draw([0.0, 3.0, 1.0, 2.0], 2000, top_k=top_k)
+    assert share.nonzero().flatten().tolist() == likeliest
+
+
+@pytest.mark.parametrize(
+    ("temperature", "likeliest"), [(1e-300, [1]), (1e-40, [1]), (1e-3, [1]), (1e300, [1, 2])]
+)
+def test_extreme_temperatures(draw, temperature, likeliest):
+    """A regression test: logits divided by the smallest were infinite."""
+    share = draw([1.0, 5.0, 3.0], 100, temperature=temperature, top_k=2)
+    assert share.nonzero().flatten().tolist() == likeliest
 
 
 def test_zero_temperature_is_the_likeliest_token(build_gpt, random_tokens):
@@ -280,13 +235,15 @@ def test_dropout_is_off_while_sampling_and_the_mode_comes_back(build_gpt, random
     assert not plain.training
 
 
-def test_logits_that_are_not_finite_are_refused(build_gpt, random_tokens):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_are_refused(build_gpt, random_tokens, value, device):
     """On a GPU, drawing from NaN would end the process and every later job of a sweep with it."""
-    model = build_gpt().train()
-    torch.nn.init.constant_(model.final_norm.bias, torch.nan)
+    model, prompt = build_gpt("tiled").train().to(device), random_tokens(1, 4).to(device)
+    torch.nn.init.constant_(model.final_norm.bias, value)
     for temperature in (0.0, 1.0):
         with pytest.raises(FloatingPointError, match="not finite"):
-            generate(model, random_tokens(1, 4), max_new_tokens=3, temperature=temperature)
+            generate(model, prompt, max_new_tokens=3, temperature=temperature, top_k=2)
     assert model.training
 
 
@@ -366,12 +323,3 @@ def test_sample_text_does_without_a_cache_where_the_attention_must(build_gpt):
         assert sample_text(model, Letters(), "abc", max_new_tokens=10) == text
         with pytest.raises(ValueError, match="cross_length"):
             sample_text(model, Letters(), "abc", max_new_tokens=10, use_cache=True)
-
-
-@pytest.mark.parametrize("temperature", (1e-300, 1e-40, 1e-3))
-def test_the_smallest_temperature_takes_the_likeliest(temperature):
-    """A regression test: logits divided by it were infinite."""
-    logits = torch.tensor([[1.0, 5.0, 3.0]])
-    options = {"top_k": 2, "generator": None}
-    assert sample_token(logits, temperature=temperature, **options).item() == 1
-    assert sample_token(logits, temperature=1e300, **options).item() in (1, 2)

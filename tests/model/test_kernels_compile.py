@@ -24,9 +24,8 @@ from model.embedding_kernel import add_pieces_kernel, join_pieces_kernel, lookup
 from model.gelu_kernel import gelu_backward_kernel
 from model.loss_kernel import cross_entropy_kernel, scale_kernel
 from model.norm_kernel import SUM, add_norm_backward_kernel, add_norm_kernel, sum_shares_kernel
-from model.step_kernel import features_of_a_program, heads_kernel, product_kernel
 
-FLOAT32 = "loss factor statistics share shares sum cos sin".split()
+FLOAT32 = "loss factor statistics share shares sum".split()
 
 def compile(kernel, warps=1, **constants):
     types = {}
@@ -65,21 +64,6 @@ for absent in ((), ("position_weight_ptr",)):
     compile(lookup_kernel, BLOCK=1024, **dict.fromkeys(absent))
 for kernel in (add_pieces_kernel, join_pieces_kernel):
     compile(kernel, PIECE=32, BLOCK=256)
-without_norm = ("norm_weight_ptr", "norm_bias_ptr")
-for width, activation, absent in (
-    (768, "gelu", ("residual_ptr",)),
-    (768, "swiglu", ("norm_bias_ptr", "bias_ptr", "residual_ptr")),
-    (3072, "", without_norm),
-):
-    sizes = {
-        "BLOCK_F": features_of_a_program(2 * width, 768, 132),
-        "BLOCK_K": triton.next_power_of_2(width),
-    }
-    meta = {"CENTRED": activation == "gelu", "ACTIVATION": activation, "K": width} | sizes
-    compile(product_kernel, 4, **meta, **dict.fromkeys(absent))
-heads = {"H": 12, "H_KV": 4, "D": 64, "BLOCK_D": 64}
-compile(heads_kernel, **heads, QK_NORM=True)
-compile(heads_kernel, **heads, QK_NORM=False, **dict.fromkeys(("cos_ptr", "sin_ptr")))
 """
 
 # the kernel in Gluon, forward and backward
@@ -165,7 +149,7 @@ def lines_of(code: str, folder: Path) -> list[str]:
 @COMPILER
 @pytest.mark.slow
 def test_the_kernels_of_the_model_compile_for_sm_90(tmp_path):
-    assert len(lines_of(COMPILE, tmp_path)) == 40
+    assert len(lines_of(COMPILE, tmp_path)) == 35
 
 
 @COMPILER
