@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from model.device import TRITON
 from model.kv_cache import KVCache, LayerCache
-from model.loss import TRITON
 from model.norm import NORM_EPS, norm_arguments
 
 if TYPE_CHECKING:

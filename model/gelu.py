@@ -1,9 +1,7 @@
 """The MLP with GELU, and faster forms of it for training on a GPU.
 
 In 16 bits on a Hopper GPU, the products before and after GELU compute it (model/mlp_kernel.py), for
-the sizes of fits_product_kernel(). Elsewhere one kernel computes its backward pass
-(model/gelu_kernel.py). torch.compile would compute the gradient of a linear layer's output twice:
-once to write it, once to sum it over the tokens for the bias.
+the sizes of fits_product_kernel().
 
 Dimensions: C features of x, F of the hidden layer.
 """
@@ -15,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.loss import TRITON
-from model.products import bias_gradient, linear, product_dtype, weight_gradient
+from model.device import TRITON, hopper_multiprocessors, product_dtype
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -40,51 +37,23 @@ def gelu_by_sigmoid(x: Tensor) -> Tensor:
     return out if out.dtype == x.dtype else out.to(x.dtype)
 
 
-def gelu_mlp(
-    x: Tensor,
-    up: nn.Linear,
-    down: nn.Linear,
-    down_bias: Tensor | None,
-    *,
-    repeated: bool = False,
-) -> Tensor:
-    """down(gelu(up(x))) with another bias, from x (..., C) to (..., C). Kernels take its place
-    where they can: see has_product_kernel() and has_kernel().
-
-    repeated: see linear(). Then down is a product of its own.
+def gelu_mlp(x: Tensor, up: nn.Linear, down: nn.Linear) -> Tensor:
+    """down(gelu(up(x))), from x (..., C) to (..., C). The kernel takes their place where it can:
+    see has_product_kernel().
     """
-    if not repeated and has_product_kernel(x, up, down):
-        return GeluMLP.apply(x, up.weight, up.bias, down.weight, down_bias)
-    if has_kernel(x, up):
-        # GeluWithBias has the gradient of the bias
-        activated = GeluWithBias.apply(linear(up, x, up.bias.detach()), up.bias)
-    else:
-        activated = gelu(linear(up, x, up.bias))
-    return linear(down, activated, down_bias, repeated=repeated)
-
-
-def has_kernel(x: Tensor, up: nn.Linear) -> bool:
-    return TRITON and torch.is_grad_enabled() and x.is_cuda and fits_kernel(x, up)
-
-
-def fits_kernel(x: Tensor, up: nn.Linear) -> bool:
-    return up.bias is not None and x.dtype != torch.float64
+    if has_product_kernel(x, up, down):
+        return GeluMLP.apply(x, up.weight, up.bias, down.weight, down.bias)
+    return down(gelu(up(x)))
 
 
 def has_product_kernel(x: Tensor, up: nn.Linear, down: nn.Linear) -> bool:
-    return has_kernel(x, up) and fits_product_kernel(x, up, down, hopper_multiprocessors(x.device))
-
-
-def hopper_multiprocessors(device: torch.device) -> int:
-    """0 where the kernels for Hopper cannot run."""
-    from attention.kernels.select import obstacle_of_the_place
-    from attention.kernels.tiles import multiprocessors
-
-    return 0 if obstacle_of_the_place(device) else multiprocessors(device)
-
-
-# for torch.compile. Its assume_constant_result() does the same, and loads all of its modules
-hopper_multiprocessors._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    """Only with gradients: without them nobody needs the hidden values that it stores."""
+    return (
+        TRITON
+        and torch.is_grad_enabled()
+        and x.is_cuda
+        and fits_product_kernel(x, up, down, hopper_multiprocessors(x.device))
+    )
 
 
 def fits_product_kernel(x: Tensor, up: nn.Linear, down: nn.Linear, multiprocessors: int) -> bool:
@@ -129,11 +98,15 @@ class GeluMLP(torch.autograd.Function):
         up_dtype, up_bias_dtype, down_dtype, down_bias_dtype = ctx.dtypes
         return (
             d_x,
-            weight_gradient(d_hidden, x, up_dtype),
+            weight_gradient(d_hidden, x).to(up_dtype),
             d_up_bias.to(up_bias_dtype),
-            weight_gradient(d_y, activated, down_dtype),
-            bias_gradient(d_y, down_bias_dtype) if ctx.needs_input_grad[4] else None,
+            weight_gradient(d_y, activated).to(down_dtype),
+            d_y.flatten(0, -2).sum(0, dtype=torch.float32).to(down_bias_dtype),
         )
+
+
+def weight_gradient(d_y: Tensor, x: Tensor) -> Tensor:
+    return d_y.flatten(0, -2).mT @ x.flatten(0, -2)
 
 
 # operators, each one node for torch.compile. They return new tensors, not views
@@ -170,34 +143,4 @@ def product_gelu_backward(d_y: Tensor, weight: Tensor, hidden: Tensor) -> list[T
 
 @product_gelu_backward.register_fake
 def _(d_y, weight, hidden):
-    return [hidden.new_empty(hidden.shape), hidden.new_empty(hidden.shape[-1], dtype=torch.float32)]
-
-
-class GeluWithBias(torch.autograd.Function):
-    """gelu(hidden), where hidden is a product to which bias (F,) was added. The gradient of the
-    bias comes from here, so it must not come from that sum too.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, bias: Tensor) -> Tensor:
-        ctx.dtype = bias.dtype
-        ctx.save_for_backward(hidden)
-        return gelu(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor]:
-        d_hidden, d_bias = gelu_backward(d_out, *ctx.saved_tensors)
-        return d_hidden, d_bias.to(ctx.dtype)
-
-
-@torch.library.custom_op("tilegpt::gelu_backward", mutates_args=())
-def gelu_backward(d_out: Tensor, hidden: Tensor) -> list[Tensor]:
-    """The gradient of hidden (..., F), and its sum over all tokens, (F,) in float32."""
-    from model.gelu_kernel import backward
-
-    return backward(d_out.contiguous(), hidden.contiguous())
-
-
-@gelu_backward.register_fake
-def _(d_out, hidden):
     return [hidden.new_empty(hidden.shape), hidden.new_empty(hidden.shape[-1], dtype=torch.float32)]

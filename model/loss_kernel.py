@@ -126,19 +126,3 @@ def launch(
         BLOCK=block, RUN=min(RUN, block), num_warps=max(1, block // 1024),
     )  # fmt: skip
     return loss
-
-
-@triton.jit
-def scale_kernel(x_ptr, factor_ptr, out_ptr, size, BLOCK: tl.constexpr):
-    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + offset, mask=offset < size).to(tl.float32)
-    out = (x * tl.load(factor_ptr)).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + offset, out, mask=offset < size)
-
-
-def scale(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """factor x in dtype, for a contiguous x and a factor of one number on its device."""
-    out = torch.empty_like(x, dtype=dtype)
-    block = 4096
-    scale_kernel[triton.cdiv(x.numel(), block),](x, factor, out, x.numel(), BLOCK=block)
-    return out

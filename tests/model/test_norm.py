@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import model.norm
 from attention import get_backend
 from config import ModelConfig
-from model import GPT, norm_kernel
+from model import GPT
 from model.norm import add_norm, add_norm_backward, add_norm_operator, build_norm
 
 NORMS = {"layernorm": {}, "layernorm-nobias": {"bias": False}, "rmsnorm": {"norm": "rmsnorm"}}
@@ -38,13 +38,8 @@ def kernel(monkeypatch):
     monkeypatch.setattr(model.norm, "has_kernel", fits)
 
 
-def plain(
-    x: Tensor, branch: Tensor, norm: nn.Module, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    x = x + branch
-    if bias is not None:  # the branch contains it: only its gradient is left
-        x = x + (bias - bias.detach())
-    return x, norm(x)
+def plain(x: Tensor, branch: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    return x + branch, norm(x + branch)
 
 
 def perturb(module: nn.Module) -> nn.Module:
@@ -86,22 +81,18 @@ def results(
     *,
     narrow: torch.dtype,
     sum_used: bool = True,
-    with_bias: bool = False,
 ) -> list[Tensor]:
-    """x + branch, its norm in `narrow`, and the gradients of x, branch, weight and bias. with_bias:
-    and of a bias that the branch contains.
-    """
+    """x + branch, its norm in `narrow`, and the gradients of x, branch, weight and bias."""
     inputs = [x.detach().requires_grad_(), branch.detach().requires_grad_()]
-    bias = [torch.ones_like(x[0, 0]).requires_grad_()] * with_bias
     with torch.autocast(
         x.device.type, narrow, enabled=narrow.itemsize < x.dtype.itemsize and x.dtype == FP32
     ):
-        total, y = function(*inputs, norm, *bias)
+        total, y = function(*inputs, norm)
     y = y.to(narrow)
     generator = torch.Generator().manual_seed(2)
     d_total, d_y = (torch.randn(x.shape, generator=generator).to(x.device) for _ in range(2))
     loss = (y * d_y).sum() + (total * d_total).sum() * sum_used
-    leaves = [*inputs, *norm.parameters(), *bias]
+    leaves = [*inputs, *norm.parameters()]
     return [total.detach(), y.detach(), *torch.autograd.grad(loss, leaves)]
 
 
@@ -142,30 +133,6 @@ def test_behind_the_last_norm_nobody_uses_the_sum(kernel, fields):
     check(add_norm, *example(96, 40, fields, DTYPES["fp32-bf16"]), sum_used=False)
 
 
-@pytest.mark.parametrize(
-    ("dtypes", "fields"), [("fp32", "rmsnorm"), ("fp32-bf16", "layernorm"), ("bf16", "layernorm")]
-)
-def test_gradient_of_a_bias_in_the_branch(kernel, dtypes, fields):
-    """Of fewer rows than the sum of the programs' shares takes at once, and of more columns."""
-    check(add_norm, *example(96, 40, NORMS[fields], DTYPES[dtypes]), with_bias=True)
-
-
-@pytest.mark.parametrize("width", [64, 96])
-def test_ones_after_the_norm(width):
-    """Forward, and where the backward pass computes the norm again."""
-    x, branch, norm = example(width, 37, {}, DTYPES["fp32-bf16"])
-    given = norm.weight.detach(), norm.bias.detach()
-    total, y, statistics = norm_kernel.forward(x, branch, *given, 1e-5, True, BF16, 16)
-    *_, again = norm_kernel.backward(
-        None, y[..., :width].contiguous(), total, *given, statistics, BF16,
-        branch_bias=False, again=True, ones=16,
-    )  # fmt: skip
-    for rows in (y, again):
-        assert rows[..., width].eq(1).all() and rows[..., width + 1 :].eq(0).all()
-        plain = norm_kernel.forward(x, branch, *given, 1e-5, True, BF16, 0)[1]
-        torch.testing.assert_close(rows[..., :width], plain, rtol=0.01, atol=0.01)
-
-
 def test_nor_anybody_the_norm(kernel):
     x, branch, norm = example(64, 3, {}, DTYPES["fp32"])
     leaves = [x.requires_grad_(), branch.requires_grad_(), norm.weight]
@@ -191,14 +158,12 @@ def test_lawful_operators(fields, dtypes):
     x, branch, norm = example(64, 3, NORMS[fields], DTYPES[dtypes])
     stream, narrow = DTYPES[dtypes]
     weight, bias, centred = norm.weight, getattr(norm, "bias", None), fields == "layernorm"
-    branch_bias = torch.ones(64, requires_grad=True)
     inputs = [x.requires_grad_(), branch.requires_grad_(), weight, bias, 1e-5, centred, narrow]
-    torch.library.opcheck(add_norm_operator, [*inputs, branch_bias, 0])
-    total, y, statistics = (x.detach() for x in add_norm_operator(*inputs, branch_bias, 0))
-    weight, bias = (None if each is None else each.detach() for each in (weight, bias))
-    given = torch.randn_like(y), total, weight, bias, statistics, narrow
-    torch.library.opcheck(add_norm_backward, (torch.randn_like(total), *given, True, False, 0))
-    torch.library.opcheck(add_norm_backward, (None, *given, False, True, 16))
+    torch.library.opcheck(add_norm_operator, inputs)
+    total, y, statistics = (x.detach() for x in add_norm_operator(*inputs))
+    given = torch.randn_like(y), total, weight.detach(), statistics, narrow, bias is not None
+    torch.library.opcheck(add_norm_backward, (torch.randn_like(total), *given))
+    torch.library.opcheck(add_norm_backward, (None, *given))
 
 
 def loss_and_gradients(
@@ -248,7 +213,6 @@ def test_the_whole_model_with_the_kernel_and_without(
         assert sums == [FP32] * 4
 
 
-# the paths of add_norm_linear() and of recomputed halves, and what comes between
 @pytest.mark.parametrize("keeps", ["elementwise", "block", "dropout"])
 def test_in_one_graph_with_the_kernel(build_gpt, random_tokens, kernel, keeps):
     network, tokens = build_gpt("sdpa", max_seq_len=32, **MODES[keeps]), random_tokens(2, 32)
@@ -270,7 +234,7 @@ def test_kernel_on_a_gpu(width, tokens, dtypes, fields, compiled):
     x, branch, norm = example(width, tokens, fields, dtypes, "cuda")
     assert model.norm.has_kernel(x, branch)
     run = torch.compile(add_norm, fullgraph=True) if compiled else add_norm
-    check(run, x, branch, norm, with_bias=True)
+    check(run, x, branch, norm)
 
 
 @pytest.mark.gpu
