@@ -3,8 +3,8 @@
 `fused_block` runs the layers of a Block and has no parameters of its own. It gives the results and
 gradients of `Block.forward`; tests/model/test_fused_block.py compares them.
 
-    on a GPU                 one kernel computes x + branch and the norm after it (model/norm.py),
-                             and on Hopper the MLP's products compute GELU (model/gelu.py)
+    on a GPU                 one kernel computes x + branch and the norm after it, and on
+                             Hopper the MLP's products compute GELU (model/kernels)
     checkpoint=elementwise   the backward pass recomputes norms and activations
     checkpoint=attention     it recomputes all but q, k, v and the attention
     checkpoint=block         it recomputes the whole block from its input
@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-import model.norm
+import model.kernels
 from config import ModelConfig
 from model.checkpointing import elementwise_recomputed, in_chunks, kept_on_host, recomputed
 from model.device import product_dtype
-from model.gelu import gelu_mlp
+from model.kernels import add_norm, gelu_mlp
 from model.kv_cache import LayerCache
-from model.norm import add_norm
 
 if TYPE_CHECKING:
     from attention.ranks import Shards
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 def is_fused(config: ModelConfig, x: Tensor) -> bool:
     """Whether fused_block does anything that Block.forward does not."""
-    return config.checkpoint != "none" or model.norm.has_kernel(x, x)
+    return config.checkpoint != "none" or model.kernels.has_norm_kernel(x, x)
 
 
 def fused_block(
@@ -84,7 +83,7 @@ def first_branch(block: "Block", x: Tensor) -> Tensor | None:
     zeros: then one graph serves all blocks, and another would take seconds to compile.
     """
     halves = block.config.checkpoint in ("attention", "block")
-    if halves or not model.norm.has_kernel(x, x):
+    if halves or not model.kernels.has_norm_kernel(x, x):
         return None
     return Zeros.apply(x, product_dtype(x, x.dtype))
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from model.device import TRITON
+from model.gpt import NORM_EPS
 from model.kv_cache import KVCache, LayerCache
-from model.norm import NORM_EPS, norm_arguments
 
 if TYPE_CHECKING:
     from model.gpt import GPT, Block, Rope
@@ -98,6 +98,12 @@ def block_step(block: "Block", x: Tensor, rope: "Rope | None", cache: LayerCache
         x, *parts(mlp.up), norm=norm_arguments(block.mlp_norm), activation=config.activation
     )
     return product(hidden, *parts(mlp.down), residual=x)
+
+
+def norm_arguments(norm: nn.Module) -> tuple[Tensor, Tensor | None, float, bool]:
+    """weight, bias or None, eps, and whether the mean is subtracted."""
+    centred = isinstance(norm, nn.LayerNorm)
+    return norm.weight, norm.bias if centred else None, norm.eps, centred
 
 
 def parts(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:

@@ -27,13 +27,13 @@ from attention import Backend, Shards, attention, attention_with_cache, build_mo
 from config import AttentionConfig, ModelConfig
 from model.device import TRITON
 from model.fused_block import first_branch, fused_block, is_fused
-from model.gelu import gelu
+from model.kernels import add_norm, gelu
 from model.kv_cache import KVCache, LayerCache
 from model.layer_function import layer_functions
 from model.loss import linear_cross_entropy
-from model.norm import NORM_EPS, add_norm, build_norm
 from model.rope import apply_rope, rope_tables
 
+NORM_EPS = 1e-5
 Rope = tuple[Tensor, Tensor]  # the cosines and sines of rope_tables()
 # values of CausalSelfAttention.look. They are on the CPU and read when a step runs, so one compiled
 # graph serves both. Never write to them: a graph that reruns attention in the backward pass keeps
@@ -200,6 +200,12 @@ class MLP(nn.Module):
             return gelu(hidden)
         gate, up = hidden.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+
+def build_norm(config: ModelConfig) -> nn.Module:
+    if config.norm == "layernorm":
+        return nn.LayerNorm(config.hidden_size, eps=NORM_EPS, bias=config.bias)
+    return nn.RMSNorm(config.hidden_size, eps=NORM_EPS)
 
 
 class Block(nn.Module):

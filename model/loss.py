@@ -7,7 +7,7 @@ at once: p, less 1 at the target. The forward pass computes both products with t
 frees the chunk. That is three products in all, as many as with all logits kept, and the backward
 pass only scales the results. The idea comes from Liger Kernel's fused linear cross-entropy (Hsu et
 al., 2024, arXiv:2410.10989). On a GPU one kernel computes a chunk's softmax, loss and gradient
-(model/loss_kernel.py).
+(model/kernels/loss.py).
 
 Dimensions: B batch, N tokens of a sequence, T = B N tokens of a pass, R tokens of a chunk, C
 hidden_size.
@@ -80,30 +80,8 @@ def padded_vocab(vocab_size: int, device: str) -> int:
 
 
 def has_kernel(logits: Tensor) -> bool:
-    """Whether model/loss_kernel.py takes these logits."""
+    """Whether model/kernels/loss.py takes these logits."""
     return TRITON and logits.is_cuda and logits.dtype != torch.float64
-
-
-# one node for torch.compile; it changes its first argument
-@torch.library.custom_op(
-    "tilegpt::cross_entropy_in_place",
-    mutates_args=("logits",),
-    tags=(torch.Tag.needs_exact_strides,),
-)
-def cross_entropy_in_place(
-    logits: Tensor, targets: Tensor, vocab_size: int, with_gradients: bool, z_loss: float = 0.0
-) -> Tensor:
-    """-log p(target) of each row plus its z-loss, 0 for an ignored target. The gradient replaces
-    the logits. See model/loss_kernel.py.
-    """
-    from model.loss_kernel import launch
-
-    return launch(logits, targets, vocab_size, IGNORED, with_gradients, z_loss)
-
-
-@cross_entropy_in_place.register_fake
-def _(logits, targets, vocab_size, with_gradients, z_loss=0.0):
-    return logits.new_empty(logits.shape[0], dtype=torch.float32)
 
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -118,6 +96,13 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) 
         return torch.addmm(total, a, b, out_dtype=dtype, out=total)
     product = a @ b
     return product.to(dtype) if total is None else total.add_(product)
+
+
+def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """factor x in dtype, for a factor of one number. x * factor would round a float32 factor to x's
+    dtype first.
+    """
+    return torch.mul(x, factor.expand(1), out=x.new_empty(x.shape, dtype=dtype))
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -175,7 +160,11 @@ class LinearCrossEntropy(torch.autograd.Function):
         """
         logits = x @ w.mT
         if has_kernel(logits):
-            loss = cross_entropy_in_place(logits, targets, vocab_size, with_gradients, z_loss)
+            from model.kernels.loss import cross_entropy_in_place
+
+            loss = cross_entropy_in_place(
+                logits, targets, vocab_size, IGNORED, with_gradients, z_loss
+            )
             return loss.sum(), logits if with_gradients else None
         if logits.shape[1] > vocab_size:
             logits[:, vocab_size:] = -torch.inf
@@ -209,7 +198,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         # not in place, because retain_graph=True may run this twice
         factors = d_total, d_total / ctx.shrink
         d_x, d_weight = (
-            x.to(dtype) * factor
+            scaled(x, factor, dtype)
             for x, factor, dtype in zip(ctx.saved_tensors, factors, ctx.dtypes, strict=True)
         )
         return d_x, d_weight, None, None, None, None

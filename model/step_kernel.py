@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.norm_kernel import multiprocessors
+from attention.kernels.tiles import multiprocessors
 
 BYTES = 32768  # bytes of weights that a program loads at once: 64 registers a thread
 MOST_FEATURES = 16
@@ -76,7 +76,7 @@ def product_kernel(
     y = tl.sum(x * w.to(tl.float32), 1)
     if bias_ptr is not None:
         y += bias.to(tl.float32)
-    if ACTIVATION == "gelu":  # as gelu_by_sigmoid() of model/gelu.py
+    if ACTIVATION == "gelu":  # as gelu_by_sigmoid() of model/kernels/__init__.py
         y *= tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))
     if GATED:
         up = tl.sum(x * other.to(tl.float32), 1)
@@ -157,7 +157,8 @@ def product(
     y = x.new_empty(rows, features, dtype=dtype)
     norm_weight, norm_bias, eps, centred = norm or (None, None, 0.0, False)
     bytes_of_a_feature = gates * width * weight.element_size()
-    block_f = features_of_a_program(bytes_of_a_feature, features, multiprocessors(x.device))
+    processors = multiprocessors(x.device) if x.is_cuda else 1
+    block_f = features_of_a_program(bytes_of_a_feature, features, processors)
     product_kernel[(triton.cdiv(features, block_f) * rows,)](
         x, norm_weight, norm_bias, weight, bias, residual, y, rows, features, eps,
         CENTRED=centred, ACTIVATION=activation, K=width, BLOCK_F=block_f,

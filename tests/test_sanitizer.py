@@ -75,27 +75,28 @@ def check(*results: torch.Tensor) -> None:
 
 def model_kernels() -> None:
     """The kernels of the loss and of the norms."""
-    from model import loss_kernel, norm_kernel
+    from model.kernels.loss import cross_entropy_in_place
+    from model.kernels.norm import add_norm_backward, add_norm_forward
 
     logits = torch.randn(40, 1008, device="cuda", dtype=torch.bfloat16)
     targets = torch.arange(40, device="cuda")
-    check(loss_kernel.launch(logits, targets, 1000, -100, True, 0.0))
+    check(cross_entropy_in_place(logits, targets, 1000, -100, True, 0.0))
     x, branch = torch.randn(2, 40, 100, device="cuda")
     weight, bias = torch.ones(2, 100, device="cuda")
-    total, y, statistics = norm_kernel.forward(
+    total, y, statistics = add_norm_forward(
         x, branch.bfloat16(), weight, bias, 1e-5, True, torch.bfloat16
     )
-    check(*norm_kernel.backward(x, y, total, weight, statistics, torch.bfloat16, True))
+    check(*add_norm_backward(x, y, total, weight, statistics, torch.bfloat16, True))
 
 
 def mlp_kernel() -> None:
-    from model.mlp_kernel import backward, forward
+    from model.kernels.mlp import linear_gelu, product_gelu_backward
 
     # 12 blocks of tokens for 11 programs of each block of columns: one has two tiles
     x, d_y = torch.randn(2, 1500, 256, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(3072, 256, device="cuda", dtype=torch.bfloat16)
-    results = forward(x, weight, torch.ones(3072, device="cuda"))
-    results += backward(d_y, weight.mT.contiguous(), results[0])
+    results = linear_gelu(x, weight, torch.ones(3072, device="cuda"))
+    results += product_gelu_backward(d_y, weight.mT.contiguous(), results[0])
     check(*results)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import model.norm
+import model.kernels
 from model.fused_block import fused_block, is_fused
 from model.gpt import GPT, Block
 from model.kv_cache import LayerCache
@@ -34,9 +34,9 @@ def kernel(monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("needs Triton's interpreter")
     monkeypatch.setattr(
-        model.norm,
-        "has_kernel",
-        lambda x, branch: torch.is_grad_enabled() and model.norm.fits_kernel(x, branch),
+        model.kernels,
+        "has_norm_kernel",
+        lambda x, branch: torch.is_grad_enabled() and model.kernels.fits_norm_kernel(x, branch),
     )
 
 

@@ -16,7 +16,7 @@ from config import AttentionConfig, ModelConfig
 from model import GPT, KVCache, generate, step_kernel
 from model.decoding import DecodingStep
 from model.fused_step import MOST_SEQUENCES, fits_kernels, norm_arguments
-from model.norm import build_norm
+from model.gpt import build_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter computes bfloat16 on raw bits

@@ -20,8 +20,8 @@ from itertools import product
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from model.loss_kernel import cross_entropy_kernel
-from model.norm_kernel import SUM, add_norm_backward_kernel, add_norm_kernel, sum_shares_kernel
+from model.kernels.loss import cross_entropy_kernel
+from model.kernels.norm import SUM, add_norm_backward_kernel, add_norm_kernel, sum_shares_kernel
 from model.step_kernel import features_of_a_program, heads_kernel, product_kernel
 
 FLOAT32 = "loss statistics share shares sum cos sin".split()
@@ -77,7 +77,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from tests.attention.hopper_offline import disassemble, tensordesc
 from scripts.tune import assemble
-from model.mlp_kernel import mlp_kernel
+from model.kernels.mlp import mlp_kernel
 
 names = mlp_kernel.arg_names
 for dtype in (torch.bfloat16, torch.float16):

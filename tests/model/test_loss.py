@@ -113,7 +113,7 @@ def padded(monkeypatch):
 def kernel(monkeypatch):
     """The GPU's kernel in Triton's interpreter, on a row of several blocks and a part of one."""
     monkeypatch.setattr(model.loss, "has_kernel", lambda logits: logits.dtype != torch.float64)
-    monkeypatch.setattr(importlib.import_module("model.loss_kernel"), "BLOCK", 32)
+    monkeypatch.setattr(importlib.import_module("model.kernels.loss"), "BLOCK", 32)
 
 
 SETTINGS = [
@@ -202,18 +202,21 @@ def test_the_kernel_where_a_row_is_sure_of_its_target_or_hopeless(kernel):
     expected = torch.nn.functional.cross_entropy(wide, targets, reduction="none", ignore_index=-100)
     gradient = torch.autograd.grad(expected.sum(), wide)[0]
     found = logits.clone()
-    loss = model.loss.cross_entropy_in_place(found, targets, 251, True)
+    cross_entropy = importlib.import_module("model.kernels.loss").cross_entropy_in_place
+    loss = cross_entropy(found, targets, 251, -100, True, 0.0)
     torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-6, atol=1e-6)
     # float32 has steps of 1.2e-7 above 1, where the sum of a sure row lies
     torch.testing.assert_close(found[:, :251].double(), gradient, rtol=1e-5, atol=2e-7)
     assert found[:, 251:].eq(0).all() and found[2].eq(0).all() and loss[2] == 0
-    beyond = model.loss.cross_entropy_in_place(logits, targets + 10, 251, False)
+    beyond = cross_entropy(logits, targets + 10, 251, -100, False, 0.0)
     assert beyond.isnan().nonzero().flatten().tolist() == [1, 2]
 
 
 def test_the_kernel_is_a_lawful_operator(kernel):
+    from model.kernels.loss import cross_entropy_in_place
+
     logits, targets = torch.randn(8, 64).bfloat16(), torch.arange(8)
-    torch.library.opcheck(model.loss.cross_entropy_in_place, (logits, targets, 60, True))
+    torch.library.opcheck(cross_entropy_in_place, (logits, targets, 60, -100, True, 0.1))
 
 
 def test_gradients_of_one_alone(several_chunks):
@@ -329,3 +332,47 @@ def test_chunked_loss_on_a_gpu(dtype, compiled, monkeypatch):
         gradients = torch.autograd.grad(loss * 2**12, (x, weight))
         results.append([loss.detach(), *(gradient / 2**12 for gradient in gradients)])
     assert_near(*results, reference, dtype)
+
+
+# GPT-2's vocabulary with its padding; less than a block
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(("vocab_size", "width"), [(50_257, 50_304), (1000, 1024)])
+def test_the_kernel_on_a_gpu(dtype, vocab_size, width):
+    """Against float64, with the error of one rounding; and its bits, repeated."""
+    from model.kernels.loss import cross_entropy_in_place
+
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(1500, width, device="cuda", dtype=dtype)
+    targets = torch.randint(vocab_size, (1500,), device="cuda")
+    targets[3], targets[5] = -100, vocab_size - 1
+    logits[7, targets[7]] = 60.0  # a row that is sure of its target
+    wide = logits[:, :vocab_size].double().requires_grad_()
+    expected = F.cross_entropy(wide, targets, reduction="none")
+    expected = expected + 1e-4 * (wide.logsumexp(-1).square() * (targets != -100))
+    gradient = torch.autograd.grad(expected.sum(), wide)[0]
+    found, again = logits.clone(), logits.clone()
+    loss, repeated = (
+        cross_entropy_in_place(each, targets, vocab_size, -100, True, 1e-4)
+        for each in (found, again)
+    )
+    assert torch.equal(loss, repeated) and torch.equal(found, again)
+    torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-6, atol=2e-6)
+    error = (found[:, :vocab_size].double() - gradient).norm(dim=1)
+    assert (error <= torch.finfo(dtype).eps * gradient.norm(dim=1) + 1e-6).all()
+    assert found[3].eq(0).all() and found[:, vocab_size:].eq(0).all()
+    alone = cross_entropy_in_place(logits, targets, vocab_size, -100, False, 1e-4)
+    torch.testing.assert_close(alone, loss)
+
+
+@pytest.mark.gpu
+def test_the_mean_does_not_round_gradients_twice():
+    """1 / 230 has an error of 0.3% in bfloat16, which all gradients would share."""
+    x, weight, targets = (t.detach().cuda() for t in example(tokens=150))
+    assert (targets != -100).sum() == 230
+    leaves = [t.bfloat16().requires_grad_() for t in (x, weight)]
+    found = step(linear_cross_entropy, *leaves, targets)
+    exact = step(plain, *(t.detach().double().requires_grad_() for t in leaves), targets)
+    for ours, reference in zip(found[1:], exact[1:], strict=True):
+        scale = (ours.double() * reference).sum() / reference.square().sum()
+        assert abs(scale - 1) < 1e-3

@@ -8,12 +8,14 @@ for the branch's product.
 Dimensions: T tokens, C hidden_size.
 """
 
-from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from attention.kernels.tiles import multiprocessors
 
 # elements of a program's rows in a warp. On an H200, with 32,768 rows of 768, more rows or warps
 # were no faster forward. The backward pass holds more numbers for each element
@@ -35,8 +37,7 @@ def load_row(ptr, column, of_columns):
 
 @triton.jit
 def add_norm_kernel(
-    x_ptr, branch_ptr, weight_ptr, bias_ptr, total_ptr, y_ptr, statistics_ptr, rows, width,
-    eps,
+    x_ptr, branch_ptr, weight_ptr, bias_ptr, total_ptr, y_ptr, statistics_ptr, rows, width, eps,
     CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """For ROWS rows per program: total = x + branch, y = norm(total)."""
@@ -133,15 +134,6 @@ def sum_shares_kernel(
     tl.store(sum_ptr + column, tl.sum(total, 0), mask=of_columns)
 
 
-@cache
-def multiprocessors(device: torch.device) -> int:
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else 1
-    )
-
-
 def constants(width: int, warp_elements: int) -> dict[str, int]:
     """A kernel's constants for rows of this length."""
     block = triton.next_power_of_2(width)
@@ -152,7 +144,9 @@ def constants(width: int, warp_elements: int) -> dict[str, int]:
     }
 
 
-def forward(
+# operators, each one node for torch.compile. They return new tensors, not views
+@torch.library.custom_op("tilegpt::add_norm", mutates_args=())
+def add_norm_forward(
     x: Tensor,
     branch: Tensor,
     weight: Tensor,
@@ -161,50 +155,88 @@ def forward(
     centred: bool,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """x + branch, its norm in dtype (..., C), and the statistics of each row for backward():
-    float32 1 / deviation (1, T), or with the mean (2, T).
+    """x + branch, its norm in dtype, both (..., C), and the statistics of each row for the backward
+    pass: float32 1 / deviation (1, T), or with the mean (2, T).
 
-    x and branch (..., C), contiguous, weight and bias (C,), each of float16, bfloat16 or float32.
-    centred: LayerNorm, else RMSNorm.
+    x and branch (..., C), weight and bias (C,), each of float16, bfloat16 or float32. centred:
+    LayerNorm, else RMSNorm.
     """
-    width = x.shape[-1]
+    x, branch, width = x.contiguous(), branch.contiguous(), x.shape[-1]
     rows, meta = x.numel() // width, constants(width, WARP_ELEMENTS)
     total, y = torch.empty_like(x), torch.empty_like(x, dtype=dtype)
     statistics = x.new_empty(2 if centred else 1, rows, dtype=torch.float32)
-    grid = (triton.cdiv(rows, meta["ROWS"]),)
-    add_norm_kernel[grid](
-        x, branch, weight, bias, total, y, statistics, rows, width, eps,
-        CENTRED=centred, **meta,
-    )  # fmt: skip
+    add_norm_kernel[triton.cdiv(rows, meta["ROWS"]),](
+        x, branch, weight, bias, total, y, statistics, rows, width, eps, CENTRED=centred, **meta
+    )
     return [total, y, statistics]
 
 
-def backward(
-    d_total: Tensor | None, d_y: Tensor, total: Tensor, weight: Tensor, statistics: Tensor,
-    dtype: torch.dtype, with_bias: bool,
-) -> list[Tensor]:  # fmt: skip
-    """The gradient of x; those of the weight and, with_bias, of the bias, float32 (1 or 2, C);
-    and a copy of the first in `dtype`, if that is not x's dtype.
+@add_norm_forward.register_fake
+def _(x, branch, weight, bias, eps, centred, dtype):
+    statistics = x.new_empty(2 if centred else 1, x.shape[:-1].numel(), dtype=torch.float32)
+    return [x.new_empty(x.shape), x.new_empty(x.shape, dtype=dtype), statistics]
 
-    d_total, d_y: the gradients of the sum (None is zero) and of its norm, contiguous. dtype: the
-    branch's. Sums over rows have the same order every time.
+
+@torch.library.custom_op("tilegpt::add_norm_backward", mutates_args=())
+def add_norm_backward(
+    d_total: Tensor | None,
+    d_y: Tensor,
+    total: Tensor,
+    weight: Tensor,
+    statistics: Tensor,
+    dtype: torch.dtype,
+    with_bias: bool,
+) -> list[Tensor]:
+    """The gradient of x; those of the weight and, with_bias, of the bias, float32 (1 or 2, C); and
+    a copy of the first in `dtype`, the branch's, if that is not x's dtype.
+
+    d_total, d_y: the gradients of the sum (None is zero) and of its norm. Sums over rows have the
+    same order every time.
     """
+    d_total, d_y = None if d_total is None else d_total.contiguous(), d_y.contiguous()
     width = total.shape[-1]
     rows, meta = total.numel() // width, constants(width, BACKWARD_WARP_ELEMENTS)
-    programs = min(
-        triton.cdiv(rows, meta["ROWS"]),
-        max(1, WARPS // meta["num_warps"]) * multiprocessors(total.device),
-    )
+    programs = max(1, WARPS // meta["num_warps"])
+    programs *= multiprocessors(total.device) if total.is_cuda else 1
+    programs = min(programs, triton.cdiv(rows, meta["ROWS"]))
     d_x = torch.empty_like(total)
     d_branch = None if dtype == total.dtype else torch.empty_like(total, dtype=dtype)
-    sums = 1 + with_bias
-    shares = total.new_empty(programs, sums, width, dtype=torch.float32)
+    shares = total.new_empty(programs, 1 + with_bias, width, dtype=torch.float32)
     add_norm_backward_kernel[programs,](
         d_total, d_y, total, weight, statistics, d_x, d_branch, shares, rows, width,
         CENTRED=len(statistics) == 2, BIAS=with_bias, STAGES=STAGES, **meta,
     )  # fmt: skip
-    d_parameters = shares.new_empty(sums, width)
-    sum_shares_kernel[triton.cdiv(sums * width, SUM["BLOCK"]),](
-        shares, d_parameters, programs, sums * width, **SUM
+    d_parameters = torch.empty_like(shares[0])
+    sum_shares_kernel[triton.cdiv(d_parameters.numel(), SUM["BLOCK"]),](
+        shares, d_parameters, programs, d_parameters.numel(), **SUM
     )
     return [d_x, d_parameters] if d_branch is None else [d_x, d_parameters, d_branch]
+
+
+@add_norm_backward.register_fake
+def _(d_total, d_y, total, weight, statistics, dtype, with_bias):
+    d_parameters = total.new_empty(1 + with_bias, total.shape[-1], dtype=torch.float32)
+    d_branch = [torch.empty_like(total, dtype=dtype)] * (dtype != total.dtype)
+    return [torch.empty_like(total), d_parameters, *d_branch]
+
+
+def _save(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
+    _, branch, weight, bias, *_ = inputs
+    total, _, statistics = output
+    ctx.set_materialize_grads(False)  # no zeros for the unused sum at the last norm
+    ctx.dtype, ctx.bias_dtype = branch.dtype, None if bias is None else bias.dtype
+    ctx.save_for_backward(total, weight, statistics)
+
+
+def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    total, weight, statistics = ctx.saved_tensors
+    d_total, d_y, _ = gradients
+    d_y = torch.zeros_like(total) if d_y is None else d_y
+    d_x, sums, *d_branch = add_norm_backward(
+        d_total, d_y, total, weight, statistics, ctx.dtype, ctx.bias_dtype is not None
+    )
+    d_bias = None if ctx.bias_dtype is None else sums[1].to(ctx.bias_dtype)
+    return d_x, *(d_branch or [d_x]), sums[0].to(weight.dtype), d_bias, None, None, None
+
+
+add_norm_forward.register_autograd(_backward, setup_context=_save)
