@@ -84,6 +84,49 @@ def has_kernel(logits: Tensor) -> bool:
     return TRITON and logits.is_cuda and logits.dtype != torch.float64
 
 
+def loss_and_gradient(
+    x: Tensor,
+    w: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    dtype: torch.dtype,
+    with_gradients: bool,
+    z_loss: float,
+) -> tuple[Tensor, Tensor | None]:
+    """The sum of -log p(target) and z-loss of R tokens, and its gradient with respect to their
+    logits, (R, vocab_size and padding).
+
+    x (R, C), w (vocab_size and padding, C), targets (R,); dtype: of the softmax.
+    """
+    logits = x @ w.mT
+    if has_kernel(logits):
+        from model.kernels.loss import cross_entropy_in_place
+
+        loss = cross_entropy_in_place(logits, targets, vocab_size, IGNORED, with_gradients, z_loss)
+        return loss.sum(), logits if with_gradients else None
+    if logits.shape[1] > vocab_size:
+        logits[:, vocab_size:] = -torch.inf
+    logits = logits.to(dtype)  # frees the narrow ones
+    log_p = torch.log_softmax(logits, -1)
+    counts = (targets != IGNORED).unsqueeze(1)
+    target = targets.unsqueeze(1).where(counts, 0)  # any index will do for an ignored token
+    log_p_target = log_p.gather(1, target)
+    loss = -log_p_target.masked_fill(~counts, 0.0).sum()
+    lse = logits.gather(1, target) - log_p_target if z_loss else None
+    del logits
+    if lse is not None:
+        loss = loss + z_loss * lse.square().masked_fill(~counts, 0.0).sum()
+    if not with_gradients:
+        return loss, None
+    p, at_target = log_p.exp_(), log_p_target.expm1()
+    if lse is not None:
+        slope = 2 * z_loss * lse  # the gradient of lse is p
+        at_target = at_target + slope * p.gather(1, target)
+        p.mul_(1 + slope)
+    d_logits = p.to(x.dtype).scatter_(1, target, at_target.to(x.dtype))
+    return loss, d_logits.mul_(counts)
+
+
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """total + a b (M, N) in dtype, for a (M, K) and b (K, N); overwrites total. None stands for 0.
 
@@ -131,7 +174,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         total = x.new_zeros((), dtype=torch.promote_types(dtype, torch.float32))
         d_weight, d_x = None, []
         for x_rows, targets_rows in zip(x.to(dtype).split(rows), targets.split(rows), strict=True):
-            loss, d_logits = LinearCrossEntropy.chunk(
+            loss, d_logits = loss_and_gradient(
                 x_rows, w, targets_rows, vocab_size, total.dtype, with_gradients, z_loss
             )
             total = total + loss
@@ -144,49 +187,6 @@ class LinearCrossEntropy(torch.autograd.Function):
             ctx.shrink, ctx.dtypes = shrink, (x.dtype, weight.dtype)
             ctx.save_for_backward(torch.cat(d_x) if len(d_x) > 1 else d_x[0], d_weight[:vocab_size])
         return total
-
-    @staticmethod
-    def chunk(
-        x: Tensor,
-        w: Tensor,
-        targets: Tensor,
-        vocab_size: int,
-        dtype: torch.dtype,
-        with_gradients: bool,
-        z_loss: float,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The loss of R tokens and its gradient with respect to their logits, (R, vocab_size and
-        padding). dtype: of the softmax.
-        """
-        logits = x @ w.mT
-        if has_kernel(logits):
-            from model.kernels.loss import cross_entropy_in_place
-
-            loss = cross_entropy_in_place(
-                logits, targets, vocab_size, IGNORED, with_gradients, z_loss
-            )
-            return loss.sum(), logits if with_gradients else None
-        if logits.shape[1] > vocab_size:
-            logits[:, vocab_size:] = -torch.inf
-        logits = logits.to(dtype)  # frees the narrow ones
-        log_p = torch.log_softmax(logits, -1)
-        counts = (targets != IGNORED).unsqueeze(1)
-        target = targets.unsqueeze(1).where(counts, 0)  # any index will do for an ignored token
-        log_p_target = log_p.gather(1, target)
-        loss = -log_p_target.masked_fill(~counts, 0.0).sum()
-        lse = logits.gather(1, target) - log_p_target if z_loss else None
-        del logits
-        if lse is not None:
-            loss = loss + z_loss * lse.square().masked_fill(~counts, 0.0).sum()
-        if not with_gradients:
-            return loss, None
-        p, at_target = log_p.exp_(), log_p_target.expm1()
-        if lse is not None:
-            slope = 2 * z_loss * lse  # the gradient of lse is p
-            at_target = at_target + slope * p.gather(1, target)
-            p.mul_(1 + slope)
-        d_logits = p.to(x.dtype).scatter_(1, target, at_target.to(x.dtype))
-        return loss, d_logits.mul_(counts)
 
     @staticmethod
     def backward(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, ...]:
