@@ -469,4 +469,5 @@ class GeluMLP(torch.autograd.Function):
             d_y.flatten(0, -2).mT @ activated.flatten(0, -2),
             d_y.flatten(0, -2).sum(0, dtype=torch.float32),
         )
-        return d_hidden @ up, *(x.to(y) for x, y in zip(gradients, ctx.dtypes, strict=True))
+        found = zip(gradients, ctx.dtypes, strict=True)
+        return d_hidden @ up, *(gradient.to(dtype) for gradient, dtype in found)
