@@ -56,7 +56,6 @@ from data.prefetch import Pass
 from model import GPT
 from model.fused_block import after_attention, before_attention
 from model.gpt import Block, Rope
-from model.norm import Branch
 from scripts.arguments import Count, Json, command, default
 from scripts.tables import Row
 from training.device import pick_device
@@ -144,7 +143,7 @@ def context_parallel(inputs: Tensor, targets: Tensor) -> Iterator[ContextParalle
 def block_around_attention(*, compiled: bool) -> Callable:
     """fused_block() with two compiled graphs, one before attention and one after it."""
 
-    def before(block: Block, x: Tensor, branch: Branch | None, rope: Rope | None) -> Any:
+    def before(block: Block, x: Tensor, branch: Tensor | None, rope: Rope | None) -> Any:
         x, (q, k, v) = before_attention(block, x, branch, rope)  # (B, n, H, D)
         # PyTorch's ring needs contiguous keys and values, so the graph writes them. Views of one
         # tensor would also have their gradients summed by uncompiled operators
@@ -154,7 +153,7 @@ def block_around_attention(*, compiled: bool) -> Callable:
         torch.compile(part, disable=not compiled) for part in (before, after_attention)
     )
 
-    def run_block(block: Block, x: Tensor, branch: Branch | None, rope: Any, *rest: None) -> Any:
+    def run_block(block: Block, x: Tensor, branch: Tensor | None, rope: Any, *rest: None) -> Any:
         x, q, k, v = before(block, x, branch, rope)
         out, _ = block.attention.attend(q.transpose(1, 2), k, v, document_ids=None, cache=None)
         return after(block, x, out)

@@ -3,9 +3,8 @@
 `fused_block` runs the layers of a Block and has no parameters of its own. It gives the results and
 gradients of `Block.forward`; tests/model/test_fused_block.py compares them.
 
-    on a GPU                 one kernel computes x + branch and the norm after it (model/norm.py),
-                             and the MLP's products compute GELU, or one kernel its backward pass
-                             (model/gelu.py)
+    on a GPU                 one kernel computes x + branch and the norm after it, and on
+                             Hopper the MLP's products compute GELU (model/kernels)
     checkpoint=elementwise   the backward pass recomputes norms and activations
     checkpoint=attention     it recomputes all but q, k, v and the attention
     checkpoint=block         it recomputes the whole block from its input
@@ -20,16 +19,14 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-import model.norm
+import model.kernels
 from config import ModelConfig
 from model.checkpointing import elementwise_recomputed, in_chunks, kept_on_host, recomputed
-from model.gelu import gelu_mlp
+from model.device import product_dtype
+from model.kernels import add_norm, gelu_mlp
 from model.kv_cache import LayerCache
-from model.norm import Branch, add_norm, add_norm_linear
-from model.products import linear, product_dtype
 
 if TYPE_CHECKING:
     from attention.ranks import Shards
@@ -38,17 +35,17 @@ if TYPE_CHECKING:
 
 def is_fused(config: ModelConfig, x: Tensor) -> bool:
     """Whether fused_block does anything that Block.forward does not."""
-    return config.checkpoint != "none" or model.norm.has_kernel(x, x)
+    return config.checkpoint != "none" or model.kernels.has_norm_kernel(x, x)
 
 
 def fused_block(
     block: "Block",
     x: Tensor,
-    branch: Branch | None,
+    branch: Tensor | None,
     rope: "Rope | None",
     document_ids: Tensor | None,
     cache: LayerCache | None,
-) -> tuple[Tensor, Branch | None]:
+) -> tuple[Tensor, Tensor | None]:
     """block(x + branch), returned as two parts: one kernel adds them and computes the next norm.
 
     x (B, N, C); None stands for zero.
@@ -61,7 +58,7 @@ def fused_block(
         )
 
     if block.config.checkpoint in ("attention", "block"):
-        x = x if branch is None else x + branch.values
+        x = x if branch is None else x + branch
         x, block.attention.max_score = recomputed_block(block, x, rope, attend)
         return x, None
     x, qkv = before_attention(block, x, branch, rope)
@@ -70,105 +67,64 @@ def fused_block(
 
 
 class Zeros(torch.autograd.Function):
-    """Zeros of x's shape and of its last dimension. They require a gradient as x does, and their
-    gradient goes nowhere.
-    """
+    """Zeros of x's shape. They require a gradient as x does, and their gradient goes nowhere."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return x.new_zeros(x.shape, dtype=dtype), x.new_zeros(x.shape[-1])
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.new_zeros(x.shape, dtype=dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
         return None, None
 
 
-def first_branch(block: "Block", x: Tensor) -> Branch | None:
+def first_branch(block: "Block", x: Tensor) -> Tensor | None:
     """The branch before the first block under torch.compile. Where later blocks have one, it is
     zeros: then one graph serves all blocks, and another would take seconds to compile.
     """
     halves = block.config.checkpoint in ("attention", "block")
-    if halves or not model.norm.has_kernel(x, x):
+    if halves or not model.kernels.has_norm_kernel(x, x):
         return None
-    values, bias = Zeros.apply(x, product_dtype(x, x.dtype))
-    return Branch(values, bias if norm_sums(block, x) else None)
+    return Zeros.apply(x, product_dtype(x, x.dtype))
 
 
 def before_attention(
-    block: "Block",
-    x: Tensor,
-    branch: Branch | None,
-    rope: "Rope | None",
-    *,
-    repeated: bool = False,
+    block: "Block", x: Tensor, branch: Tensor | None, rope: "Rope | None"
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """x + branch, and q, k and v (B, N, H or H_kv, D) computed from it. repeated: see linear()."""
-    values, bias = branch or (None, None)
-    layer, recompute = block.attention.qkv, recomputes_elementwise(block)
-    if repeated:
-        x, normed = add_norm(x, values, block.attention_norm, bias)
-        qkv = layer(normed)
-    else:
-        x, qkv = add_norm_linear(x, values, block.attention_norm, layer, bias, recompute=recompute)
+    """x + branch, and q, k and v (B, N, H or H_kv, D) computed from it."""
+    norm, layer = block.attention_norm, block.attention.qkv
 
     # tokens in dimension 1, as in_chunks needs them. The caller transposes back after the
     # recomputed part, so torch.compile keeps q and k: otherwise it would repeat QK-norm and RoPE
     def heads(qkv: Tensor) -> tuple[Tensor, ...]:
         return tuple(t.transpose(1, 2) for t in block.attention.heads(qkv, rope))
 
-    return x, (elementwise_recomputed(heads) if recompute else heads)(qkv)
+    if recomputes_elementwise(block):
+        x = x if branch is None else x + branch
+        qkv = elementwise_recomputed(lambda x: layer(norm(x)))(x)
+        return x, elementwise_recomputed(heads)(qkv)
+    x, normed = add_norm(x, branch, norm)
+    return x, heads(layer(normed))
 
 
 def after_attention(
     block: "Block", x: Tensor, out: Tensor, *, repeated: bool = False
-) -> tuple[Tensor, Branch]:
-    """x + proj(out) for the attention's output, and the branch of the MLP. repeated: see linear().
-    Then nothing is left to the next norm.
+) -> tuple[Tensor, Tensor]:
+    """x + proj(out) for the attention's output, and the branch of the MLP.
+
+    repeated: whether the backward pass runs this again. Then a product of its own comes last, which
+    checkpointing leaves out the second time. It could not leave out a part of gelu_mlp().
     """
-    mlp, proj, recompute = block.mlp, block.attention.proj, recomputes_elementwise(block)
-    added, left = ending(proj, norm_sums(block, x))
+    mlp, norm, proj = block.mlp, block.mlp_norm, block.attention.proj
     # proj's result is unnamed, so that it is freed after the sum
-    if recompute:
-        x, hidden = add_norm_linear(
-            x,
-            block.dropout(linear(proj, out, added)),
-            block.mlp_norm,
-            mlp.up,
-            left,
-            recompute=True,
-        )
+    if recomputes_elementwise(block):
+        x = x + block.dropout(proj(out))
+        hidden = elementwise_recomputed(lambda x: mlp.up(norm(x)))(x)
+        y = elementwise_recomputed(lambda hidden: mlp.down(mlp.activate(hidden)))(hidden)
     else:
-        x, normed = add_norm(x, block.dropout(linear(proj, out, added)), block.mlp_norm, left)
-
-    added, left = ending(mlp.down, norm_sums(block, x) and not repeated)
-    if recompute:
-        y = elementwise_recomputed(
-            lambda hidden: F.linear(mlp.activate(hidden), mlp.down.weight, added)
-        )(hidden)
-    elif mlp.gated:
-        hidden = mlp.activate(linear(mlp.up, normed, mlp.up.bias))
-        y = linear(mlp.down, hidden, added, repeated=repeated)
-    else:
-        y = gelu_mlp(normed, mlp.up, mlp.down, added, repeated=repeated)
-    return x, Branch(block.dropout(y), left)
-
-
-def norm_sums(block: "Block", x: Tensor) -> bool:
-    """Whether the norm after a branch computes the gradient of the bias in it: it has the gradient
-    of the branch, and sums it at almost no cost. Dropout would come between.
-    """
-    dropout = block.dropout.p > 0 and block.training
-    # as has_kernel() would say of the branch
-    fits = torch.promote_types(x.dtype, product_dtype(x, x.dtype)) == x.dtype
-    return block.config.bias and not dropout and fits and model.norm.has_kernel(x, x)
-
-
-def ending(layer: nn.Linear, sums: bool) -> tuple[Tensor | None, Tensor | None]:
-    """The bias that the last layer of a branch adds, and the one it leaves to the next norm."""
-    if not sums:
-        return layer.bias, None
-    # not the parameter itself, so that torch.compile does not tell it from first_branch()'s
-    return layer.bias.detach(), layer.bias.view_as(layer.bias)
+        x, normed = add_norm(x, block.dropout(proj(out)), norm)
+        y = mlp(normed) if mlp.gated or repeated else gelu_mlp(normed, mlp.up, mlp.down)
+    return x, block.dropout(y)
 
 
 def recomputes_elementwise(block: "Block") -> bool:
@@ -191,14 +147,14 @@ def recomputed_block(
     repeated = checkpoint != "none"
 
     def before(x: Tensor, *rope: Tensor) -> tuple[Tensor, ...]:
-        qkv = before_attention(block, x, None, rope or None, repeated=repeated)[1]
+        qkv = before_attention(block, x, None, rope or None)[1]
         return to_heads(shards, qkv) if world > 1 else qkv
 
     def after(x: Tensor, out: Tensor) -> Tensor:
         if world > 1:
             out = to_tokens(shards, out, config.head_dim)
         x, branch = after_attention(block, x, out, repeated=repeated)
-        return x + branch.values
+        return x + branch
 
     if repeated and config.recomputes_halves:
         before, after = recomputed(before, dropout=dropout), recomputed(after, dropout=dropout)

@@ -25,15 +25,15 @@ from torch import Tensor, nn
 
 from attention import Backend, Shards, attention, build_module
 from config import AttentionConfig, ModelConfig
-from model import embedding
+from model.device import TRITON
 from model.fused_block import first_branch, fused_block, is_fused
-from model.gelu import gelu
+from model.kernels import add_norm, gelu
 from model.kv_cache import KVCache, LayerCache
 from model.layer_function import layer_functions
-from model.loss import TRITON, linear_cross_entropy
-from model.norm import NORM_EPS, Branch, add_norm, build_norm
+from model.loss import linear_cross_entropy
 from model.rope import apply_rope, rope_tables
 
+NORM_EPS = 1e-5
 Rope = tuple[Tensor, Tensor]  # the cosines and sines of rope_tables()
 # values of CausalSelfAttention.look. They are on the CPU and read when a step runs, so one compiled
 # graph serves both. Never write to them: a graph that reruns attention in the backward pass keeps
@@ -191,6 +191,12 @@ class MLP(nn.Module):
         return F.silu(gate) * up
 
 
+def build_norm(config: ModelConfig) -> nn.Module:
+    if config.norm == "layernorm":
+        return nn.LayerNorm(config.hidden_size, eps=NORM_EPS, bias=config.bias)
+    return nn.RMSNorm(config.hidden_size, eps=NORM_EPS)
+
+
 class Block(nn.Module):
     """One pre-norm transformer block."""
 
@@ -218,11 +224,11 @@ class Block(nn.Module):
 def run_block(
     block: Block,
     x: Tensor,
-    branch: Branch | None,
+    branch: Tensor | None,
     rope: Rope | None,
     document_ids: Tensor | None,
     cache: LayerCache | None,
-) -> tuple[Tensor, Branch | None]:
+) -> tuple[Tensor, Tensor | None]:
     """block(x + branch), as two parts where fused_block() leaves their sum to the next norm.
 
     Block is the specification. fused_block gives the same result and is its fast form for training
@@ -366,24 +372,19 @@ class GPT(nn.Module):
         z_loss is that of linear_cross_entropy(). Raises ValueError for more tokens than the learned
         positions or the cache hold.
         """
-        weight = self.output_weight
-        if self.output_layer is None and targets is not None and embedding.has_kernel(weight):
-            x, rope, weight = self._embed_tied(tokens)
-        else:
-            x, rope = self.embed(tokens, cache)
+        x, rope = self.embed(tokens, cache)
         x = self.dropout(x)
         # fused_block leaves the last sum, x + branch, to the next norm
         branch = None if self._run_block is run_block else first_branch(self.blocks[0], x)
         caches = [None] * len(self.blocks) if cache is None else cache.layers
         for block, layer_cache in zip(self.blocks, caches, strict=True):
             x, branch = self._run_block(block, x, branch, rope, document_ids, layer_cache)
-        values, bias = branch or (None, None)
-        x = add_norm(x, values, self.final_norm, bias)[1]
-        del branch, values  # frees memory for the loss
+        x = add_norm(x, branch, self.final_norm)[1]
+        del branch  # frees memory for the loss
         if targets is not None:
-            loss = self._run_loss(x, weight, targets, z_loss=z_loss)
+            loss = self._run_loss(x, self.output_weight, targets, z_loss=z_loss)
             return ModelOutput(None, loss)
-        return ModelOutput(F.linear(x, weight), None)  # (B, N, vocab_size)
+        return ModelOutput(F.linear(x, self.output_weight), None)  # (B, N, vocab_size)
 
     def embed(self, tokens: Tensor, cache: KVCache | None) -> tuple[Tensor, Rope | None]:
         """Tokens (B, N) to (B, N, C) with learned positions; and the tables of rotary ones."""
@@ -391,19 +392,10 @@ class GPT(nn.Module):
         x = self.token_embedding(tokens)
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions)
-        return x, self._rope(positions)
-
-    def _embed_tied(self, tokens: Tensor) -> tuple[Tensor, Rope | None, Tensor]:
-        """embed() by kernels, and the weight of the output layer."""
-        positions = self._positions(tokens, None)
-        learned = None if self.position_embedding is None else self.position_embedding.weight
-        x, weight = embedding.TiedEmbedding.apply(tokens, self.output_weight, positions, learned)
-        return x, self._rope(positions), weight
-
-    def _rope(self, positions: Tensor) -> Rope | None:
         if self.config.positions != "rope":
-            return None
-        return rope_tables(positions, head_dim=self.config.head_dim, theta=self.config.rope_theta)
+            return x, None
+        sizes = {"head_dim": self.config.head_dim, "theta": self.config.rope_theta}
+        return x, rope_tables(positions, **sizes)
 
     def compiled(self, **options: Any) -> "GPT":
         """The same model with compiled blocks; the options are those of torch.compile. Without

@@ -7,28 +7,25 @@ at once: p, less 1 at the target. The forward pass computes both products with t
 frees the chunk. That is three products in all, as many as with all logits kept, and the backward
 pass only scales the results. The idea comes from Liger Kernel's fused linear cross-entropy (Hsu et
 al., 2024, arXiv:2410.10989). On a GPU one kernel computes a chunk's softmax, loss and gradient
-(model/loss_kernel.py, and model/loss_hopper_kernel.py for long rows on Hopper).
+(model/kernels/loss.py).
 
 Dimensions: B batch, N tokens of a sequence, T = B N tokens of a pass, R tokens of a chunk, C
 hidden_size.
 """
 
-import importlib.util
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.products import add_product, product_dtype, weight_gradient, widens
+from model.device import TRITON, product_dtype
 
 IGNORED = torch.nn.CrossEntropyLoss().ignore_index  # the target without a loss: -100
 # number of logits in a chunk. On a GPU 512 MiB in 16 bits: 4,736 tokens at GPT-2's vocabulary. Half
 # of that made a step of GPT-2 4% slower on an H200; twice as much is no faster. A CPU needs less:
 # chunks of 16 MiB in float32 take no longer than all logits at once
 CHUNK_LOGITS = {"cuda": 2**28, "cpu": 2**22}
-# looked up once: torch.compile cannot trace the look-up
-TRITON = importlib.util.find_spec("triton") is not None
 ROW_GRANULE = 128  # chunks are multiples of it, so that the products divide into whole tiles
 
 
@@ -83,70 +80,72 @@ def padded_vocab(vocab_size: int, device: str) -> int:
 
 
 def has_kernel(logits: Tensor) -> bool:
-    """Whether model/loss_kernel.py takes these logits."""
+    """Whether model/kernels/loss.py takes these logits."""
     return TRITON and logits.is_cuda and logits.dtype != torch.float64
 
 
-# operators, each one node for torch.compile; they change their first argument
-@torch.library.custom_op(
-    "tilegpt::cross_entropy_in_place",
-    mutates_args=("logits",),
-    tags=(torch.Tag.needs_exact_strides,),
-)
-def cross_entropy_in_place(
-    logits: Tensor, targets: Tensor, vocab_size: int, with_gradients: bool, z_loss: float = 0.0
-) -> Tensor:
-    """-log p(target) of each row plus its z-loss, 0 for an ignored target. The gradient replaces
-    the logits. See model/loss_kernel.py.
+def loss_and_gradient(
+    x: Tensor,
+    w: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    dtype: torch.dtype,
+    with_gradients: bool,
+    z_loss: float,
+) -> tuple[Tensor, Tensor | None]:
+    """The sum of -log p(target) and z-loss of R tokens, and its gradient with respect to their
+    logits, (R, vocab_size and padding).
+
+    x (R, C), w (vocab_size and padding, C), targets (R,); dtype: of the softmax.
     """
-    from model.gelu import hopper_multiprocessors
-    from model.loss_kernel import launch
+    logits = x @ w.mT
+    if has_kernel(logits):
+        from model.kernels.loss import cross_entropy_in_place
 
-    if logits.is_cuda and hopper_multiprocessors(logits.device):
-        from model import loss_hopper_kernel
+        loss = cross_entropy_in_place(logits, targets, vocab_size, IGNORED, with_gradients, z_loss)
+        return loss.sum(), logits if with_gradients else None
+    if logits.shape[1] > vocab_size:
+        logits[:, vocab_size:] = -torch.inf
+    logits = logits.to(dtype)  # frees the narrow ones
+    log_p = torch.log_softmax(logits, -1)
+    counts = (targets != IGNORED).unsqueeze(1)
+    target = targets.unsqueeze(1).where(counts, 0)  # any index will do for an ignored token
+    log_p_target = log_p.gather(1, target)
+    loss = -log_p_target.masked_fill(~counts, 0.0).sum()
+    lse = logits.gather(1, target) - log_p_target if z_loss else None
+    del logits
+    if lse is not None:
+        loss = loss + z_loss * lse.square().masked_fill(~counts, 0.0).sum()
+    if not with_gradients:
+        return loss, None
+    p, at_target = log_p.exp_(), log_p_target.expm1()
+    if lse is not None:
+        slope = 2 * z_loss * lse  # the gradient of lse is p
+        at_target = at_target + slope * p.gather(1, target)
+        p.mul_(1 + slope)
+    d_logits = p.to(x.dtype).scatter_(1, target, at_target.to(x.dtype))
+    return loss, d_logits.mul_(counts)
 
-        if loss_hopper_kernel.fits(logits, vocab_size):
-            launch = loss_hopper_kernel.launch
-    return launch(logits, targets, vocab_size, IGNORED, with_gradients, z_loss)
+
+def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """total + a b (M, N) in dtype, for a (M, K) and b (K, N); overwrites total. None stands for 0.
+
+    On a GPU a product of 16-bit matrices is summed in float32 at once, and neither stored nor
+    rounded. torch.compile cannot do that.
+    """
+    if a.is_cuda and a.dtype != dtype and not torch.compiler.is_compiling():
+        if total is None:
+            return torch.mm(a, b, out_dtype=dtype)
+        return torch.addmm(total, a, b, out_dtype=dtype, out=total)
+    product = a @ b
+    return product.to(dtype) if total is None else total.add_(product)
 
 
-@cross_entropy_in_place.register_fake
-def _(logits, targets, vocab_size, with_gradients, z_loss=0.0):
-    return logits.new_empty(logits.shape[0], dtype=torch.float32)
-
-
-@torch.library.custom_op("tilegpt::scaled", mutates_args=())
 def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """factor x in dtype, for a factor of one number on x's device and a contiguous x. PyTorch's
-    product with such a number takes half again as long.
+    """factor x in dtype, for a factor of one number. x * factor would round a float32 factor to x's
+    dtype first.
     """
-    from model.loss_kernel import scale
-
-    return scale(x, factor, dtype)
-
-
-@scaled.register_fake
-def _(x, factor, dtype):
-    return x.new_empty(x.shape, dtype=dtype)
-
-
-def introduce_operators() -> None:
-    """Register the loss's operators with torch.compile before it meets them.
-
-    PyTorch 2.11 describes an unknown operator by its inputs, their inputs, and so on. The norm
-    operators have several results, so the description doubles with each operator: a GPT-2 of 12
-    layers had not compiled after six minutes. Later releases describe only what they print.
-    """
-    from torch._inductor.lowering import lowerings, make_fallback
-
-    for operator in (
-        torch.ops.tilegpt.cross_entropy_in_place.default,
-        torch.ops.tilegpt.add_product.default,
-        torch.ops.tilegpt.wide_product.default,
-        torch.ops.tilegpt.scaled.default,
-    ):
-        if operator not in lowerings:
-            make_fallback(operator)
+    return torch.mul(x, factor.expand(1), out=x.new_empty(x.shape, dtype=dtype))
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -175,63 +174,19 @@ class LinearCrossEntropy(torch.autograd.Function):
         total = x.new_zeros((), dtype=torch.promote_types(dtype, torch.float32))
         d_weight, d_x = None, []
         for x_rows, targets_rows in zip(x.to(dtype).split(rows), targets.split(rows), strict=True):
-            loss, d_logits = LinearCrossEntropy.chunk(
+            loss, d_logits = loss_and_gradient(
                 x_rows, w, targets_rows, vocab_size, total.dtype, with_gradients, z_loss
             )
             total = total + loss
             if d_logits is not None:
                 d_x.append(d_logits @ w)
                 x_rows = x_rows * shrink if shrink < 1 else x_rows
-                if d_weight is None:
-                    d_weight = weight_gradient(d_logits, x_rows, total.dtype)
-                elif widens(d_weight.dtype, d_logits):
-                    add_product(d_weight, d_logits.mT, x_rows)
-                else:
-                    d_weight.add_(d_logits.mT @ x_rows)
+                d_weight = add_product(d_weight, d_logits.mT, x_rows, total.dtype)
                 del d_logits  # frees it before the next chunk
         if with_gradients:
             ctx.shrink, ctx.dtypes = shrink, (x.dtype, weight.dtype)
             ctx.save_for_backward(torch.cat(d_x) if len(d_x) > 1 else d_x[0], d_weight[:vocab_size])
         return total
-
-    @staticmethod
-    def chunk(
-        x: Tensor,
-        w: Tensor,
-        targets: Tensor,
-        vocab_size: int,
-        dtype: torch.dtype,
-        with_gradients: bool,
-        z_loss: float,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The loss of R tokens and its gradient with respect to their logits, (R, vocab_size and
-        padding). dtype: of the softmax.
-        """
-        logits = x @ w.mT
-        if has_kernel(logits):
-            loss = cross_entropy_in_place(logits, targets, vocab_size, with_gradients, z_loss)
-            return loss.sum(), logits if with_gradients else None
-        if logits.shape[1] > vocab_size:
-            logits[:, vocab_size:] = -torch.inf
-        logits = logits.to(dtype)  # frees the narrow ones
-        log_p = torch.log_softmax(logits, -1)
-        counts = (targets != IGNORED).unsqueeze(1)
-        target = targets.unsqueeze(1).where(counts, 0)  # any index will do for an ignored token
-        log_p_target = log_p.gather(1, target)
-        loss = -log_p_target.masked_fill(~counts, 0.0).sum()
-        lse = logits.gather(1, target) - log_p_target if z_loss else None
-        del logits
-        if lse is not None:
-            loss = loss + z_loss * lse.square().masked_fill(~counts, 0.0).sum()
-        if not with_gradients:
-            return loss, None
-        p, at_target = log_p.exp_(), log_p_target.expm1()
-        if lse is not None:
-            slope = 2 * z_loss * lse  # the gradient of lse is p
-            at_target = at_target + slope * p.gather(1, target)
-            p.mul_(1 + slope)
-        d_logits = p.to(x.dtype).scatter_(1, target, at_target.to(x.dtype))
-        return loss, d_logits.mul_(counts)
 
     @staticmethod
     def backward(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, ...]:
@@ -243,7 +198,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         # not in place, because retain_graph=True may run this twice
         factors = d_total, d_total / ctx.shrink
         d_x, d_weight = (
-            scaled(x, factor, dtype) if has_kernel(x) else x.to(dtype) * factor
+            scaled(x, factor, dtype)
             for x, factor, dtype in zip(ctx.saved_tensors, factors, ctx.dtypes, strict=True)
         )
         return d_x, d_weight, None, None, None, None

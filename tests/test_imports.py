@@ -171,7 +171,7 @@ def test_what_is_optional_or_slow_is_imported_where_it_is_used():
     found = [x for x in imports(*OURS - {"tests"}) if x.at_import]
     refuse([x for x in found if x.top in LAZY - {"triton", "transformers"}])
     kernels = [name for name in needing("triton") if not name.endswith("_kernel")]
-    assert kernels and all(name.startswith("attention.kernels.") for name in kernels)
+    assert kernels and all(".kernels." in name for name in kernels)
     assert needing("transformers") == {"attention.hf"}
 
 

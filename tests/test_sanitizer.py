@@ -74,45 +74,29 @@ def check(*results: torch.Tensor) -> None:
 
 
 def model_kernels() -> None:
-    """The kernels of the embedding, of the loss, of the norms and of GELU."""
-    from model import embedding_kernel, gelu_kernel, loss_kernel, norm_kernel
-    from model.loss import cross_entropy_in_place, scaled
+    """The kernels of the loss and of the norms."""
+    from model.kernels.loss import cross_entropy_in_place
+    from model.kernels.norm import add_norm_backward, add_norm_forward
 
     logits = torch.randn(40, 1008, device="cuda", dtype=torch.bfloat16)
-    targets = torch.arange(300, device="cuda")
-    check(loss_kernel.launch(logits, targets[:40], 1000, -100, True, 0.0))
-    # in the kernel for Hopper, a program has two rows
-    logits = torch.randn(300, 50_304, device="cuda", dtype=torch.bfloat16)
-    check(cross_entropy_in_place(logits, targets, 50_257, True))
-    one = torch.ones((), device="cuda")
-    check(scaled(logits[:99, :1000].contiguous(), one, torch.float32))
-    # several pieces of a token, and an invalid
-    tokens = torch.randint(-1, 4, (150,), device="cuda")
-    weight, positions = torch.zeros(3, 100, device="cuda"), torch.arange(150, device="cuda")
-    d_x = embedding_kernel.lookup(tokens[None].clamp(0, 2), weight, positions % 3, weight)[0]
-    embedding_kernel.add_gradient(weight, tokens, d_x)
-    check(weight)
-    for width in (100, 300):
-        d_out, hidden = torch.randn(2, 70, width, device="cuda", dtype=torch.bfloat16)
-        check(*gelu_kernel.backward(d_out, hidden))
+    targets = torch.arange(40, device="cuda")
+    check(cross_entropy_in_place(logits, targets, 1000, -100, True, 0.0))
     x, branch = torch.randn(2, 40, 100, device="cuda")
     weight, bias = torch.ones(2, 100, device="cuda")
-    total, y, statistics = norm_kernel.forward(
-        x, branch.bfloat16(), weight, bias, 1e-5, True, torch.bfloat16, 16
+    total, y, statistics = add_norm_forward(
+        x, branch.bfloat16(), weight, bias, 1e-5, True, torch.bfloat16
     )
-    tensors = x, y[..., :100].contiguous(), total, weight, bias, statistics, torch.bfloat16
-    for again in (False, True):
-        check(*norm_kernel.backward(*tensors, branch_bias=True, again=again, ones=16))
+    check(*add_norm_backward(x, y, total, weight, statistics, torch.bfloat16, True))
 
 
 def mlp_kernel() -> None:
-    from model.mlp_kernel import backward, forward
+    from model.kernels.mlp import linear_gelu, product_gelu_backward
 
     # 12 blocks of tokens for 11 programs of each block of columns: one has two tiles
     x, d_y = torch.randn(2, 1500, 256, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(3072, 256, device="cuda", dtype=torch.bfloat16)
-    results = forward(x, weight, torch.ones(3072, device="cuda"))
-    results += backward(d_y, weight.mT.contiguous(), results[0])
+    results = linear_gelu(x, weight, torch.ones(3072, device="cuda"))
+    results += product_gelu_backward(d_y, weight.mT.contiguous(), results[0])
     check(*results)
 
 

@@ -20,7 +20,6 @@ from attention.tiled import TiledAttention
 from config import AttentionConfig, ModelConfig, RunConfig
 from model.gpt import GPT, CausalSelfAttention
 from model.layer_function import layer_functions
-from model.loss import introduce_operators
 from model.rope import rope_tables
 from training.compiler import keep_compiled
 from training.device import autocast_to
@@ -238,7 +237,6 @@ def prepare_model(model: GPT, backend: Backend, *, compile_mode: str) -> GPT:
     if not compiled:
         return model
     keep_compiled()
-    introduce_operators()
     return model.compiled()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from attention import BACKENDS, Backend, Recorder, get_backend, is_operator
 from config import AttentionConfig, ModelConfig
 from model import GPT
-from training.schedule import prepare_model, will_compile
+from training.schedule import will_compile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTH = 40
@@ -139,16 +139,3 @@ def test_what_auto_compiles():
     assert all(auto(backend) for backend in BACKENDS.values())
     assert not auto(get_backend("tiled"), "cpu")
     assert not auto(Backend("own", get_backend("naive").fn, traceable=False))
-
-
-def test_inductor_knows_the_losss_operators_before_it_meets_them():
-    """Otherwise PyTorch 2.11 describes their inputs, which takes twice as long with every norm."""
-    from torch._inductor.lowering import lowerings
-
-    prepare_model(build(BACKENDS["sdpa"]), BACKENDS["sdpa"], compile_mode="true")
-    assert {
-        torch.ops.tilegpt.cross_entropy_in_place.default,
-        torch.ops.tilegpt.add_product.default,
-        torch.ops.tilegpt.wide_product.default,
-        torch.ops.tilegpt.scaled.default,
-    } <= lowerings.keys()

@@ -6,12 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import model.gelu
-import model.norm
-from model.fused_block import fused_block, is_fused, norm_sums
+import model.kernels
+from model.fused_block import fused_block, is_fused
 from model.gpt import GPT, Block
 from model.kv_cache import LayerCache
-from model.norm import Branch
 from model.rope import rope_tables
 
 TOKENS = 24
@@ -36,14 +34,9 @@ def kernel(monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("needs Triton's interpreter")
     monkeypatch.setattr(
-        model.norm,
-        "has_kernel",
-        lambda x, branch: torch.is_grad_enabled() and model.norm.fits_kernel(x, branch),
-    )
-    monkeypatch.setattr(
-        model.gelu,
-        "has_kernel",
-        lambda x, linear: torch.is_grad_enabled() and model.gelu.fits_kernel(x, linear),
+        model.kernels,
+        "has_norm_kernel",
+        lambda x, branch: torch.is_grad_enabled() and model.kernels.fits_norm_kernel(x, branch),
     )
 
 
@@ -85,11 +78,8 @@ def run(
     torch.manual_seed(4)  # of dropout
     with torch.autocast("cpu", dtype, enabled=dtype is not None):
         if fused:
-            left = Branch(branch, None)
-            x, left = fused_block(block, x, left, *context(block, documents=documents), None)
-            out = x if left is None else x + left.values
-            if left is not None and left.bias is not None:  # no norm follows: its gradient alone
-                out = out + (left.bias - left.bias.detach())
+            x, left = fused_block(block, x, branch, *context(block, documents=documents), None)
+            out = x if left is None else x + left
         else:
             out = block(x + branch, *context(block, documents=documents), None)
     return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
@@ -159,7 +149,7 @@ def test_through_a_cache(build_block, keeps):
         rope = cos[first:last], sin[first:last]
         expected = block(x[:, first:last], rope, None, caches[0])
         actual, branch = fused_block(block, x[:, first:last], None, rope, None, caches[1])
-        torch.testing.assert_close(actual if branch is None else actual + branch.values, expected)
+        torch.testing.assert_close(actual if branch is None else actual + branch, expected)
     torch.testing.assert_close(caches[1].k, caches[0].k)
 
 
@@ -176,13 +166,3 @@ def test_where_the_kernel_is_a_model_runs_it_while_training(build_gpt, random_to
     assert is_fused(network.config, x)
     with torch.no_grad():
         assert not is_fused(network.config, x)
-
-
-def test_the_norm_sums_no_bias_of_a_branch_that_its_kernel_does_not_take(build_block, kernel):
-    """Else nobody would. The sum of bfloat16 and float16 is float32."""
-    block, x = build_block(**SHAPES["gpt2"]).bfloat16(), inputs(torch.bfloat16)[0]
-    sums = []
-    for dtype in (torch.bfloat16, torch.float16):
-        with torch.autocast("cpu", dtype):
-            sums.append(norm_sums(block, x))
-    assert sums == [True, False]

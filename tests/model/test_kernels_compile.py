@@ -20,21 +20,17 @@ from itertools import product
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from model.embedding_kernel import add_pieces_kernel, join_pieces_kernel, lookup_kernel
-from model.gelu_kernel import gelu_backward_kernel
-from model.loss_kernel import cross_entropy_kernel, scale_kernel
-from model.norm_kernel import SUM, add_norm_backward_kernel, add_norm_kernel, sum_shares_kernel
+from model.kernels.loss import cross_entropy_kernel
+from model.kernels.norm import SUM, add_norm_backward_kernel, add_norm_kernel, sum_shares_kernel
 
-FLOAT32 = "loss factor statistics share shares sum".split()
+FLOAT32 = "loss statistics share shares sum".split()
 
 def compile(kernel, warps=1, **constants):
     types = {}
     for name in kernel.arg_names:
         pointer = "*bf16"
-        if name in ("targets_ptr", "tokens_ptr", "positions_ptr", "order_ptr"):
+        if name == "targets_ptr":
             pointer = "*i64"
-        elif name == "sorted_ptr":
-            pointer = "*i32"
         elif name.removesuffix("_ptr") in FLOAT32:
             pointer = "*fp32"
         types[name] = pointer if name.endswith("_ptr") else "fp32" if name == "eps" else "i32"
@@ -48,22 +44,12 @@ for gradient, z_loss in product((False, True), (0.0, 1e-4)):
     compile(
         cross_entropy_kernel, 8, IGNORED=-100, GRADIENT=gradient, Z_LOSS=z_loss, BLOCK=8192, RUN=8
     )
-compile(gelu_backward_kernel, 1, ROWS=4, BLOCK=256, STAGES=2)
 for centred, absent in product((False, True), ((), ("bias_ptr",))):
-    meta = {"CENTRED": centred, "ONES": 0, "ROWS": 1, "BLOCK": 1024, **dict.fromkeys(absent)}
-    compile(add_norm_kernel, **meta)
-    compile(add_norm_kernel, **meta | {"ONES": 16})
-    for more in ({}, dict.fromkeys(("y_ptr", "d_total_ptr"))):
-        for branch_bias in (False, True):
-            ones = 0 if more else 16
-            meta |= {**more, "BRANCH_BIAS": branch_bias, "ONES": ones, "STAGES": 2}
-            compile(add_norm_backward_kernel, 2, **meta)
+    meta = {"CENTRED": centred, "ROWS": 1, "BLOCK": 1024}
+    compile(add_norm_kernel, **meta, **dict.fromkeys(absent))
+    for more in ({}, dict.fromkeys(("d_branch_ptr", "d_total_ptr"))):
+        compile(add_norm_backward_kernel, 2, **meta, **more, BIAS=not absent, STAGES=2)
 compile(sum_shares_kernel, 4, **SUM)
-compile(scale_kernel, 4, BLOCK=4096)
-for absent in ((), ("position_weight_ptr",)):
-    compile(lookup_kernel, BLOCK=1024, **dict.fromkeys(absent))
-for kernel in (add_pieces_kernel, join_pieces_kernel):
-    compile(kernel, PIECE=32, BLOCK=256)
 """
 
 # the kernel in Gluon, forward and backward
@@ -75,7 +61,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from tests.attention.hopper_offline import disassemble, tensordesc
 from scripts.tune import assemble
-from model.mlp_kernel import mlp_kernel
+from model.kernels.mlp import mlp_kernel
 
 names = mlp_kernel.arg_names
 for dtype in (torch.bfloat16, torch.float16):
@@ -102,37 +88,6 @@ for dtype in (torch.bfloat16, torch.float16):
 """
 
 
-# the loss's kernel in Gluon, for rows of GPT-2's vocabulary and for the longest
-LOSS = """
-import json
-from itertools import product
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
-from scripts.tune import assemble
-from model.loss_hopper_kernel import BLOCK, LARGEST, WARPS, cross_entropy_rows_kernel
-
-names = cross_entropy_rows_kernel.arg_names
-for dtype, gradient, z_loss, width in product(
-    ("bf16", "fp16"), (False, True), (0.0, 1e-4), (50304, LARGEST)
-):
-    constants = {"IGNORED": -100, "GRADIENT": gradient, "Z_LOSS": z_loss, "BLOCK": BLOCK}
-    constants["BLOCKS"] = -(-width // BLOCK)
-    types = dict.fromkeys(names, "i32") | dict.fromkeys(constants, "constexpr")
-    types |= {"logits_ptr": "*" + dtype, "targets_ptr": "*i64", "loss_ptr": "*fp32"}
-    values = {(names.index(name),): value for name, value in constants.items()}
-    aligned = ("logits_ptr", "stride", "width")
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    source = GluonASTSource(
-        cross_entropy_rows_kernel, types, constexprs=values, attrs=attributes
-    )
-    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS})
-    made = assemble(binary.asm["ptx"], 90)
-    wide = "cp.async.cg.shared.global" in binary.asm["ptx"]  # copies of 16 bytes
-    print(json.dumps([made.spilled, made.warnings, binary.metadata.shared, width, wide]))
-"""
-
-
 def lines_of(code: str, folder: Path) -> list[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -149,7 +104,7 @@ def lines_of(code: str, folder: Path) -> list[str]:
 @COMPILER
 @pytest.mark.slow
 def test_the_kernels_of_the_model_compile_for_sm_90(tmp_path):
-    assert len(lines_of(COMPILE, tmp_path)) == 35
+    assert len(lines_of(COMPILE, tmp_path)) == 17
 
 
 @COMPILER
@@ -162,14 +117,3 @@ def test_the_kernel_of_the_mlp_compiles_without_serialised_products(tmp_path):
         assert spilled <= 84 and not warnings
         assert shared <= 232_448
         assert products >= 40  # two consumers, five places, four products a slot
-
-
-@COMPILER
-@pytest.mark.slow
-def test_the_loss_kernel_for_hopper_compiles_without_spills(tmp_path):
-    rows = [json.loads(line) for line in lines_of(LOSS, tmp_path)]
-    assert len(rows) == 16
-    for spilled, warnings, shared, width, wide in rows:
-        assert not spilled and not warnings and wide
-        # two programs of a multiprocessor, or one with the longest rows; each reserves 1 KiB
-        assert (shared + 1024) * (2 if width == 50304 else 1) <= 228 * 1024

@@ -15,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import model.loss
 from model import cross_entropy, linear_cross_entropy
-from tests.attention.gluon_interpreter import load_module
 from tests.selection import diagonal
 
 
@@ -30,25 +29,23 @@ def test_is_the_mean_over_the_targets_that_count():
 def test_ignored_positions_get_no_gradient():
     logits = torch.randn(1, 3, 5).requires_grad_()
     cross_entropy(logits, torch.tensor([[2, -100, 3]])).backward()
-    assert logits.grad[0, 1].eq(0).all()
-    assert logits.grad[0, [0, 2]].ne(0).all()
+    assert logits.grad[0].ne(0).any(1).tolist() == [True, False, True]
 
 
-def test_no_target_at_all_is_a_loss_of_zero_with_zero_gradients():
-    logits = torch.randn(2, 3, 5).requires_grad_()
-    loss = cross_entropy(logits, torch.full((2, 3), -100))
-    loss.backward()
+@pytest.mark.parametrize("chunked", [False, True])
+def test_no_target_at_all_is_a_loss_of_zero_with_zero_gradients(chunked, several_chunks):
+    run = linear_cross_entropy if chunked else plain
+    loss, *gradients = step(run, *example(ignored=slice(None)))
     assert loss.item() == 0.0
-    assert logits.grad.eq(0).all()
+    assert all(gradient.eq(0).all() for gradient in gradients)
 
 
 def test_is_float32_for_narrow_logits():
-    logits = torch.randn(1, 64, 300, generator=torch.Generator().manual_seed(0)).bfloat16()
-    targets = torch.arange(64)[None]
+    """Nothing is rounded to bfloat16 on the way."""
+    logits, targets = torch.randn(1, 64, 300).bfloat16(), torch.arange(64)[None]
     loss = cross_entropy(logits, targets)
-    assert loss.dtype == torch.float32
-    # nothing was rounded to bfloat16 on the way
     expected = F.cross_entropy(logits.double().flatten(0, 1), targets.flatten())
+    assert loss.dtype == torch.float32
     assert math.isclose(loss.item(), expected.item(), rel_tol=1e-6)
 
 
@@ -114,7 +111,7 @@ def padded(monkeypatch):
 def kernel(monkeypatch):
     """The GPU's kernel in Triton's interpreter, on a row of several blocks and a part of one."""
     monkeypatch.setattr(model.loss, "has_kernel", lambda logits: logits.dtype != torch.float64)
-    monkeypatch.setattr(importlib.import_module("model.loss_kernel"), "BLOCK", 32)
+    monkeypatch.setattr(importlib.import_module("model.kernels.loss"), "BLOCK", 32)
 
 
 SETTINGS = [
@@ -203,18 +200,21 @@ def test_the_kernel_where_a_row_is_sure_of_its_target_or_hopeless(kernel):
     expected = torch.nn.functional.cross_entropy(wide, targets, reduction="none", ignore_index=-100)
     gradient = torch.autograd.grad(expected.sum(), wide)[0]
     found = logits.clone()
-    loss = model.loss.cross_entropy_in_place(found, targets, 251, True)
+    cross_entropy = importlib.import_module("model.kernels.loss").cross_entropy_in_place
+    loss = cross_entropy(found, targets, 251, -100, True, 0.0)
     torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-6, atol=1e-6)
     # float32 has steps of 1.2e-7 above 1, where the sum of a sure row lies
     torch.testing.assert_close(found[:, :251].double(), gradient, rtol=1e-5, atol=2e-7)
     assert found[:, 251:].eq(0).all() and found[2].eq(0).all() and loss[2] == 0
-    beyond = model.loss.cross_entropy_in_place(logits, targets + 10, 251, False)
+    beyond = cross_entropy(logits, targets + 10, 251, -100, False, 0.0)
     assert beyond.isnan().nonzero().flatten().tolist() == [1, 2]
 
 
 def test_the_kernel_is_a_lawful_operator(kernel):
+    from model.kernels.loss import cross_entropy_in_place
+
     logits, targets = torch.randn(8, 64).bfloat16(), torch.arange(8)
-    torch.library.opcheck(model.loss.cross_entropy_in_place, (logits, targets, 60, True))
+    torch.library.opcheck(cross_entropy_in_place, (logits, targets, 60, -100, True, 0.1))
 
 
 def test_gradients_of_one_alone(several_chunks):
@@ -224,12 +224,6 @@ def test_gradients_of_one_alone(several_chunks):
     of_weight = torch.autograd.grad(linear_cross_entropy(x.detach(), weight, targets), weight)
     for found, gradient in zip((*of_x, *of_weight), expected, strict=True):
         assert torch.equal(found, gradient)
-
-
-def test_every_target_ignored_chunked(several_chunks):
-    loss, *gradients = step(linear_cross_entropy, *example(ignored=slice(None)))
-    assert loss.item() == 0.0
-    assert all(gradient.eq(0).all() for gradient in gradients)
 
 
 def test_without_gradients_the_same_loss_and_none_of_their_work(several_chunks):
@@ -332,101 +326,45 @@ def test_chunked_loss_on_a_gpu(dtype, compiled, monkeypatch):
     assert_near(*results, reference, dtype)
 
 
-@pytest.fixture
-def hopper_kernel():
-    """The kernel for Hopper in an interpreter, on a GPU of one multiprocessor, in small blocks."""
-    module = load_module("model.loss_hopper_kernel")
-    module.BLOCK, module.LARGEST = 64, 27 * 64
-    module.multiprocessors = lambda device: 1
-    return module
-
-
-@pytest.mark.parametrize("z_loss", [0.0, 0.1])
-@pytest.mark.parametrize(("vocab_size", "width"), [(330, 336), (64, 64), (320, 336)])
-def test_the_kernel_for_hopper(hopper_kernel, vocab_size, width, z_loss):
-    """Rows of several blocks, of one, and without a column of the vocabulary in the last. Some
-    programs have two rows.
-    """
-    logits = torch.randn(30, width, generator=torch.Generator().manual_seed(0)).bfloat16()
-    targets = torch.arange(30) * 11 % vocab_size
-    targets[2], targets[4], targets[5] = -100, vocab_size - 1, 3
-    logits[0, 3], logits[5, 3], logits[1, 9] = 60.0, 60.0, 40.0  # one is sure, two are hopeless
-    wide = logits[:, :vocab_size].double().requires_grad_()
-    expected = F.cross_entropy(wide, targets, reduction="none")
-    expected = expected + z_loss * (wide.logsumexp(-1).square() * (targets != -100))
-    gradient = torch.autograd.grad(expected.sum(), wide)[0]
-    logits[2, 5] = math.inf  # an ignored row has no gradient, whatever its logits are
-    found = logits.clone()
-    loss = hopper_kernel.launch(found, targets, vocab_size, -100, True, z_loss)
-    torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-6, atol=1e-5)
-    near = {"rtol": torch.finfo(found.dtype).eps, "atol": 1e-7}
-    torch.testing.assert_close(found[:, :vocab_size].double(), gradient, **near)
-    assert found[:, vocab_size:].eq(0).all() and found[2].eq(0).all() and loss[2] == 0
-    kept = logits.clone()
-    only = hopper_kernel.launch(kept, targets, vocab_size, -100, False, z_loss)
-    assert torch.equal(only, loss) and torch.equal(kept, logits)
-    targets[7], targets[8] = vocab_size, -1
-    loss = hopper_kernel.launch(kept, targets, vocab_size, -100, False, z_loss)
-    assert loss.isnan().nonzero().flatten().tolist() == [7, 8]
-
-
-def test_which_logits_the_kernel_for_hopper_takes():
-    from model.loss_hopper_kernel import BLOCK, LARGEST, SMALLEST, fits
-
-    def taken(width: int, vocab_size: int, dtype: torch.dtype = torch.bfloat16) -> bool:
-        return fits(torch.empty(2, width, dtype=dtype, device="meta"), vocab_size)
-
-    assert taken(50_304, 50_257) and taken(50_304, 50_257, torch.float16)
-    assert not taken(50_304, 50_257, torch.float32)
-    assert taken(SMALLEST, SMALLEST - 63) and not taken(SMALLEST - 64, SMALLEST - 64)
-    assert taken(LARGEST, LARGEST) and not taken(LARGEST + 64, LARGEST)
-    assert not taken(50_304 + 8, 50_257)  # rows that start between two copies of 16 bytes
-    assert not taken(12 * BLOCK + 64, 12 * BLOCK - 1)  # columns of no word in two blocks
-
-
-# rows of eight blocks, of thirteen with GPT-2's padding, and one that fills shared memory
+# GPT-2's vocabulary with its padding; less than a block
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize(
-    ("rows", "vocab_size", "width"),
-    [(700, 32_740, 32_768), (1500, 50_257, 50_304), (300, 110_592, 110_592)],
-)
-def test_the_kernel_for_hopper_on_a_gpu(dtype, rows, vocab_size, width):
+@pytest.mark.parametrize(("vocab_size", "width"), [(50_257, 50_304), (1000, 1024)])
+def test_the_kernel_on_a_gpu(dtype, vocab_size, width):
     """Against float64, with the error of one rounding; and its bits, repeated."""
-    from model import loss_hopper_kernel
-    from model.gelu import hopper_multiprocessors
+    from model.kernels.loss import cross_entropy_in_place
 
-    if not hopper_multiprocessors(torch.device("cuda", 0)):
-        pytest.skip("needs a Hopper GPU")
     torch.manual_seed(0)
-    logits = 2 * torch.randn(rows, width, device="cuda", dtype=dtype)
-    targets = torch.randint(vocab_size, (rows,), device="cuda")
+    logits = 2 * torch.randn(1500, width, device="cuda", dtype=dtype)
+    targets = torch.randint(vocab_size, (1500,), device="cuda")
     targets[3], targets[5] = -100, vocab_size - 1
     logits[7, targets[7]] = 60.0  # a row that is sure of its target
-    logits[3, 5] = math.inf  # in a row that is ignored
-    assert loss_hopper_kernel.fits(logits, vocab_size)
-    for z_loss in (0.0, 1e-4):
-        wide = logits[:, :vocab_size].double()
-        wide[3] = 0.0
-        wide.requires_grad_()
-        expected = F.cross_entropy(wide, targets, reduction="none")
-        expected = expected + z_loss * (wide.logsumexp(-1).square() * (targets != -100))
-        gradient = torch.autograd.grad(expected.sum(), wide)[0]
-        found = []
-        for _ in range(10):
-            result = logits.clone()
-            loss = model.loss.cross_entropy_in_place(result, targets, vocab_size, True, z_loss)
-            found.append((loss, result))
-        loss, result = found[0]
-        assert all(
-            torch.equal(a, b) for again in found for a, b in zip(again, found[0], strict=True)
-        )
-        torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-6, atol=2e-6)
-        error = (result[:, :vocab_size].double() - gradient).norm(dim=1)
-        assert (error <= torch.finfo(dtype).eps * gradient.norm(dim=1) + 1e-6).all()
-        assert result[3].eq(0).all() and result[:, vocab_size:].eq(0).all()
-        only = model.loss.cross_entropy_in_place(logits.clone(), targets, vocab_size, False, z_loss)
-        torch.testing.assert_close(only, loss)
-    targets[9] = vocab_size
-    loss = model.loss.cross_entropy_in_place(logits.clone(), targets, vocab_size, True)
-    assert loss.isnan().nonzero().tolist() == [[9]]
+    wide = logits[:, :vocab_size].double().requires_grad_()
+    expected = F.cross_entropy(wide, targets, reduction="none")
+    expected = expected + 1e-4 * (wide.logsumexp(-1).square() * (targets != -100))
+    gradient = torch.autograd.grad(expected.sum(), wide)[0]
+    found, again = logits.clone(), logits.clone()
+    loss, repeated = (
+        cross_entropy_in_place(each, targets, vocab_size, -100, True, 1e-4)
+        for each in (found, again)
+    )
+    assert torch.equal(loss, repeated) and torch.equal(found, again)
+    torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-6, atol=2e-6)
+    error = (found[:, :vocab_size].double() - gradient).norm(dim=1)
+    assert (error <= torch.finfo(dtype).eps * gradient.norm(dim=1) + 1e-6).all()
+    assert found[3].eq(0).all() and found[:, vocab_size:].eq(0).all()
+    alone = cross_entropy_in_place(logits, targets, vocab_size, -100, False, 1e-4)
+    torch.testing.assert_close(alone, loss)
+
+
+@pytest.mark.gpu
+def test_the_mean_does_not_round_gradients_twice():
+    """1 / 230 has an error of 0.3% in bfloat16, which all gradients would share."""
+    x, weight, targets = (t.detach().cuda() for t in example(tokens=150))
+    assert (targets != -100).sum() == 230
+    leaves = [t.bfloat16().requires_grad_() for t in (x, weight)]
+    found = step(linear_cross_entropy, *leaves, targets)
+    exact = step(plain, *(t.detach().double().requires_grad_() for t in leaves), targets)
+    for ours, reference in zip(found[1:], exact[1:], strict=True):
+        scale = (ours.double() * reference).sum() / reference.square().sum()
+        assert abs(scale - 1) < 1e-3

@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import model.norm
-from attention import get_backend
-from config import ModelConfig
-from model import GPT, norm_kernel
-from model.norm import add_norm, add_norm_backward, add_norm_operator, build_norm
+import model.kernels
+from model.kernels import add_norm, fits_norm_kernel, has_norm_kernel
+from tests.selection import diagonal
 
-NORMS = {"layernorm": {}, "layernorm-nobias": {"bias": False}, "rmsnorm": {"norm": "rmsnorm"}}
-every_norm = pytest.mark.parametrize("fields", NORMS.values(), ids=NORMS)
+NORMS = {
+    "layernorm": nn.LayerNorm,
+    "layernorm-nobias": lambda width, eps: nn.LayerNorm(width, eps, bias=False),
+    "rmsnorm": nn.RMSNorm,
+}
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 # of the residual stream, and of the branches and the norm's result
 DTYPES = {
@@ -26,46 +27,22 @@ DTYPES = {
     "fp32-fp16": (FP32, FP16),
     "bf16": (BF16, BF16),
 }
-every_dtype = pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
-
-
-def fits(x: Tensor, branch: Tensor) -> bool:
-    return torch.is_grad_enabled() and model.norm.fits_kernel(x, branch)
 
 
 @pytest.fixture
 def kernel(monkeypatch):
-    monkeypatch.setattr(model.norm, "has_kernel", fits)
+    def fits(x: Tensor, branch: Tensor) -> bool:
+        return torch.is_grad_enabled() and fits_norm_kernel(x, branch)
+
+    monkeypatch.setattr(model.kernels, "has_norm_kernel", fits)
 
 
-def plain(
-    x: Tensor, branch: Tensor, norm: nn.Module, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    x = x + branch
-    if bias is not None:  # the branch contains it: only its gradient is left
-        x = x + (bias - bias.detach())
-    return x, norm(x)
-
-
-def perturb(module: nn.Module) -> nn.Module:
-    """Gains and biases that nobody could leave out unnoticed. Matrices stay small: with large ones
-    half of a gradient in bfloat16 is rounding.
-    """
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.ndim > 1:
-                continue
-            parameter.add_((0.3 * torch.randn(parameter.shape, generator=generator)).to(parameter))
-    return module
+def plain(x: Tensor, branch: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    return x + branch, norm(x + branch)
 
 
 def example(
-    width: int,
-    tokens: int,
-    fields: dict,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    device: str = "cpu",
+    width: int, tokens: int, norm: str, dtypes: str = "fp32", device: str = "cpu"
 ) -> tuple[Tensor, Tensor, nn.Module]:
     """x and branch (2, tokens, width) and a norm.
 
@@ -73,9 +50,12 @@ def example(
     """
     generator = torch.Generator().manual_seed(0)
     x, branch = (torch.randn(2, tokens, width, generator=generator) for _ in range(2))
-    norm = perturb(build_norm(ModelConfig(hidden_size=width, num_heads=1, **fields)))
-    stream, narrow = dtypes
-    return (2 + 2 * x).to(device, stream), branch.to(device, narrow), norm.to(device, stream)
+    stream, narrow = DTYPES[dtypes]
+    module = NORMS[norm](width, eps=1e-5)
+    with torch.no_grad():
+        for parameter in module.parameters():  # so that nobody could leave them out unnoticed
+            parameter.add_(0.3 * torch.randn(width, generator=generator))
+    return (2 + 2 * x).to(device, stream), branch.to(device, narrow), module.to(device, stream)
 
 
 def results(
@@ -86,22 +66,17 @@ def results(
     *,
     narrow: torch.dtype,
     sum_used: bool = True,
-    with_bias: bool = False,
 ) -> list[Tensor]:
-    """x + branch, its norm in `narrow`, and the gradients of x, branch, weight and bias. with_bias:
-    and of a bias that the branch contains.
-    """
+    """x + branch, its norm in `narrow`, and the gradients of x, branch, weight and bias."""
     inputs = [x.detach().requires_grad_(), branch.detach().requires_grad_()]
-    bias = [torch.ones_like(x[0, 0]).requires_grad_()] * with_bias
-    with torch.autocast(
-        x.device.type, narrow, enabled=narrow.itemsize < x.dtype.itemsize and x.dtype == FP32
-    ):
-        total, y = function(*inputs, norm, *bias)
+    autocast = narrow.itemsize < x.dtype.itemsize and x.dtype == FP32
+    with torch.autocast(x.device.type, narrow, enabled=autocast):
+        total, y = function(*inputs, norm)
     y = y.to(narrow)
     generator = torch.Generator().manual_seed(2)
     d_total, d_y = (torch.randn(x.shape, generator=generator).to(x.device) for _ in range(2))
     loss = (y * d_y).sum() + (total * d_total).sum() * sum_used
-    leaves = [*inputs, *norm.parameters(), *bias]
+    leaves = [*inputs, *norm.parameters()]
     return [total.detach(), y.detach(), *torch.autograd.grad(loss, leaves)]
 
 
@@ -113,68 +88,43 @@ def assert_near(found: list[Tensor], baseline: list[Tensor], reference: list[Ten
 
 
 def check(function: Callable, x: Tensor, branch: Tensor, norm: nn.Module, **settings: bool) -> None:
-    narrow = branch.dtype
     found, baseline = (
-        results(each, x, branch, norm, narrow=narrow, **settings) for each in (function, plain)
+        results(each, x, branch, norm, narrow=branch.dtype, **settings)
+        for each in (function, plain)
     )
     wide = x.double(), branch.double(), copy.deepcopy(norm).double()
     assert_near(found, baseline, results(plain, *wide, narrow=torch.float64, **settings))
 
 
-# the paths of a program (several rows, a short last program, a wide row), each dtype, each norm
+# several rows a program, a short last program, a wide row; each dtype, each norm
 PAIRS = [
-    (64, 37, "fp32", "layernorm"),
-    (96, 5, "fp32-bf16", "rmsnorm"),
-    (96, 5, "fp32-fp16", "layernorm-nobias"),
-    (768, 9, "bf16", "layernorm"),
-    (768, 9, "fp32", "rmsnorm"),
+    (64, 37, "layernorm", "fp32"),
+    (96, 40, "rmsnorm", "fp32-bf16"),
+    (96, 5, "layernorm-nobias", "fp32-fp16"),
+    (768, 9, "layernorm", "bf16"),
+    (768, 9, "rmsnorm", "fp32"),
 ]
 
 
-@pytest.mark.parametrize(("width", "tokens", "dtypes", "fields"), PAIRS)
-def test_kernel_gives_sum_norm_and_gradients(kernel, width, tokens, dtypes, fields):
-    """One row per program and several; widths that are not powers of two; a short last program."""
-    check(add_norm, *example(width, tokens, NORMS[fields], DTYPES[dtypes]))
+@pytest.mark.parametrize(("width", "tokens", "norm", "dtypes"), PAIRS)
+def test_kernel_gives_sum_norm_and_gradients(kernel, width, tokens, norm, dtypes):
+    check(add_norm, *example(width, tokens, norm, dtypes))
 
 
-@every_norm
-def test_behind_the_last_norm_nobody_uses_the_sum(kernel, fields):
-    check(add_norm, *example(96, 40, fields, DTYPES["fp32-bf16"]), sum_used=False)
-
-
-@pytest.mark.parametrize(
-    ("dtypes", "fields"), [("fp32", "rmsnorm"), ("fp32-bf16", "layernorm"), ("bf16", "layernorm")]
-)
-def test_gradient_of_a_bias_in_the_branch(kernel, dtypes, fields):
-    """Of fewer rows than the sum of the programs' shares takes at once, and of more columns."""
-    check(add_norm, *example(96, 40, NORMS[fields], DTYPES[dtypes]), with_bias=True)
-
-
-@pytest.mark.parametrize("width", [64, 96])
-def test_ones_after_the_norm(width):
-    """Forward, and where the backward pass computes the norm again."""
-    x, branch, norm = example(width, 37, {}, DTYPES["fp32-bf16"])
-    given = norm.weight.detach(), norm.bias.detach()
-    total, y, statistics = norm_kernel.forward(x, branch, *given, 1e-5, True, BF16, 16)
-    *_, again = norm_kernel.backward(
-        None, y[..., :width].contiguous(), total, *given, statistics, BF16,
-        branch_bias=False, again=True, ones=16,
-    )  # fmt: skip
-    for rows in (y, again):
-        assert rows[..., width].eq(1).all() and rows[..., width + 1 :].eq(0).all()
-        plain = norm_kernel.forward(x, branch, *given, 1e-5, True, BF16, 0)[1]
-        torch.testing.assert_close(rows[..., :width], plain, rtol=0.01, atol=0.01)
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_behind_the_last_norm_nobody_uses_the_sum(kernel, norm):
+    check(add_norm, *example(96, 40, norm, "fp32-bf16"), sum_used=False)
 
 
 def test_nor_anybody_the_norm(kernel):
-    x, branch, norm = example(64, 3, {}, DTYPES["fp32"])
+    x, branch, norm = example(64, 3, "layernorm")
     leaves = [x.requires_grad_(), branch.requires_grad_(), norm.weight]
     of_x, of_branch, of_weight = torch.autograd.grad(add_norm(x, branch, norm)[0].sum(), leaves)
     assert of_x.eq(1).all() and of_branch.eq(1).all() and of_weight.eq(0).all()
 
 
 def test_without_a_branch_and_in_float64_it_is_pytorchs(kernel):
-    x, branch, norm = example(64, 3, {}, DTYPES["fp32"])
+    x, branch, norm = example(64, 3, "layernorm")
     total, y = add_norm(x, None, norm)
     assert total is x and torch.equal(y, norm(x))
     wide = x.double(), branch.double(), norm.double()
@@ -182,115 +132,55 @@ def test_without_a_branch_and_in_float64_it_is_pytorchs(kernel):
 
 
 def test_rows_that_lie_apart_in_memory(kernel):
-    x, branch, norm = example(64, 6, {}, DTYPES["fp32"])
+    x, branch, norm = example(64, 6, "layernorm")
     check(add_norm, x.mT.contiguous().mT, branch.transpose(0, 1).contiguous().transpose(0, 1), norm)
 
 
-@pytest.mark.parametrize(("fields", "dtypes"), [("layernorm", "fp32-bf16"), ("rmsnorm", "fp32")])
-def test_lawful_operators(fields, dtypes):
-    x, branch, norm = example(64, 3, NORMS[fields], DTYPES[dtypes])
-    stream, narrow = DTYPES[dtypes]
-    weight, bias, centred = norm.weight, getattr(norm, "bias", None), fields == "layernorm"
-    branch_bias = torch.ones(64, requires_grad=True)
-    inputs = [x.requires_grad_(), branch.requires_grad_(), weight, bias, 1e-5, centred, narrow]
-    torch.library.opcheck(add_norm_operator, [*inputs, branch_bias, 0])
-    total, y, statistics = (x.detach() for x in add_norm_operator(*inputs, branch_bias, 0))
-    weight, bias = (None if each is None else each.detach() for each in (weight, bias))
-    given = torch.randn_like(y), total, weight, bias, statistics, narrow
-    torch.library.opcheck(add_norm_backward, (torch.randn_like(total), *given, True, False, 0))
-    torch.library.opcheck(add_norm_backward, (None, *given, False, True, 16))
+@pytest.mark.parametrize(("norm", "dtypes"), [("layernorm", "fp32-bf16"), ("rmsnorm", "fp32")])
+def test_lawful_operators(norm, dtypes):
+    from model.kernels.norm import add_norm_backward, add_norm_forward
+
+    x, branch, module = example(64, 3, norm, dtypes)
+    narrow, bias = DTYPES[dtypes][1], getattr(module, "bias", None)
+    centred = norm == "layernorm"
+    inputs = x.requires_grad_(), branch.requires_grad_(), module.weight, bias, 1e-5, centred, narrow
+    torch.library.opcheck(add_norm_forward, inputs)
+    total, y, statistics = (x.detach() for x in add_norm_forward(*inputs))
+    given = torch.randn_like(y), total, module.weight.detach(), statistics, narrow, centred
+    torch.library.opcheck(add_norm_backward, (torch.randn_like(total), *given))
+    torch.library.opcheck(add_norm_backward, (None, *given))
 
 
-def loss_and_gradients(
-    model: GPT, tokens: Tensor, *, dtype: torch.dtype = FP32, run: Callable | None = None
-) -> list[Tensor]:
-    torch.manual_seed(1)  # of dropout
-    with torch.autocast(tokens.device.type, dtype, enabled=dtype != FP32):
-        loss = (model if run is None else run)(tokens, tokens).loss
-    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
-
-
-MODES = {
-    "none": {},
-    "block": {"checkpoint": "block"},
-    "attention-chunks": {"checkpoint": "attention", "chunk_tokens": 20},
-    "elementwise": {"checkpoint": "elementwise"},
-    "attention": {"checkpoint": "attention"},
-    "dropout": {"dropout": 0.2},
-}
-
-
-# Triton's interpreter cuts the digits of bfloat16 off, and rounds float16 as a GPU does
-@pytest.mark.parametrize(
-    ("dtype", "variant", "keeps"),
-    [(FP16, "gpt2", MODES["none"]), (FP32, "modern", MODES["attention-chunks"])],
-    ids=str,
-)
-def test_the_whole_model_with_the_kernel_and_without(
-    build_gpt, modern, random_tokens, monkeypatch, variant, dtype, keeps
-):
-    """That a block has the same results is tested in test_fused_block.py."""
-    shape = {"max_seq_len": 32} | (modern if variant == "modern" else {}) | keeps
-    network, tokens = perturb(build_gpt("sdpa", **shape)), random_tokens(2, 32)
-    exact = loss_and_gradients(copy.deepcopy(network).double(), tokens)
-    baseline = loss_and_gradients(network, tokens, dtype=dtype)
-    sums = []
-
-    def counted(x: Tensor, branch: Tensor) -> bool:
-        if branch is not x:  # else the model asks whether it has the kernel at all
-            sums.append(x.dtype)
-        return fits(x, branch)
-
-    monkeypatch.setattr(model.norm, "has_kernel", counted)
-    assert_near(loss_and_gradients(network, tokens, dtype=dtype), baseline, exact)
-    if not keeps:
-        # all sums wait for a norm: two a block, the last one before the final norm
-        assert sums == [FP32] * 4
-
-
-# the paths of add_norm_linear() and of recomputed halves, and what comes between
-@pytest.mark.parametrize("keeps", ["elementwise", "block", "dropout"])
-def test_in_one_graph_with_the_kernel(build_gpt, random_tokens, kernel, keeps):
-    network, tokens = build_gpt("sdpa", max_seq_len=32, **MODES[keeps]), random_tokens(2, 32)
+def test_in_one_graph_with_the_kernel(kernel):
     torch._dynamo.reset()
-    compiled = network.compiled(backend="aot_eager", fullgraph=True)
-    found = loss_and_gradients(network, tokens, run=compiled)
-    torch.testing.assert_close(found, loss_and_gradients(network, tokens))
+    compiled = torch.compile(add_norm, backend="aot_eager", fullgraph=True)
+    inputs = example(64, 6, "layernorm")
+    found, expected = (results(each, *inputs, narrow=FP32) for each in (compiled, add_norm))
+    torch.testing.assert_close(found, expected)
+
+
+SIZES = [(64, 37), (96, 1000), (768, 4099), (1600, 515), (8192, 70)]
 
 
 @pytest.mark.gpu
-@every_norm
-@every_dtype
 @pytest.mark.parametrize(
-    "width, tokens", [(64, 37), (96, 1000), (768, 4099), (1600, 515), (8192, 70)]
+    ("size", "norm", "dtypes", "compiled"),
+    diagonal(
+        {f"{width}x{tokens}": (width, tokens) for width, tokens in SIZES},
+        {name: name for name in NORMS},
+        {name: name for name in DTYPES},
+        {"eager": False, "compiled": True},
+    ),
 )
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_kernel_on_a_gpu(width, tokens, dtypes, fields, compiled):
+def test_kernel_on_a_gpu(size, norm, dtypes, compiled):
     torch._dynamo.reset()
-    x, branch, norm = example(width, tokens, fields, dtypes, "cuda")
-    assert model.norm.has_kernel(x, branch)
-    run = torch.compile(add_norm, fullgraph=True) if compiled else add_norm
-    check(run, x, branch, norm, with_bias=True)
+    x, branch, module = example(*size, norm, dtypes, "cuda")
+    assert has_norm_kernel(x, branch)
+    check(torch.compile(add_norm, fullgraph=True) if compiled else add_norm, x, branch, module)
 
 
 @pytest.mark.gpu
 def test_gradients_are_the_same_bits_every_time():
-    inputs = example(768, 20_000, {}, DTYPES["fp32-bf16"], "cuda")
+    inputs = example(768, 20_000, "layernorm", "fp32-bf16", "cuda")
     first, second = (results(add_norm, *inputs, narrow=BF16) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("keeps", [name for name in MODES if name != "dropout"])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_the_whole_model_on_a_gpu(compiled, keeps, monkeypatch):
-    shape = {"num_layers": 2, "num_heads": 4, "hidden_size": 256, "max_seq_len": 64}
-    config = ModelConfig(**shape, **MODES[keeps])
-    network = perturb(GPT(config, vocab_size=61, backend=get_backend("sdpa"))).cuda()
-    tokens = torch.randint(61, (4, 64), device="cuda")
-    torch._dynamo.reset()
-    run = network.compiled() if compiled else None
-    found = loss_and_gradients(network, tokens, dtype=BF16, run=run)
-    monkeypatch.setattr(model.norm, "has_kernel", lambda x, branch: False)
-    baseline = loss_and_gradients(network, tokens, dtype=BF16)
-    assert_near(found, baseline, loss_and_gradients(copy.deepcopy(network).double(), tokens))

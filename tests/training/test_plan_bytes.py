@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import model.norm
+import model.kernels
 from attention import get_backend
 from config import AttentionConfig, ModelConfig, RunConfig
 from conformance.memory_growth import LiveTensors
@@ -202,7 +202,7 @@ def test_attention_kept_by_a_compiled_model(shape, attention):
 def test_saved_for_backward_where_sum_and_norm_are_one_kernel(
     monkeypatch, shape, compiled, checkpoint
 ):
-    monkeypatch.setattr(model.norm, "has_kernel", model.norm.fits_kernel)
+    monkeypatch.setattr(model.kernels, "has_norm_kernel", model.kernels.fits_norm_kernel)
     step = Step(shape, "sdpa", BF16, compiled=compiled, checkpoint=checkpoint)
     assert step.plan.saved == pytest.approx(step.saved_bytes(), rel=0.03)
 

@@ -12,7 +12,10 @@ numbers wait in registers, rounded, two in a register.
 Dimensions: T tokens, K features of x or d_y, F features of hidden.
 """
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -107,7 +110,7 @@ def add_bias(x, bias_ptr):
 
 @gluon.jit
 def sigmoid(x):
-    """The s of gelu(x) = x s: see gelu_by_sigmoid() in model/gelu.py."""
+    """The s of gelu(x) = x s: see gelu_by_sigmoid() in model/kernels/__init__.py."""
     # -2 sqrt(2 / pi) log2(e) for exp2, and 0.044715 times that
     power = gl.exp2(x * (-2.302208198144325 - 0.10294323897942917 * (x * x)))
     return gl.inline_asm_elementwise(
@@ -370,33 +373,34 @@ def mlp_kernel(
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    block = (rows, columns)
-    return TensorDescriptor(
-        x, list(x.shape), list(x.stride()), list(block), shared_layout(block, x.dtype)
-    )
-
-
-def grid_of(rows: int, width_out: int, device: torch.device) -> tuple[int, int]:
-    """Programs along the features and along the tokens."""
-    columns = width_out // COLUMNS.value
-    return columns, min(blocks_of(rows), max(1, multiprocessors(device) // columns))
-
-
-def blocks_of(rows: int) -> int:
-    return tiles_of(rows, ROWS.value * CONSUMERS.value)
-
-
-def descriptors(
-    x: Tensor, weight: Tensor, hidden: Tensor, out: Tensor, box: tuple[int, int]
-) -> list[TensorDescriptor]:
-    height, step, quarter = ROWS.value, STEP.value, QUARTER.value
-    return [
-        descriptor(x, height, step),
+def launch(
+    x: Tensor, weight: Tensor, hidden: Tensor, out: Tensor, bias: Tensor | None
+) -> Tensor | None:
+    """Run mlp_kernel() on matrices; without a bias backward. Then it returns the sum over the
+    tokens, (F,) in float32, which has the same order every time.
+    """
+    backward, (rows, width) = bias is None, hidden.shape
+    columns, blocks = width // COLUMNS.value, tiles_of(rows, ROWS.value * CONSUMERS.value)
+    programs = min(blocks, max(1, multiprocessors(x.device) // columns))
+    partial = None
+    if backward:
+        shape = (4 * CONSUMERS.value * programs, width)
+        partial = torch.empty(shape, dtype=torch.float32, device=x.device)
+    box = (STEP.value, COLUMNS.value) if backward else (COLUMNS.value, STEP.value)
+    mlp_kernel[columns, programs](
+        descriptor(x, ROWS.value, STEP.value),
         descriptor(weight, *box),
-        descriptor(hidden, height, quarter),
-        descriptor(out, height, quarter),
-    ]
+        descriptor(hidden, ROWS.value, QUARTER.value),
+        descriptor(out, ROWS.value, QUARTER.value),
+        bias, partial, width, blocks,
+        K=x.shape[1], STAGES=3 if backward else 4, BACKWARD=backward, num_warps=4,
+    )  # fmt: skip
+    return None if partial is None else partial.sum(0)
+
+
+def descriptor(x: Tensor, *box: int) -> TensorDescriptor:
+    layout = shared_layout(box, x.dtype)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(box), layout)
 
 
 def readable(x: Tensor) -> Tensor:
@@ -405,36 +409,65 @@ def readable(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % 16 else x
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
-    """hidden and activated (..., F), for x (..., K), weight (F, K) of the same dtype, and bias (F,)
-    of any.
+# operators, each one node for torch.compile. They return new tensors, not views
+@torch.library.custom_op("tilegpt::linear_gelu", mutates_args=())
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
+    """x weight^T + bias, and GELU of it, both (..., F), for x (..., K) and weight (F, K) of one
+    dtype and bias (F,) of any.
     """
-    shape = x.shape[:-1]
-    x, weight = readable(x), readable(weight)
-    hidden = x.new_empty(len(x), len(weight))
+    hidden = x.new_empty(*x.shape[:-1], len(weight))
     activated = torch.empty_like(hidden)
-    width_out, width_in = weight.shape
-    mlp_kernel[grid_of(len(x), width_out, x.device)](
-        *descriptors(x, weight, hidden, activated, (COLUMNS.value, STEP.value)),
-        bias.contiguous(), None, width_out, blocks_of(len(x)),
-        K=width_in, STAGES=4, BACKWARD=False, num_warps=4,
-    )  # fmt: skip
-    return [hidden.unflatten(0, shape), activated.unflatten(0, shape)]
+    results = hidden.flatten(0, -2), activated.flatten(0, -2)
+    launch(readable(x), readable(weight), *results, bias.contiguous())
+    return [hidden, activated]
 
 
-def backward(d_y: Tensor, weight: Tensor, hidden: Tensor) -> list[Tensor]:
-    """d_hidden (..., F), and its sum over the tokens, (F,) in float32, for d_y (..., K), weight
-    (K, F) and hidden (..., F) of one dtype. Sums have the same order every time.
+@linear_gelu.register_fake
+def _(x, weight, bias):
+    shape = *x.shape[:-1], weight.shape[0]
+    return [x.new_empty(shape), x.new_empty(shape)]
+
+
+@torch.library.custom_op("tilegpt::product_gelu_backward", mutates_args=())
+def product_gelu_backward(d_y: Tensor, weight: Tensor, hidden: Tensor) -> list[Tensor]:
+    """The gradient of hidden (..., F), and its sum over all tokens, (F,) in float32.
+
+    d_y (..., K), weight (K, F), all of one dtype. d_y weight is the gradient of gelu(hidden).
     """
-    shape = hidden.shape[:-1]
-    d_y, weight, hidden = readable(d_y), readable(weight), readable(hidden)
-    d_hidden = torch.empty_like(hidden)
-    width_in, width_out = weight.shape
-    grid = grid_of(len(d_y), width_out, d_y.device)
-    sums = d_y.new_empty(4 * CONSUMERS.value * grid[1], width_out, dtype=torch.float32)
-    mlp_kernel[grid](
-        *descriptors(d_y, weight, hidden, d_hidden, (STEP.value, COLUMNS.value)),
-        None, sums, width_out, blocks_of(len(d_y)),
-        K=width_in, STAGES=3, BACKWARD=True, num_warps=4,
-    )  # fmt: skip
-    return [d_hidden.unflatten(0, shape), sums.sum(0)]
+    hidden_rows, d_hidden = readable(hidden), hidden.new_empty(hidden.shape)
+    sums = launch(readable(d_y), readable(weight), hidden_rows, d_hidden.flatten(0, -2), None)
+    return [d_hidden, sums]
+
+
+@product_gelu_backward.register_fake
+def _(d_y, weight, hidden):
+    return [hidden.new_empty(hidden.shape), hidden.new_empty(hidden.shape[-1], dtype=torch.float32)]
+
+
+class GeluMLP(torch.autograd.Function):
+    """gelu_mlp() of model/kernels/__init__.py. As under autocast, the products of 16 bits are the
+    gradients of the weights.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor
+    ) -> Tensor:
+        ctx.dtypes = [parameter.dtype for parameter in (up, up_bias, down, down_bias)]
+        up, down = up.to(x.dtype), down.to(x.dtype)
+        hidden, activated = linear_gelu(x, up, up_bias)
+        ctx.save_for_backward(x, hidden, activated, up, down)
+        return F.linear(activated, down, down_bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        x, hidden, activated, up, down = ctx.saved_tensors
+        d_hidden, d_up_bias = product_gelu_backward(d_y, down, hidden)
+        gradients = (
+            d_hidden.flatten(0, -2).mT @ x.flatten(0, -2),
+            d_up_bias,
+            d_y.flatten(0, -2).mT @ activated.flatten(0, -2),
+            d_y.flatten(0, -2).sum(0, dtype=torch.float32),
+        )
+        found = zip(gradients, ctx.dtypes, strict=True)
+        return d_hidden @ up, *(gradient.to(dtype) for gradient, dtype in found)

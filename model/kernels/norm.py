@@ -8,12 +8,14 @@ for the branch's product.
 Dimensions: T tokens, C hidden_size.
 """
 
-from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from attention.kernels.tiles import multiprocessors
 
 # elements of a program's rows in a warp. On an H200, with 32,768 rows of 768, more rows or warps
 # were no faster forward. The backward pass holds more numbers for each element
@@ -34,38 +36,9 @@ def load_row(ptr, column, of_columns):
 
 
 @triton.jit
-def store_norm(
-    y_ptr, y, first, row, column, of_rows, of_columns, width, stride, ONES: tl.constexpr
-):  # fmt: skip
-    """Store rows of y, followed by a one and zeros in ONES columns."""
-    y_ptr += (first + row)[:, None] * stride
-    mask = of_rows[:, None] & of_columns[None, :]
-    tl.store(y_ptr + column[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
-    if ONES:
-        after = tl.arange(0, ONES)[None, :] + tl.zeros_like(row)[:, None]
-        ones = tl.where(after == 0, 1.0, 0.0).to(y_ptr.dtype.element_ty)
-        tl.store(y_ptr + width + after, ones, mask=of_rows[:, None])
-
-
-@triton.jit
-def store_share(
-    share_ptr, d_weight, d_bias, d_branch_bias, of_columns, width,
-    BIAS: tl.constexpr, BRANCH_BIAS: tl.constexpr,
-):  # fmt: skip
-    """Store a program's rows of sums, one below the other."""
-    tl.store(share_ptr, d_weight, mask=of_columns)
-    if BIAS:
-        share_ptr += width
-        tl.store(share_ptr, d_bias, mask=of_columns)
-    if BRANCH_BIAS:
-        tl.store(share_ptr + width, d_branch_bias, mask=of_columns)
-
-
-@triton.jit
 def add_norm_kernel(
-    x_ptr, branch_ptr, weight_ptr, bias_ptr, total_ptr, y_ptr, statistics_ptr, rows, width,
-    y_stride, eps,
-    CENTRED: tl.constexpr, ONES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, branch_ptr, weight_ptr, bias_ptr, total_ptr, y_ptr, statistics_ptr, rows, width, eps,
+    CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """For ROWS rows per program: total = x + branch, y = norm(total)."""
     first = tl.program_id(0).to(tl.int64) * ROWS
@@ -90,20 +63,18 @@ def add_norm_kernel(
     y = total * rstd[:, None] * load_row(weight_ptr, column, of_columns)
     if bias_ptr is not None:
         y += load_row(bias_ptr, column, of_columns)
-    store_norm(y_ptr, y, first, row, column, of_rows, of_columns, width, y_stride, ONES)
+    tl.store(y_ptr + start + offset, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def add_norm_backward_kernel(
-    d_total_ptr, d_y_ptr, total_ptr, weight_ptr, bias_ptr, statistics_ptr, d_x_ptr, d_branch_ptr,
-    y_ptr, share_ptr, rows, width, y_stride,
-    CENTRED: tl.constexpr, BRANCH_BIAS: tl.constexpr, ONES: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    d_total_ptr, d_y_ptr, total_ptr, weight_ptr, statistics_ptr, d_x_ptr, d_branch_ptr, share_ptr,
+    rows, width,
+    CENTRED: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program takes every num_programs-th tile of ROWS rows. It computes the gradients of x and
-    the branch, and its rows' share of the gradients of weight, bias and the branch's bias.
-
-    With y_ptr, it also computes the norm.
+    the branch, and its rows' share of the gradients of weight and bias.
     """
     row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK)
     of_columns = column < width
@@ -111,7 +82,6 @@ def add_norm_backward_kernel(
     weight = load_row(weight_ptr, column, of_columns)
     d_weight = tl.zeros((BLOCK,), tl.float32)
     d_bias = tl.zeros((BLOCK,), tl.float32)
-    d_branch_bias = tl.zeros((BLOCK,), tl.float32)
 
     for tile in tl.range(
         tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES
@@ -127,12 +97,7 @@ def add_norm_backward_kernel(
             total -= tl.load(statistics_ptr + rows + first + row, mask=of_rows, other=0.0)[:, None]
         normalised = total * rstd[:, None]
         d_weight += tl.sum(d_y * normalised, 0)
-        if y_ptr is not None:
-            y = normalised * weight
-            if bias_ptr is not None:  # loaded for every tile: no registers are left to keep it
-                y += load_row(bias_ptr, column, of_columns)
-            store_norm(y_ptr, y, first, row, column, of_rows, of_columns, width, y_stride, ONES)
-        if bias_ptr is not None:
+        if BIAS:
             d_bias += tl.sum(d_y, 0)
         d_normalised = d_y * weight
         d_x = d_normalised - normalised * (tl.sum(d_normalised * normalised, 1) / width)[:, None]
@@ -141,17 +106,16 @@ def add_norm_backward_kernel(
         d_x *= rstd[:, None]
         if d_total_ptr is not None:
             d_x += tl.load(d_total_ptr + start + offset, mask=mask, other=0.0).to(tl.float32)
-        if BRANCH_BIAS:
-            d_branch_bias += tl.sum(d_x, 0)
         tl.store(d_x_ptr + start + offset, d_x.to(d_x_ptr.dtype.element_ty), mask=mask)
         if d_branch_ptr is not None:
             tl.store(
                 d_branch_ptr + start + offset, d_x.to(d_branch_ptr.dtype.element_ty), mask=mask
             )
 
-    BIAS: tl.constexpr = bias_ptr is not None
-    share_ptr += tl.program_id(0) * (1 + BIAS + BRANCH_BIAS) * width + column
-    store_share(share_ptr, d_weight, d_bias, d_branch_bias, of_columns, width, BIAS, BRANCH_BIAS)
+    share_ptr += tl.program_id(0) * (1 + BIAS) * width + column
+    tl.store(share_ptr, d_weight, mask=of_columns)
+    if BIAS:
+        tl.store(share_ptr + width, d_bias, mask=of_columns)
 
 
 @triton.jit
@@ -170,15 +134,6 @@ def sum_shares_kernel(
     tl.store(sum_ptr + column, tl.sum(total, 0), mask=of_columns)
 
 
-@cache
-def multiprocessors(device: torch.device) -> int:
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else 1
-    )
-
-
 def constants(width: int, warp_elements: int) -> dict[str, int]:
     """A kernel's constants for rows of this length."""
     block = triton.next_power_of_2(width)
@@ -189,7 +144,9 @@ def constants(width: int, warp_elements: int) -> dict[str, int]:
     }
 
 
-def forward(
+# operators, each one node for torch.compile. They return new tensors, not views
+@torch.library.custom_op("tilegpt::add_norm", mutates_args=())
+def add_norm_forward(
     x: Tensor,
     branch: Tensor,
     weight: Tensor,
@@ -197,62 +154,89 @@ def forward(
     eps: float,
     centred: bool,
     dtype: torch.dtype,
-    ones: int,
 ) -> list[Tensor]:
-    """x + branch, its norm in dtype (..., C + ones), and the statistics of each row for backward():
-    float32 1 / deviation (1, T), or with the mean (2, T).
+    """x + branch, its norm in dtype, both (..., C), and the statistics of each row for the backward
+    pass: float32 1 / deviation (1, T), or with the mean (2, T).
 
-    ones: 0, or a power of two. So many columns follow the norm; the first holds ones, the others
-    zeros. Multiples of 16 keep the stores fast.
-
-    x and branch (..., C), contiguous, weight and bias (C,), each of float16, bfloat16 or float32.
-    centred: LayerNorm, else RMSNorm.
+    x and branch (..., C), weight and bias (C,), each of float16, bfloat16 or float32. centred:
+    LayerNorm, else RMSNorm.
     """
-    width = x.shape[-1]
+    x, branch, width = x.contiguous(), branch.contiguous(), x.shape[-1]
     rows, meta = x.numel() // width, constants(width, WARP_ELEMENTS)
-    total, y = torch.empty_like(x), x.new_empty(*x.shape[:-1], width + ones, dtype=dtype)
+    total, y = torch.empty_like(x), torch.empty_like(x, dtype=dtype)
     statistics = x.new_empty(2 if centred else 1, rows, dtype=torch.float32)
-    grid = (triton.cdiv(rows, meta["ROWS"]),)
-    add_norm_kernel[grid](
-        x, branch, weight, bias, total, y, statistics, rows, width, width + ones, eps,
-        CENTRED=centred, ONES=ones, **meta,
-    )  # fmt: skip
+    add_norm_kernel[triton.cdiv(rows, meta["ROWS"]),](
+        x, branch, weight, bias, total, y, statistics, rows, width, eps, CENTRED=centred, **meta
+    )
     return [total, y, statistics]
 
 
-def backward(
-    d_total: Tensor | None, d_y: Tensor, total: Tensor, weight: Tensor, bias: Tensor | None,
-    statistics: Tensor, dtype: torch.dtype,
-    *,
-    branch_bias: bool, again: bool, ones: int,
-) -> list[Tensor]:  # fmt: skip
-    """A list of the gradients and, with `again`, the norm.
+@add_norm_forward.register_fake
+def _(x, branch, weight, bias, eps, centred, dtype):
+    statistics = x.new_empty(2 if centred else 1, x.shape[:-1].numel(), dtype=torch.float32)
+    return [x.new_empty(x.shape), x.new_empty(x.shape, dtype=dtype), statistics]
 
-    The first is the gradient of x. The second, float32 (1 to 3, C), has a row each for the weight,
-    the bias if there is one, and the branch's bias if branch_bias is true. A copy of the first in
-    `dtype` follows if that is not x's dtype. The norm comes last, with its `ones` as in forward().
 
-    d_total, d_y: the gradients of the sum (None is zero) and of its norm, contiguous. dtype: the
-    branch's. Sums over rows have the same order every time.
+@torch.library.custom_op("tilegpt::add_norm_backward", mutates_args=())
+def add_norm_backward(
+    d_total: Tensor | None,
+    d_y: Tensor,
+    total: Tensor,
+    weight: Tensor,
+    statistics: Tensor,
+    dtype: torch.dtype,
+    with_bias: bool,
+) -> list[Tensor]:
+    """The gradient of x; those of the weight and, with_bias, of the bias, float32 (1 or 2, C); and
+    a copy of the first in `dtype`, the branch's, if that is not x's dtype.
+
+    d_total, d_y: the gradients of the sum (None is zero) and of its norm. Sums over rows have the
+    same order every time.
     """
+    d_total, d_y = None if d_total is None else d_total.contiguous(), d_y.contiguous()
     width = total.shape[-1]
     rows, meta = total.numel() // width, constants(width, BACKWARD_WARP_ELEMENTS)
-    programs = min(
-        triton.cdiv(rows, meta["ROWS"]),
-        max(1, WARPS // meta["num_warps"]) * multiprocessors(total.device),
-    )
+    programs = max(1, WARPS // meta["num_warps"])
+    programs *= multiprocessors(total.device) if total.is_cuda else 1
+    programs = min(programs, triton.cdiv(rows, meta["ROWS"]))
     d_x = torch.empty_like(total)
     d_branch = None if dtype == total.dtype else torch.empty_like(total, dtype=dtype)
-    y = d_y.new_empty(*d_y.shape[:-1], width + ones) if again else None
-    sums = 1 + (bias is not None) + branch_bias
-    shares = total.new_empty(programs, sums, width, dtype=torch.float32)
+    shares = total.new_empty(programs, 1 + with_bias, width, dtype=torch.float32)
     add_norm_backward_kernel[programs,](
-        d_total, d_y, total, weight, bias, statistics, d_x, d_branch, y, shares, rows, width,
-        width + ones, CENTRED=len(statistics) == 2, BRANCH_BIAS=branch_bias, ONES=ones,
-        STAGES=STAGES, **meta,
+        d_total, d_y, total, weight, statistics, d_x, d_branch, shares, rows, width,
+        CENTRED=len(statistics) == 2, BIAS=with_bias, STAGES=STAGES, **meta,
     )  # fmt: skip
-    d_parameters = shares.new_empty(sums, width)
-    sum_shares_kernel[triton.cdiv(sums * width, SUM["BLOCK"]),](
-        shares, d_parameters, programs, sums * width, **SUM
+    d_parameters = torch.empty_like(shares[0])
+    sum_shares_kernel[triton.cdiv(d_parameters.numel(), SUM["BLOCK"]),](
+        shares, d_parameters, programs, d_parameters.numel(), **SUM
     )
-    return [d_x, d_parameters, *(x for x in (d_branch, y) if x is not None)]
+    return [d_x, d_parameters] if d_branch is None else [d_x, d_parameters, d_branch]
+
+
+@add_norm_backward.register_fake
+def _(d_total, d_y, total, weight, statistics, dtype, with_bias):
+    d_parameters = total.new_empty(1 + with_bias, total.shape[-1], dtype=torch.float32)
+    d_branch = [torch.empty_like(total, dtype=dtype)] * (dtype != total.dtype)
+    return [torch.empty_like(total), d_parameters, *d_branch]
+
+
+def _save(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
+    _, branch, weight, bias, *_ = inputs
+    total, _, statistics = output
+    ctx.set_materialize_grads(False)  # no zeros for the unused sum at the last norm
+    ctx.dtype, ctx.bias_dtype = branch.dtype, None if bias is None else bias.dtype
+    ctx.save_for_backward(total, weight, statistics)
+
+
+def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    total, weight, statistics = ctx.saved_tensors
+    d_total, d_y, _ = gradients
+    d_y = torch.zeros_like(total) if d_y is None else d_y
+    d_x, sums, *d_branch = add_norm_backward(
+        d_total, d_y, total, weight, statistics, ctx.dtype, ctx.bias_dtype is not None
+    )
+    d_bias = None if ctx.bias_dtype is None else sums[1].to(ctx.bias_dtype)
+    return d_x, *(d_branch or [d_x]), sums[0].to(weight.dtype), d_bias, None, None, None
+
+
+add_norm_forward.register_autograd(_backward, setup_context=_save)
