@@ -166,8 +166,7 @@ MISTRAL = LLAMA._replace(
     model_type="mistral",
     class_name="MistralForCausalLM",
     implied=LLAMA.implied | {"bias": False},
-    fields={key: row for key, row in LLAMA.fields.items() if not key.endswith("_bias")}
-    | {"num_key_value_heads": ("num_kv_heads", 8)},
+    fields=LLAMA.fields | {"num_key_value_heads": ("num_kv_heads", 8)},
     windows={"sliding_window": 4096},
 )
 MINISTRAL = MISTRAL._replace(
@@ -180,12 +179,20 @@ QWEN3 = MINISTRAL._replace(
     class_name="Qwen3ForCausalLM",
     implied=MISTRAL.implied | {"qk_norm": True},
     fields=MISTRAL.fields | {"num_key_value_heads": ("num_kv_heads", 32)},
-    constants=LLAMA.constants | {"attention_bias": (False, False)},
     windows=MINISTRAL.windows | {"use_sliding_window": False, "max_window_layers": 28},
     ones=("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
 )
-# of two that fit the names of a file, the first
-ARCHITECTURES = (GPT2, QWEN3, LLAMA, MISTRAL, MINISTRAL, NANOGPT)
+ARCHITECTURES = {
+    each.model_type: each for each in (GPT2, LLAMA, QWEN3, MISTRAL, MINISTRAL, NANOGPT)
+}
+# {ending of a name: what it tells where no config.json does}; the first that is there counts
+RUN = "a run's"
+MARKS = {
+    "h.0.ln_1.weight": "gpt2",
+    "layers.0.self_attn.q_norm.weight": "qwen3",
+    "layers.0.input_layernorm.weight": "llama",
+    FIRST_NORM: RUN,
+}
 
 
 def to_hugging_face(model: "GPT") -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -204,8 +211,7 @@ def to_hugging_face(model: "GPT") -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"{each.model_type} would need {in_words(misfits(config, each.implied))}"
             for each in candidates
         )
-        like = "no windows in a model" if sizes else "no model"
-        raise ValueError(f"transformers has {like} like this one: {why}")
+        raise ValueError(f"transformers has no model with these settings and windows: {why}")
     layers = [block.attention for block in model.blocks]
     changes = sorted({name for layer in layers for name in layer.function} - {"window"})
     # a module that holds nothing is not in the weights either
@@ -333,20 +339,19 @@ def recognise(
         if not name.endswith(BUFFERS)
     }
     model_type = (settings or {}).get("model_type")
-    for architecture in ARCHITECTURES:
-        first = architecture.their_names(FIRST_NORM)[0]
-        prefixes = [name.removesuffix(first) for name in theirs if f".{name}".endswith(f".{first}")]
-        marked = not architecture.ones or any(name.endswith(architecture.ones) for name in theirs)
-        if model_type == architecture.model_type or (model_type is None and prefixes and marked):
-            break
-    else:
-        if any(name.endswith(FIRST_NORM) for name in theirs):
-            raise ValueError(
-                "these are weights of a run; python -m scripts.export makes them readable"
-            )
+    if model_type is None:
+        marked = (kind for mark, kind in MARKS.items() if any(x.endswith(mark) for x in theirs))
+        model_type = next(marked, None)
+    if model_type == RUN:
+        raise ValueError("these are weights of a run; python -m scripts.export makes them readable")
+    architecture = ARCHITECTURES.get(str(model_type))
+    if architecture is None:
         what = f"of model type {model_type}" if model_type else f"such as {min(theirs, default='')}"
-        known = ", ".join(each.model_type for each in ARCHITECTURES)
-        raise ValueError(f"weights {what} cannot be loaded; those of {known} can")
+        raise ValueError(
+            f"weights {what} cannot be loaded; those of {', '.join(ARCHITECTURES)} can"
+        )
+    first = architecture.their_names(FIRST_NORM)[0]
+    prefixes = [name.removesuffix(first) for name in theirs if f".{name}".endswith(f".{first}")]
     if len(prefixes) > 1:
         raise ValueError(f"these are the weights of several models: {', '.join(prefixes)}")
     prefix, beside, unprefixed = "".join(prefixes), [], {}
@@ -416,8 +421,9 @@ def check_windows(model: "GPT", architecture: Architecture, settings: Mapping[st
     theirs = {key: settings.get(key, default) for key, default in architecture.windows.items()}
     width, kinds = theirs.get("sliding_window"), theirs.get("layer_types")
     first = theirs.get("max_window_layers", 0)
-    typed = zip((width, kinds, first), (int | None, list | None, int), strict=True)
-    if not all(isinstance(value, kind) for value, kind in typed):
+    if not (
+        isinstance(width, int | None) and isinstance(kinds, list | None) and isinstance(first, int)
+    ):
         raise ValueError(f"these windows cannot be read: {theirs}")
     if not theirs.get("use_sliding_window", True) or not width or width >= model.config.max_seq_len:
         return

@@ -158,8 +158,10 @@ def test_refuses_another_architecture(gpt2, build_gpt, field, value):
         ({"n_head": 8}, "model.num_heads=8"),
         ({"n_layer": 3}, "model.num_layers=3"),
         ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06.* 1e-05"),
+        ({"activation_function": ["gelu_new"]}, r"activation_function=\['gelu_new'\]"),
         ({"activation_function": "relu"}, "activation_function=relu.*gelu_new"),
-        ({"model_type": "bert"}, "bert.*gpt2"),
+        ({"model_type": ["gpt2"]}, "gpt2"),
+        ({"model_type": "bert"}, "bert.*gpt2, llama, qwen3"),
     ],
 )
 def test_refuses_settings_of_another_gpt2(gpt2, build_gpt, changes, named):
@@ -174,6 +176,7 @@ def test_refuses_settings_of_another_gpt2(gpt2, build_gpt, changes, named):
         ({"rope_theta": 5e5}, "model.rope_theta=500000.0"),
         ({"rope_parameters": {"rope_theta": 7.0}}, "model.rope_theta=7.0"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type=linear"),
+        ({"rope_scaling": [3]}, r"rope_type=\[3\]"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "rope_type=llama3"),
         ({"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06.* 1e-05"),
         ({"num_key_value_heads": None}, "model.num_kv_heads=4"),
@@ -277,5 +280,8 @@ def test_windows_of_weights_are_asked_for(build_gpt, modern):
         load_hugging_face(model, weights, settings | sliding)
     with pytest.raises(ValueError, match="attention.window=8$"):
         load_hugging_face(model, weights, settings | sliding | {"max_window_layers": 0})
+    for typed in ({"sliding_window": "8"}, {"max_window_layers": "1"}, {"layer_types": 2}):
+        with pytest.raises(ValueError, match=next(iter(typed))):
+            load_hugging_face(model, weights, settings | sliding | typed)
     longest = model.config.max_seq_len
     load_hugging_face(model, weights, settings | sliding | {"sliding_window": longest})

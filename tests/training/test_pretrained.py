@@ -6,7 +6,6 @@ import hashlib
 import json
 import re
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from attention import get_backend
 from config import AttentionConfig, ModelConfig
-from data.tokenizer import BUILDERS
+from data.tokenizer import BUILDERS, END_OF_TEXT
 from data.tokenizer_json import tokenizer_files
 from model import GPT, to_hugging_face
 from tests.command import run, summary, tiny
@@ -24,10 +23,15 @@ from training.run import build_run, compose
 SHAPE = dict(num_layers=1, num_heads=2, hidden_size=32, max_seq_len=32)
 
 
+def build(attention: AttentionConfig | None = None, **fields) -> GPT:
+    torch.manual_seed(7)
+    config, backend = ModelConfig(**SHAPE | fields), get_backend("naive")
+    return GPT(config, vocab_size=257, backend=backend, attention=attention).eval()
+
+
 @pytest.fixture
 def model():
-    torch.manual_seed(7)
-    return GPT(ModelConfig(**SHAPE), vocab_size=257, backend=get_backend("naive"))
+    return build(init_std=0.1)
 
 
 @pytest.fixture
@@ -84,7 +88,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_loads_every_form(form, folder, model):
-    other = GPT(ModelConfig(**SHAPE), vocab_size=257, backend=get_backend("naive"))
+    other = build()
     source = find_pretrained(str(FORMS[form](folder)))
     record = source.load_into(other)
     for name, tensor in model.state_dict().items():
@@ -107,19 +111,17 @@ def test_loads_a_checkpoint_of_nanogpt(bias, folder, model, caplog):
     sizes = {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 32, "vocab_size": 257}
     content = {"model": state, "model_args": sizes | {"bias": bias}, "iter_num": 3}
     name = str(pickled(folder, content, "ckpt.pt"))
-    shape = ModelConfig(**SHAPE, bias=bias)
-    other = GPT(shape, vocab_size=257, backend=get_backend("naive"))
+    other = build(bias=bias)
     find_pretrained(name).load_into(other)
     for own, tensor in other.state_dict().items():
         assert torch.equal(tensor, model.state_dict()[own])
     assert "GELU" in caplog.text
-    four = GPT(replace(shape, num_heads=4), vocab_size=257, backend=get_backend("naive"))
     with pytest.raises(ValueError, match=r"ckpt\.pt: .*model\.num_heads=2"):
-        find_pretrained(name).load_into(four)
+        find_pretrained(name).load_into(build(bias=bias, num_heads=4))
 
 
-LLAMA = {"positions": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False}
-LLAMA_SIZES = {
+GPT2 = {"n_layer": 1, "n_head": 2, "n_embd": 32, "n_positions": 32}
+LLAMA = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
@@ -128,64 +130,68 @@ LLAMA_SIZES = {
     "head_dim": 16,
     "rms_norm_eps": 1e-5,
 }
-GPT2_SIZES = {"n_layer": 1, "n_head": 2, "n_embd": 32, "n_positions": 32}
 UNTIED = {"tie_embeddings": False}
-# {what transformers saves: (model type, class, its config, how it is saved, fields of ours)}
+MODERN = {"positions": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False} | UNTIED
+# {folder: (class of transformers, its config, fields of ours)}
 SAVED = {
-    "gpt2": ("gpt2", "LMHeadModel", {}, {}, {}),
-    "gpt2-base": ("gpt2", "Model", {}, {}, {}),
-    "gpt2-shards": ("gpt2", "LMHeadModel", {}, {"max_shard_size": "20KB"}, {}),
-    "gpt2-classifier": ("gpt2", "ForSequenceClassification", {"pad_token_id": 0}, {}, {}),
-    "gpt2-untied": ("gpt2", "LMHeadModel", {"tie_word_embeddings": False}, {}, UNTIED),
-    "gpt2-tanh": ("gpt2", "LMHeadModel", {"activation_function": "gelu_pytorch_tanh"}, {}, {}),
-    "llama": ("llama", "ForCausalLM", {}, {}, LLAMA | UNTIED),
-    "llama-tied": ("llama", "ForCausalLM", {"tie_word_embeddings": True}, {}, LLAMA),
-    "qwen3": ("qwen3", "ForCausalLM", {"hidden_act": "swish"}, {}, LLAMA | UNTIED | {"qk_norm": 1}),
-    "mistral": ("mistral", "ForCausalLM", {"sliding_window": 8}, {}, LLAMA | UNTIED),
+    "head": ("GPT2LMHeadModel", GPT2, {}),
+    "no-head": ("GPT2Model", GPT2, {}),
+    "shards": ("GPT2LMHeadModel", GPT2, {}),
+    "bin": ("GPT2LMHeadModel", GPT2, {}),
+    "classifier": ("GPT2ForSequenceClassification", GPT2 | {"pad_token_id": 0}, {}),
+    "untied": ("GPT2LMHeadModel", GPT2 | {"tie_word_embeddings": False}, UNTIED),
+    "says-tied": ("GPT2LMHeadModel", GPT2 | {"tie_word_embeddings": False}, UNTIED),
+    "tanh": ("GPT2LMHeadModel", GPT2 | {"activation_function": "gelu_pytorch_tanh"}, {}),
+    "llama": ("LlamaForCausalLM", LLAMA, MODERN),
+    "tied-bin": (
+        "LlamaForCausalLM",
+        LLAMA | {"tie_word_embeddings": True},
+        MODERN | {"tie_embeddings": True},
+    ),
+    "qwen3": ("Qwen3ForCausalLM", LLAMA | {"hidden_act": "swish"}, MODERN | {"qk_norm": True}),
+    "mistral": ("MistralForCausalLM", LLAMA | {"sliding_window": 8}, MODERN),
 }
 
 
-@pytest.mark.parametrize("ending", ["safetensors", "bin"])
 @pytest.mark.parametrize("saved", SAVED)
-def test_computes_what_transformers_computes_from_the_folder(saved, ending, tmp_path):
+def test_computes_what_transformers_computes_from_the_folder(saved, tmp_path):
     transformers = pytest.importorskip("transformers")
-    kind, class_name, changes, how, fields = SAVED[saved]
+    name, sizes, fields = SAVED[saved]
     torch.manual_seed(3)
-    sizes = (GPT2_SIZES if kind == "gpt2" else LLAMA_SIZES) | {"vocab_size": 257}
-    config = transformers.AutoConfig.for_model(kind, **sizes | changes)
-    prefix = type(config).__name__.removesuffix("Config")
-    theirs = getattr(transformers, prefix + class_name)(config)
+    theirs = getattr(transformers, name)
+    theirs = theirs(theirs.config_class(**sizes, vocab_size=257))
     with torch.no_grad():
-        for name, parameter in theirs.named_parameters():
-            if not re.search("[qk]_norm", name):
+        for part, parameter in theirs.named_parameters():
+            if not re.search("[qk]_norm", part):
                 parameter.add_(0.2 * torch.randn_like(parameter))
-    theirs.save_pretrained(tmp_path, **how)
-    if ending == "bin" and not how:  # as older releases saved it: with every name
-        torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin")
-        (tmp_path / "model.safetensors").unlink()
+    theirs.save_pretrained(tmp_path, max_shard_size="20KB" if saved == "shards" else "1GB")
+    if "bin" in saved:  # as older releases saved it: with every name
+        pickled(tmp_path, theirs.state_dict())
+    if saved == "says-tied":
+        settings = json.loads((tmp_path / "config.json").read_text())
+        settings["tie_word_embeddings"] = True
+        (tmp_path / "config.json").write_text(json.dumps(settings))
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    attention = AttentionConfig(window=changes.get("sliding_window"))
-    ours = GPT(
-        ModelConfig(**SHAPE | fields),
-        vocab_size=257,
-        backend=get_backend("naive"),
-        attention=attention,
-    )
+    ours = build(AttentionConfig(window=sizes.get("sliding_window")), **fields)
     find_pretrained(str(tmp_path)).load_into(ours)
     tokens = torch.arange(32)[None] * 7
     with torch.no_grad():
-        torch.testing.assert_close(ours.eval()(tokens).logits, loaded(tokens).logits)
+        torch.testing.assert_close(ours(tokens).logits, loaded(tokens).logits)
 
 
-@pytest.mark.parametrize("own", ["byte", "bpe"])
-def test_warns_once_of_a_tokenizer_with_other_tokens(own, folder, model, caplog):
+@pytest.mark.parametrize("own, normalizer", [("byte", None), ("bpe", None), ("byte", "Lowercase")])
+def test_warns_once_of_a_tokenizer_with_other_tokens(own, normalizer, folder, model, caplog):
     files = tokenizer_files(BUILDERS["byte"](), max_length=32)
-    (folder / "tokenizer.json").write_text(files["tokenizer.json"])
+    theirs = json.loads(files["tokenizer.json"])
+    theirs["model"]["vocab"][END_OF_TEXT] = 256  # as GPT-2 was published
+    theirs["added_tokens"].append({"content": "[PAD]", "id": 257})
+    theirs["normalizer"] = normalizer and {"type": normalizer}
+    (folder / "tokenizer.json").write_text(json.dumps(theirs))
     find_pretrained(str(folder)).load_into(model, BUILDERS[own]())
     warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
-    assert len(warnings) == (own == "bpe")
+    assert len(warnings) == (own == "bpe" or normalizer is not None)
     for warning in warnings:
-        assert str(folder / "tokenizer.json") in warning and "tokenizer=bpe" in warning
+        assert str(folder / "tokenizer.json") in warning and f"tokenizer={own}" in warning
 
 
 def test_a_run_begins_with_them_and_says_so(folder, tmp_path):
@@ -211,82 +217,62 @@ def test_the_first_step_sees_these_weights(folder, model):
     assert torch.equal(parts.model.token_embedding.weight, model.token_embedding.weight)
 
 
-def without_shard(folder):
-    shards(folder, "model.safetensors", save_file)
-    (folder / "model-00001.safetensors").unlink()
-
-
-def write(file, content):
-    """How to replace the weights, or the settings, of a folder by a file."""
-
-    def spoil(folder):
-        if file != "config.json":
-            (folder / "model.safetensors").unlink()
-        if isinstance(content, bytes):
-            (folder / file).write_bytes(content)
-        else:
-            torch.save(content, folder / file)
-
-    return spoil
-
-
-BIN, INDEX = "pytorch_model.bin", "model.safetensors.index.json"
-NESTED = b"[" * 100_000
-EMBEDDING = "transformer.wte.weight"
-# what is done to the folder, and what the error must name
-DAMAGED = {
-    "none": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
-    "safetensors": (write("model.safetensors", b"x" * 99), "model.safetensors"),
-    "missing-shard": (without_shard, "model-00001.safetensors"),
-    "settings": (write("config.json", b"{"), "config.json"),
-    "settings-list": (write("config.json", b"[]"), "config.json .*list"),
-    "settings-nested": (write("config.json", NESTED), "config.json"),
-    "settings-rope": (
-        write("config.json", b'{"model_type": "llama", "rope_scaling": [3]}'),
-        r"rope_type=\[3\]",
-    ),
-    "settings-window": (
-        write("config.json", b'{"model_type": "mistral", "sliding_window": "x"}'),
-        "mistral",
-    ),
-    "settings-activation": (
-        write("config.json", b'{"model_type": "gpt2", "activation_function": []}'),
-        r"activation_function=\[\]",
-    ),
-    "index-empty": (write(INDEX, b"{}"), INDEX),
-    "index-nested": (write(INDEX, NESTED), INDEX),
-    "index-list": (write(INDEX, b'{"weight_map": ["x"]}'), INDEX),
-    "index-number": (write(INDEX, b'{"weight_map": {"x": 1}}'), INDEX),
-    "index-outside": (write(INDEX, b'{"weight_map": {"x": "../x"}}'), r"\.\./x"),
-    "bin-empty": (write(BIN, b""), BIN),
-    "bin-text": (write(BIN, b"some text\n"), BIN),
-    "bin-code": (write(BIN, {EMBEDDING: print}), BIN),
-    "bin-list": (write(BIN, [torch.ones(2)]), f"{BIN} .*list"),
-    "bin-tensor": (write(BIN, torch.ones(2)), f"{BIN} .*Tensor"),
-    "bin-number": (write(BIN, {EMBEDDING: 1}), f"{BIN} .*{EMBEDDING}"),
-    "bin-key": (write(BIN, {1: torch.ones(2)}), f"{BIN} .*1"),
-    "bin-sparse": (write(BIN, {EMBEDDING: torch.eye(2).to_sparse()}), f"{BIN} .*{EMBEDDING}"),
-    "bin-meta": (write(BIN, {EMBEDDING: torch.ones(2, device="meta")}), f"{BIN} .*{EMBEDDING}"),
-    "bin-scalar": (write(BIN, {EMBEDDING: torch.tensor(1.0)}), "wte.weight"),
+BIN, INDEX, NESTED = "pytorch_model.bin", "model.safetensors.index.json", b"[" * 100_000
+# {file: what may be in it}
+BAD = {
+    "model.safetensors": [b"", b"x" * 99],
+    "config.json": [b"{", b"[]", NESTED],
+    INDEX: [
+        b"{}",
+        NESTED,
+        b'{"weight_map": ["x"]}',
+        b'{"weight_map": {"x": 1}}',
+        b'{"weight_map": {"x": "missing"}}',
+        b'{"weight_map": {"x": "../config.json"}}',
+    ],
+    BIN: [
+        b"",
+        b"some text\n",
+        [torch.ones(2)],
+        torch.ones(2),
+        {"wte.weight": print},  # PyTorch would run it
+        {"wte.weight": 1},
+        {"wte.weight": torch.eye(2).to_sparse()},
+        {"wte.weight": torch.ones(2, device="meta")},
+        {1: torch.ones(2)},
+    ],
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGED)
-def test_says_what_is_wrong_with_a_folder(damage, folder, model):
+@pytest.mark.parametrize(
+    "file, content",
+    [
+        pytest.param(file, content, id=f"{file}-{i}")
+        for file, contents in BAD.items()
+        for i, content in enumerate(contents)
+    ],
+)
+def test_names_a_file_that_is_no_checkpoint(file, content, folder, model):
     """A regression test: 16 of 76 bad folders and files ended in a traceback."""
-    spoil, named = DAMAGED[damage]
-    spoil(folder)
-    with pytest.raises(ValueError, match=named) as error:
-        find_pretrained(str(folder)).load_into(model)
-    assert "\n" not in str(error.value) and "\x1b" not in str(error.value)
+    if file in (BIN, INDEX):
+        (folder / "model.safetensors").unlink()
+    if isinstance(content, bytes):
+        (folder / file).write_bytes(content)
+    else:
+        torch.save(content, folder / file)
+    for name in (folder, folder / file):
+        with pytest.raises(ValueError, match=re.escape(file)) as error:
+            find_pretrained(str(name)).load_into(model)
+        assert "\n" not in str(error.value) and "\x1b" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "config.json", "nowhere.ckpt", "x" * 5000, "a\0b"])
-def test_says_what_is_wrong_with_a_name(name, folder, model):
+@pytest.mark.parametrize("name", [".", "notes.txt", "nowhere.ckpt", "x" * 5000, "a\0b"])
+def test_names_a_path_without_weights(name, folder, model):
+    (folder / "model.safetensors").unlink()
     (folder / "notes.txt").write_text("epoch 3\n")
-    path = folder / name
-    with pytest.raises(ValueError, match=re.escape(str(path))):
-        find_pretrained(str(path)).load_into(model)
+    path = str(folder / name)
+    with pytest.raises(ValueError, match=re.escape(path)):
+        find_pretrained(path).load_into(model)
 
 
 def test_without_network_says_at_once_what_to_do(monkeypatch, tmp_path):
