@@ -38,6 +38,7 @@ WEIGHTS = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+NANOGPT = {"n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout"}
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
@@ -64,12 +65,8 @@ class Pretrained(NamedTuple):
         try:
             for file in self.files:
                 content = read_weights(file)
-                if isinstance(arguments := content.get("model_args"), dict):
-                    settings = {"model_type": "nanogpt"} | arguments
-                    log.warning(
-                        f"{file}: nanoGPT computes GELU by erf and this model by tanh, so the loss "
-                        "differs a little"
-                    )
+                if isinstance(content.get("model_args"), dict):
+                    settings = settings_of_nanogpt(content["model_args"], file)
                 tensors |= tensors_of(content, file)
             load_hugging_face(model, tensors, settings)
         except ValueError as error:
@@ -95,6 +92,18 @@ def read_weights(file: Path) -> Row:
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds no weights by name, but a {type(content).__name__}")
     return content
+
+
+def settings_of_nanogpt(model_args: Row, file: Path) -> Row:
+    """What nanoGPT's ckpt.pt says in place of a config.json. Raises ValueError for that of a model
+    which goes further than nanoGPT.
+    """
+    if others := model_args.keys() - NANOGPT:
+        raise ValueError(f"{file} is not nanoGPT's: model_args has {min(map(str, others))}")
+    log.warning(
+        f"{file}: nanoGPT computes GELU by erf and this model by tanh, so the loss differs a little"
+    )
+    return {"model_type": "nanogpt"} | model_args
 
 
 def tensors_of(content: Row, file: Path) -> dict[str, Tensor]:

@@ -119,6 +119,9 @@ def test_loads_a_checkpoint_of_nanogpt(bias, folder, model, caplog):
     assert "GELU" in caplog.text
     with pytest.raises(ValueError, match=r"ckpt\.pt: .*model\.num_heads=2"):
         find_pretrained(name).load_into(build(bias=bias, num_heads=4))
+    torch.save(content | {"model_args": sizes | {"use_relu": True}}, name)
+    with pytest.raises(ValueError, match="use_relu"):
+        find_pretrained(name).load_into(other)
 
 
 GPT2 = {"n_layer": 1, "n_head": 2, "n_embd": 32, "n_positions": 32}
