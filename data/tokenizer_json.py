@@ -39,11 +39,31 @@ def merges(ranks: dict[bytes, int]) -> list[list[str]]:
     return pairs
 
 
+def ranks_of(tokenizer: Tokenizer) -> dict[bytes, int]:
+    if isinstance(tokenizer, BytePairTokenizer):
+        return tokenizer.encoding._mergeable_ranks
+    return {bytes([byte]): byte for byte in range(256)}
+
+
+def has_vocabulary(content: dict[str, Any], tokenizer: Tokenizer) -> bool:
+    """Whether a tokenizer.json, which may be of any kind, has exactly the tokens of `tokenizer`.
+
+    Special tokens that it adds to them are not in a plain text, so they do not count. A vocabulary
+    lists its tokens in the order of its merges, so equal ones split a word equally.
+    """
+    ours = {as_characters(token): rank for token, rank in ranks_of(tokenizer).items()}
+    try:
+        theirs, added = content["model"]["vocab"], content["added_tokens"]
+        ends = [each["id"] for each in added if each["content"] == END_OF_TEXT]
+        plain = {token: rank for token, rank in theirs.items() if token != END_OF_TEXT}
+    except (KeyError, TypeError, AttributeError):
+        return False
+    return (plain, ends, content.get("normalizer")) == (ours, [tokenizer.end_of_text], None)
+
+
 def tokenizer_files(tokenizer: Tokenizer, *, max_length: int) -> dict[str, str]:
     """{name: content} of the files. max_length is in tokens."""
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    if isinstance(tokenizer, BytePairTokenizer):
-        ranks = tokenizer.encoding._mergeable_ranks
+    ranks = ranks_of(tokenizer)
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     # by its own regex, ByteLevel splits a text as GPT-2 does
     split: dict[str, Any] = byte_level | {"use_regex": tokenizer.name == "gpt2"}

@@ -6,6 +6,7 @@
     mistral, ministral
             llama with one window in every layer, or in some: attention.window, attention.pattern.
             qwen3 can have either
+    nanogpt gpt2 with nn.Linear's matrices, and with or without biases. It is only read
 
     ours                                           Hugging Face's
     blocks.3.attention.qkv.weight (3C, C)          transformer.h.3.attn.c_attn.weight (C, 3C)
@@ -15,7 +16,8 @@
 Dimensions: C hidden_size, F width of the MLP.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -28,6 +30,18 @@ from model.gpt import NORM_EPS
 if TYPE_CHECKING:
     from model.gpt import GPT
 
+log = logging.getLogger("tilegpt")
+
+FIRST_NORM = "blocks.0.attention_norm.weight"
+OUTPUT_LAYER = "lm_head.weight"
+SLIDING, FULL = "sliding_attention", "full_attention"
+# parts of names that torch.compile, DDP, FSDP and recomputation add
+WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+# tensors in older files that are not weights
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+# other names of one function
+SYNONYMS = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}
+
 
 class Architecture(NamedTuple):
     """How one of transformers' model types describes a GPT."""
@@ -39,13 +53,15 @@ class Architecture(NamedTuple):
     # of our matrices
     names: dict[str, str]
     # the values of ModelConfig that it implies; num_kv_heads None means as many as query heads
-    fixed: dict[str, Any]
-    # (field of ModelConfig, key of config.json, the value if config.json lacks the key)
-    shape: tuple[tuple[str, str, Any], ...]
+    implied: dict[str, Any]
+    # {key of config.json: (field of ModelConfig, the value if config.json lacks the key)}
+    fields: dict[str, tuple[str, Any]]
     # {key of config.json: (its required value, the value if config.json lacks the key)}
     constants: dict[str, tuple[Any, Any]]
     # further entries of the config.json that we write
     more: Callable[["GPT"], dict[str, Any]]
+    # {key of config.json that tells its windows: the value if config.json lacks the key}
+    windows: dict[str, Any] = {}
     transposed: tuple[str, ...] = ()  # name endings of tensors stored as (in, out)
     ones: tuple[str, ...] = ()  # gains (head_dim,) in each layer that our model lacks
 
@@ -73,21 +89,22 @@ GPT2 = Architecture(
         "mlp.up.": "mlp.c_fc.",
         "mlp.down.": "mlp.c_proj.",
         "final_norm.": "ln_f.",
+        "output_layer.": "lm_head.",
     },
-    fixed=dict(
+    implied=dict(
         positions="learned",
         norm="layernorm",
         qk_norm=False,
         activation="gelu",
         bias=True,
-        tie_embeddings=True,
         num_kv_heads=None,
     ),
-    shape=(
-        ("num_layers", "n_layer", 12),
-        ("num_heads", "n_head", 12),
-        ("hidden_size", "n_embd", 768),
-    ),
+    fields={
+        "n_layer": ("num_layers", 12),
+        "n_head": ("num_heads", 12),
+        "n_embd": ("hidden_size", 768),
+        "tie_word_embeddings": ("tie_embeddings", True),
+    },
     constants={
         "layer_norm_epsilon": (NORM_EPS, 1e-5),
         "activation_function": ("gelu_new", "gelu_new"),
@@ -102,6 +119,13 @@ GPT2 = Architecture(
     },
     # Conv1D, where nn.Linear has (out, in)
     transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight"),
+)
+NANOGPT = GPT2._replace(
+    model_type="nanogpt",
+    implied={field: value for field, value in GPT2.implied.items() if field != "bias"},
+    fields=GPT2.fields | {"bias": ("bias", True)},
+    constants={},
+    transposed=(),
 )
 
 LLAMA = Architecture(
@@ -120,60 +144,55 @@ LLAMA = Architecture(
         "final_norm.": "norm.",
         "output_layer.": "lm_head.",
     },
-    fixed=dict(positions="rope", norm="rmsnorm", qk_norm=False, activation="swiglu"),
-    shape=(
-        ("num_layers", "num_hidden_layers", 32),
-        ("num_heads", "num_attention_heads", 32),
-        ("num_kv_heads", "num_key_value_heads", None),
-        ("hidden_size", "hidden_size", 4096),
-        ("rope_theta", "rope_theta", 10000.0),
-        ("tie_embeddings", "tie_word_embeddings", False),
-        ("bias", "attention_bias", False),
-        ("bias", "mlp_bias", False),
-    ),
-    constants={
-        "rms_norm_eps": (NORM_EPS, 1e-6),
-        "hidden_act": ("silu", "silu"),
+    implied=dict(positions="rope", norm="rmsnorm", qk_norm=False, activation="swiglu"),
+    fields={
+        "num_hidden_layers": ("num_layers", 32),
+        "num_attention_heads": ("num_heads", 32),
+        "num_key_value_heads": ("num_kv_heads", None),
+        "hidden_size": ("hidden_size", 4096),
+        "rope_theta": ("rope_theta", 10000.0),
+        "tie_word_embeddings": ("tie_embeddings", False),
+        "attention_bias": ("bias", False),
+        "mlp_bias": ("bias", False),
     },
+    constants={"rms_norm_eps": (NORM_EPS, 1e-6), "hidden_act": ("silu", "silu")},
     more=lambda model: {
         "max_position_embeddings": model.config.max_seq_len,
         "head_dim": model.config.head_dim,
         "intermediate_size": model.blocks[0].mlp.down.in_features,
     },
 )
-
 MISTRAL = LLAMA._replace(
     model_type="mistral",
     class_name="MistralForCausalLM",
-    fixed=LLAMA.fixed | {"bias": False},
-    shape=tuple(row for row in LLAMA.shape if row[0] != "bias"),
-    more=lambda model: LLAMA.more(model) | {"sliding_window": max(filter(None, windows(model)))},
+    implied=LLAMA.implied | {"bias": False},
+    fields=LLAMA.fields | {"num_key_value_heads": ("num_kv_heads", 8)},
+    windows={"sliding_window": 4096},
 )
 MINISTRAL = MISTRAL._replace(
     model_type="ministral",
     class_name="MinistralForCausalLM",
-    more=lambda model: (
-        MISTRAL.more(model)
-        | {"layer_types": [SLIDING if window else "full_attention" for window in windows(model)]}
-    ),
+    windows=MISTRAL.windows | {"layer_types": None},
 )
-QWEN3 = MISTRAL._replace(
+QWEN3 = MINISTRAL._replace(
     model_type="qwen3",
     class_name="Qwen3ForCausalLM",
-    fixed=MISTRAL.fixed | {"qk_norm": True},
-    constants=LLAMA.constants | {"attention_bias": (False, False)},
-    more=lambda model: (
-        (MINISTRAL if any(windows(model)) else LLAMA).more(model)
-        | {"use_sliding_window": any(windows(model))}
-    ),
+    implied=MISTRAL.implied | {"qk_norm": True},
+    fields=MISTRAL.fields | {"num_key_value_heads": ("num_kv_heads", 32)},
+    windows=MINISTRAL.windows | {"use_sliding_window": False, "max_window_layers": 28},
     ones=("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
 )
-ARCHITECTURES = (GPT2, LLAMA, QWEN3, MISTRAL, MINISTRAL)
-SLIDING = "sliding_attention"
-
-# tensors in older files that are not weights
-BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-OUTPUT_LAYER = "lm_head.weight"
+ARCHITECTURES = {
+    each.model_type: each for each in (GPT2, LLAMA, QWEN3, MISTRAL, MINISTRAL, NANOGPT)
+}
+# {ending of a name: what it tells where no config.json does}; the first that is there counts
+RUN = "a run's"
+MARKS = {
+    "h.0.ln_1.weight": "gpt2",
+    "layers.0.self_attn.q_norm.weight": "qwen3",
+    "layers.0.input_layernorm.weight": "llama",
+    FIRST_NORM: RUN,
+}
 
 
 def to_hugging_face(model: "GPT") -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -181,56 +200,54 @@ def to_hugging_face(model: "GPT") -> tuple[dict[str, Any], dict[str, Tensor]]:
 
     Raises ValueError with every reason if no architecture fits the model.
     """
-    config, own = model.config, windows(model)
+    config, widths = model.config, windows(model)
+    sizes = sorted(set(widths) - {None})
     candidates = (GPT2, LLAMA, QWEN3)
-    if any(own):
-        candidates = (MISTRAL if all(own) else MINISTRAL, QWEN3)
-    reasons = [misfits(config, each.fixed) for each in candidates]
-    if all(reasons):
-        why = (
-            f"{each.model_type} would need {in_words(wanted)}"
-            for each, wanted in zip(candidates, reasons, strict=True)
+    if sizes:
+        candidates = (MISTRAL if all(widths) else MINISTRAL, QWEN3)
+    fitting = [each for each in candidates if not misfits(config, each.implied)]
+    if not fitting:
+        why = "; ".join(
+            f"{each.model_type} would need {in_words(misfits(config, each.implied))}"
+            for each in candidates
         )
-        like = "no windows in a model" if any(own) else "no model"
-        raise ValueError(f"transformers has {like} like this one: {'; '.join(why)}")
+        raise ValueError(f"transformers has no model with these settings and windows: {why}")
     layers = [block.attention for block in model.blocks]
     changes = sorted({name for layer in layers for name in layer.function} - {"window"})
     # a module that holds nothing is not in the weights either
     if any(".attention.own." in name for name in model.state_dict()):
         changes.append("parameters of their own")
+    if len(sizes) > 1:
+        changes.append(f"windows of {', '.join(map(str, sizes))} tokens")
     if changes:
         raise ValueError(
-            "these models of transformers have windows and else plain attention, and the layers of "
-            f"this one have {', '.join(changes)}"
+            "these models of transformers have windows of one width and else plain attention, and "
+            f"the layers of this one have {', '.join(changes)}"
         )
-    if len(widths := set(own) - {None}) > 1:
-        raise ValueError(
-            "these models of transformers have one width for all their windows, and this one has "
-            f"{', '.join(map(str, sorted(widths)))}"
-        )
-    architecture = candidates[reasons.index({})]
+    architecture, fields = fitting[0], fields_of(config)
+    of_windows = {
+        "sliding_window": max(sizes, default=None),
+        "layer_types": [SLIDING if width else FULL for width in widths],
+        "use_sliding_window": bool(sizes),
+    }
     settings = {
         "architectures": [architecture.class_name],
         "model_type": architecture.model_type,
         "vocab_size": model.vocab_size,
         **{key: value for key, (value, _) in architecture.constants.items()},
-        **{key: value_of(config, ours) for ours, key, _ in architecture.shape},
+        **{key: fields[field] for key, (field, _) in architecture.fields.items()},
+        **{key: value for key, value in of_windows.items() if key in architecture.windows},
         **architecture.more(model),
-        "tie_word_embeddings": config.tie_embeddings,
         "initializer_range": config.init_std,
         "dtype": "float32",
     }
-    weights = {
+    weights = their_tensors(model, architecture) | {
         f"layers.{i}.{gain}": torch.ones(config.head_dim)
         for gain in architecture.ones
         for i in range(config.num_layers)
     }
-    for _, tensor, names, rows in correspondence(model, architecture):
-        weights |= zip(names, tensor.split(rows), strict=True)
     return settings, {
-        name if name == OUTPUT_LAYER else architecture.prefix + name: (
-            tensor.T if name.endswith(architecture.transposed) else tensor
-        ).contiguous()
+        name if name == OUTPUT_LAYER else architecture.prefix + name: tensor.contiguous()
         for name, tensor in weights.items()
     }
 
@@ -238,124 +255,153 @@ def to_hugging_face(model: "GPT") -> tuple[dict[str, Any], dict[str, Tensor]]:
 def load_hugging_face(
     model: "GPT", tensors: Mapping[str, Tensor], settings: Mapping[str, Any] | None = None
 ) -> None:
-    """Load weights that a model of transformers has saved, with or without its output layer.
+    """Load weights that transformers, nanoGPT or a training tool has saved, under any prefix.
 
-    settings is its config.json. Without it, the number of heads and the constants cannot be
+    settings is the config.json. Without it, the number of heads and the constants cannot be
     checked, because tensors do not show them. If the tensors have more learned positions than the
-    model, it takes the first ones.
+    model, it takes the first ones. Tensors beside the GPT, such as a classifier's, are left out.
 
     Raises one ValueError that names every field of the model's config that differs, or every
     tensor that is missing, unexpected, of another shape, or not of finite numbers in floating
     point. The model is unchanged then.
     """
-    theirs = {
-        name.removeprefix("transformer.").removeprefix("model."): tensor
-        for name, tensor in tensors.items()
-        if not name.endswith(BUFFERS)
-    }
-    architecture = architecture_of(theirs, settings)
-    check_settings(model.config, architecture, settings)
-    check_windows(model, architecture, settings)
-    parts, problems = {}, []
-    for name, tensor, names, rows in correspondence(model, architecture):
-        parts[name] = []
-        for their, count in zip(names, rows, strict=True):
-            found, transposed = theirs.pop(their, None), their.endswith(architecture.transposed)
-            if found is None:
-                problems.append(f"missing {their}")
-                continue
-            if name == "position_embedding.weight":
-                found = found[:count]
-            shape = (count, *tensor.shape[1:])
-            shape = shape[::-1] if transposed else shape
-            if found.shape != shape:
-                problems.append(f"{their} has shape {tuple(found.shape)} instead of {shape}")
-            if not found.is_floating_point():
-                problems.append(f"{their} is {dtype_name(found.dtype)}")
-            elif not found.isfinite().all():
-                problems.append(f"{their} has NaN or inf")
-            parts[name].append(found.T if transposed else found)
-    output_layer = theirs.pop(OUTPUT_LAYER, None)  # theirs may be separate where ours is tied
-    gains = [name for name in theirs if name.endswith(architecture.ones)]
-    for name in gains:
-        if (theirs.pop(name) != 1).any():
+    architecture, theirs = recognise(tensors, settings)
+    embedding = architecture.names["token_embedding."] + "weight"
+    # a tied matrix may be in the file under either name, or twice
+    ends = [theirs[name] for name in (embedding, OUTPUT_LAYER) if name in theirs]
+    one = len(ends) < 2 or (ends[0].shape == ends[1].shape and bool((ends[0] == ends[1]).all()))
+    check_settings(model.config, architecture, settings, one_matrix=one)
+    check_windows(model, architecture, settings or {})
+    if model.config.tie_embeddings and ends:
+        theirs.pop(OUTPUT_LAYER, None)
+        theirs[embedding] = ends[0]
+
+    copies, problems = [], []
+    for name, ours in their_tensors(model, architecture).items():
+        found = theirs.pop(name, None)
+        if found is None:
+            problems.append(f"missing {name}")
+            continue
+        if name == "wpe.weight" and found.shape[1:] == ours.shape[1:]:
+            found = found[: len(ours)]
+        if found.shape != ours.shape:
+            shape = f"shape {tuple(found.shape)} instead of {tuple(ours.shape)}"
+            hint = f", as of tokenizer.vocab_size={found.shape[:1].numel()}"
+            problems.append(f"{name} has {shape}{hint if name == embedding else ''}")
+        if not found.is_floating_point():
+            problems.append(f"{name} is {dtype_name(found.dtype)}")
+        elif not found.to(ours.dtype).isfinite().all():
+            problems.append(f"{name} has NaN or inf")
+        copies.append((ours, found))
+    for name, gain in theirs.items():
+        if not name.endswith(architecture.ones):
+            problems.append(f"unexpected {name}")
+        elif (gain != 1).any():
             problems.append(f"{name} is not 1, and QK-norm has no gain here")
-    problems += [f"unexpected {name}" for name in theirs]
     if problems:
         raise ValueError(
             f"these are not the weights of a {architecture.model_type} of this shape: "
             f"{'; '.join(problems)}"
         )
-    embedding = parts["token_embedding.weight"][0]
-    if output_layer is not None and not torch.equal(output_layer, embedding):
-        raise ValueError(
-            f"{OUTPUT_LAYER} differs from {architecture.their_names('token_embedding.weight')[0]}, "
-            "but the output layer of this model is its token embedding"
-        )
-    found = {name: torch.cat(tensors) for name, tensors in parts.items()}
-    model.load_state_dict(model.state_dict() | found)
+    for ours, found in copies:
+        ours.copy_(found)
 
 
-def correspondence(
-    model: "GPT", architecture: Architecture
-) -> Iterator[tuple[str, Tensor, list[str], list[int]]]:
-    """For each of our tensors: its name, itself, the names of their tensors that hold it, and the
-    rows in each. Sinks and the parameters of an attention's own module are left out: their models
-    lack them, so ours keeps the values that it has.
+def their_tensors(model: "GPT", architecture: Architecture) -> dict[str, Tensor]:
+    """Our weights as views with the shapes and names, without the prefix, of their tensors.
+
+    Sinks and the parameters of an attention's own module are left out: their models lack them, so
+    ours keeps the values that it has.
     """
+    tensors = {}
     for name, tensor in model.state_dict().items():
         if ".attention.own." in name or name.endswith(".attention.sinks"):
             continue
         names = architecture.their_names(name)
         layer = model.get_submodule(name.rpartition(".")[0])
-        yield name, tensor, names, list(layer.rows) if len(names) > 1 else [len(tensor)]
+        rows = list(layer.rows) if len(names) > 1 else [len(tensor)]
+        for their, part in zip(names, tensor.split(rows), strict=True):
+            tensors[their] = part.T if their.endswith(architecture.transposed) else part
+    return tensors
 
 
-def architecture_of(
+def recognise(
     tensors: Mapping[str, Tensor], settings: Mapping[str, Any] | None
-) -> Architecture:
-    """Find the architecture by the settings, else by tensor names. Raises ValueError for an unknown
-    one.
+) -> tuple[Architecture, dict[str, Tensor]]:
+    """The architecture, by the settings or else by the names; and the tensors without prefix.
+
+    The prefix is what stands before the name of the first norm. Raises ValueError for an unknown
+    architecture.
     """
-    if settings is None:
-        if "wte.weight" in tensors:
-            return GPT2
-        if "embed_tokens.weight" in tensors:
-            return QWEN3 if any(name.endswith(QWEN3.ones) for name in tensors) else LLAMA
+    theirs = {
+        ".".join(part for part in name.split(".") if part not in WRAPPERS): tensor
+        for name, tensor in tensors.items()
+        if not name.endswith(BUFFERS)
+    }
     model_type = (settings or {}).get("model_type")
-    for each in ARCHITECTURES:
-        if each.model_type == model_type:
-            return each
-    if "token_embedding.weight" in tensors:
+    if model_type is None:
+        marked = (kind for mark, kind in MARKS.items() if any(x.endswith(mark) for x in theirs))
+        model_type = next(marked, None)
+    if model_type == RUN:
         raise ValueError("these are weights of a run; python -m scripts.export makes them readable")
-    what = f"of model type {model_type}" if model_type else f"such as {min(tensors, default=None)}"
-    known = ", ".join(each.model_type for each in ARCHITECTURES)
-    raise ValueError(f"weights {what} cannot be loaded; those of {known} can")
+    architecture = ARCHITECTURES.get(str(model_type))
+    if architecture is None:
+        what = f"of model type {model_type}" if model_type else f"such as {min(theirs, default='')}"
+        raise ValueError(
+            f"weights {what} cannot be loaded; those of {', '.join(ARCHITECTURES)} can"
+        )
+    first = architecture.their_names(FIRST_NORM)[0]
+    prefixes = [name.removesuffix(first) for name in theirs if f".{name}".endswith(f".{first}")]
+    if len(prefixes) > 1:
+        raise ValueError(f"these are the weights of several models: {', '.join(prefixes)}")
+    prefix, beside, unprefixed = "".join(prefixes), [], {}
+    for name, tensor in theirs.items():
+        if f".{name}".endswith(f".{OUTPUT_LAYER}"):
+            unprefixed[OUTPUT_LAYER] = tensor
+        elif name.startswith(prefix):
+            unprefixed[name.removeprefix(prefix)] = tensor
+        else:
+            beside.append(name)
+    if beside:
+        log.warning(f"left out, because a GPT has no such tensors: {', '.join(beside)}")
+    return architecture, unprefixed
 
 
 def check_settings(
-    config: ModelConfig, architecture: Architecture, settings: Mapping[str, Any] | None
+    config: ModelConfig,
+    architecture: Architecture,
+    settings: Mapping[str, Any] | None,
+    *,
+    one_matrix: bool,
 ) -> None:
-    """Raise ValueError if a model with this config.json would compute something else."""
-    required, problems = dict(architecture.fixed), []
+    """Raise ValueError if a model with this config.json would compute something else.
+
+    As in transformers, embedding and output layer are not tied where their weights differ, whatever
+    the config.json says.
+    """
+    required = dict(architecture.implied)
     if settings is not None:
         # transformers 5 has everything in rope_parameters; older releases keep theta outside, the
         # rest in rope_scaling
-        rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-        theirs = {**settings, **rope}
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            problems.append(f"rope_type={kind}, and here it is default")
-        required |= {ours: theirs.get(key, default) for ours, key, default in architecture.shape}
-        for key, (value, default) in architecture.constants.items():
-            if theirs.get(key, default) != value:
-                problems.append(f"{key}={theirs.get(key, default)}, and here it is {value}")
-    if problems:
-        raise ValueError(
-            f"these {architecture.model_type} weights were trained with {'; '.join(problems)}"
-        )
+        rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+        if not isinstance(rope, dict):
+            rope = {"type": rope}
+        theirs = {**settings, "rope_type": rope.get("type", "default"), **rope}
+        constants = architecture.constants | {"rope_type": ("default", "default")}
+        problems = []
+        for key, (value, default) in constants.items():
+            found = theirs.get(key, default)
+            if SYNONYMS.get(str(found), found) != value:
+                problems.append(f"{key}={found}, and here it is {value}")
+        if problems:
+            raise ValueError(
+                f"these {architecture.model_type} weights were trained with {'; '.join(problems)}"
+            )
+        for key, (field, default) in architecture.fields.items():
+            required[field] = theirs.get(key, default)
+    required["tie_embeddings"] = required.get("tie_embeddings", True) and one_matrix
     if wanted := misfits(config, required):
-        actual = ", ".join(f"{key}={value_of(config, key)}" for key in wanted)
+        actual = ", ".join(f"{field}={fields_of(config)[field]}" for field in wanted)
         raise ValueError(
             f"{architecture.model_type} weights do not fit this model, which has {actual}; add "
             f"{in_words(wanted)}"
@@ -367,30 +413,35 @@ def windows(model: "GPT") -> list[int | None]:
     return [block.attention.function.get("window") for block in model.blocks]
 
 
-def check_windows(
-    model: "GPT", architecture: Architecture, settings: Mapping[str, Any] | None
-) -> None:
+def check_windows(model: "GPT", architecture: Architecture, settings: Mapping[str, Any]) -> None:
     """Raise ValueError if the weights were trained with windows and the model has different ones.
 
     Weights trained without windows may continue with windows.
     """
-    settings = settings or {}
-    width, kinds, first = settings.get("sliding_window"), settings.get("layer_types"), 0
-    if architecture is QWEN3:
-        width = width if settings.get("use_sliding_window") else None
-        first = settings.get("max_window_layers", 28)
-    if width is None or architecture in (GPT2, LLAMA) or width >= model.config.max_seq_len:
+    theirs = {key: settings.get(key, default) for key, default in architecture.windows.items()}
+    width, kinds = theirs.get("sliding_window"), theirs.get("layer_types")
+    first = theirs.get("max_window_layers", 0)
+    if not (
+        isinstance(width, int | None) and isinstance(kinds, list | None) and isinstance(first, int)
+    ):
+        raise ValueError(f"these windows cannot be read: {theirs}")
+    if not theirs.get("use_sliding_window", True) or not width or width >= model.config.max_seq_len:
         return
-    count = model.config.num_layers
-    kinds = kinds or ["" if layer < first else SLIDING for layer in range(count)]
-    theirs = [width if kind == SLIDING else None for kind in kinds]
-    if any(theirs) and theirs != windows(model):
-        asked = ",".join("null" if window is None else str(window) for window in theirs)
-        asked = f"window={width}" if all(theirs) else f"windows=[{asked}]"
+    slides = [layer >= first for layer in range(len(model.blocks))]
+    if kinds:
+        slides = [kind == SLIDING for kind in kinds]
+    if any(slides) and windows(model) != [width if slide else None for slide in slides]:
+        letters = "".join("S" if slide else "L" for slide in slides)
+        pattern = "" if all(slides) else f" attention.pattern={letters}"
         raise ValueError(
             f"these {architecture.model_type} weights were trained with windows; add "
-            f"attention.{asked}"
+            f"attention.window={width}{pattern}"
         )
+
+
+def fields_of(config: ModelConfig) -> dict[str, Any]:
+    """The fields of the config, with the number of key and value heads in any case."""
+    return vars(config) | {"num_kv_heads": config.kv_heads}
 
 
 def misfits(config: ModelConfig, required: Mapping[str, Any]) -> dict[str, Any]:
@@ -398,18 +449,9 @@ def misfits(config: ModelConfig, required: Mapping[str, Any]) -> dict[str, Any]:
     wanted = dict(required)
     if wanted.get("num_kv_heads", 0) is None:
         wanted["num_kv_heads"] = wanted.get("num_heads", config.num_heads)
-        if config.num_kv_heads is None:  # it follows num_heads
-            del wanted["num_kv_heads"]
-    return {key: value for key, value in wanted.items() if value_of(config, key) != value}
-
-
-def value_of(config: ModelConfig, key: str) -> Any:
-    return config.kv_heads if key == "num_kv_heads" else getattr(config, key)
+    return {field: value for field, value in wanted.items() if fields_of(config)[field] != value}
 
 
 def in_words(values: Mapping[str, Any]) -> str:
     """The values as written on a command line."""
-    return " ".join(
-        f"model.{key}={str(value).lower() if isinstance(value, bool) else value}"
-        for key, value in values.items()
-    )
+    return " ".join(f"model.{field}={str(value).lower()}" for field, value in values.items())

@@ -14,6 +14,8 @@ Arguments are key=value; every key but `run` has a default:
     attention    another attention than the run's, with its own default options
     device       auto, cpu or cuda (auto)
     cache        keep keys and values between tokens (true, if the attention allows it)
+
+Control characters are written out, an escape as \\x1b, so that no text drives the terminal.
 """
 
 import sys
@@ -25,6 +27,7 @@ from config import SYNTHETIC_SOURCES
 from data import build_tokenizer
 from model import sample_text
 from scripts.arguments import Count, Device, Natural, command
+from training.text_table import printable
 from training.trained import load_trained, read_run_config
 
 
@@ -74,7 +77,7 @@ def sample(options: Options) -> str:
 
 @command
 def main(options: Options) -> None:
-    print(sample(options))
+    print(printable(sample(options)))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
+from unicodedata import category
 
 import pytest
 
@@ -143,6 +144,15 @@ def test_what_fails_after_the_training_is_said_and_costs_nothing_else(tmp_path):
     assert result["status"] == "completed" and "loss curve" in result["error"]
     assert (tmp_path / "sample.txt").exists()
     assert result["error"].split(": ")[0] in done.output.splitlines()[-1], "nor has the table"
+
+
+def test_a_sample_does_not_drive_the_terminal(tmp_path):
+    """A regression test: escapes and bells of a model of bytes reached the terminal."""
+    done = run(*tiny(tmp_path, "tokenizer=byte", "sample_tokens=200"))
+    text = (tmp_path / "sample.txt").read_bytes().decode()
+    written = {char for char in text if category(char) == "Cc"} - set("\t\n")
+    assert written and not written & set(done.output + (tmp_path / "train.log").read_text())
+    assert all(f"\\x{ord(char):02x}" in done.output for char in written)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -26,6 +26,7 @@ from training.resume import stop_clock, write_settings
 from training.run import Run
 from training.step import Stepper, StepResult
 from training.sweep import job_names
+from training.text_table import printable
 from training.throughput import Progress, WallClock
 
 log = logging.getLogger("tilegpt")
@@ -215,7 +216,7 @@ class Recorder:
                     seed=config.seed,
                 )
                 (self.run_dir / "sample.txt").write_text(text)
-                log.info(f"\na sample:\n{text}\n")
+                log.info(f"\na sample:\n{printable(text)}\n")
         with phase("logging", "ending the logger"):
             pictures = [picture for picture in pictures if picture is not None]
             self.logger.media(summary["steps_done"], summary["tokens"], pictures, sample=text)

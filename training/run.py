@@ -184,7 +184,7 @@ def _build_run(config: "RunConfig", summary: Row) -> Run:
         data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
     with phase("starting", "building the model"):
         model = _build_model(config, schedule[0], data.vocab_size, device)
-        init_from = pretrained.load_into(model) if pretrained else None
+        init_from = pretrained.load_into(model, data.tokenizer) if pretrained else None
     summary |= {"parameters": count_parameters(model), "data": data.fingerprint}
 
     run = Run(

@@ -1,6 +1,10 @@
-"""Tables for a terminal."""
+"""Text for a terminal: aligned columns, and control characters that do nothing."""
 
+import re
 from collections.abc import Sequence
+
+# all but the tab and the line feed: C0, delete, and C1, in which one character starts a sequence
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def text_table(rows: Sequence[Sequence[str]], *, words: int = 1) -> str:
@@ -12,3 +16,11 @@ def text_table(rows: Sequence[Sequence[str]], *, words: int = 1) -> str:
         for row in rows
     )
     return "\n".join(map(str.rstrip, lines))
+
+
+def printable(text: str) -> str:
+    """The text with its control characters written out: an escape as \\x1b.
+
+    What a model writes could otherwise move the cursor, clear the screen or rename the window.
+    """
+    return CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)

@@ -14,66 +14,114 @@ from model import GPT, load_hugging_face, to_hugging_face
 VOCAB_SIZE = 61
 
 
-@pytest.fixture(scope="module")
-def hugging_face_gpt2():
-    """A random GPT-2. No bias or gain is 0 or 1, so that dropping one is noticed."""
+@pytest.fixture
+def randomised(build_gpt):
+    """randomised(**as build_gpt): no bias or gain is 0 or 1, so that dropping one is noticed."""
+
+    def build(**fields) -> GPT:
+        model = build_gpt(**fields).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        return model
+
+    return build
+
+
+@pytest.fixture
+def gpt2(randomised):
+    """A model, and its config.json and weights."""
+    model = randomised()
+    return model, *to_hugging_face(model)
+
+
+LLAMA = {"qk_norm": False}
+# {model type: fields of ModelConfig beside those of model=modern}
+MODELS = {
+    "gpt2": {"dropout": 0.1},
+    "gpt2-untied": {"tie_embeddings": False},
+    "qwen3": {},
+    "llama": LLAMA,
+    "llama-with-biases": LLAMA | {"bias": True, "rope_theta": 500.0},
+    "llama-tied": LLAMA | {"tie_embeddings": True, "num_kv_heads": None},
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_transformers_computes_the_same_logits(
+    kind, randomised, build_gpt, modern, random_tokens, assert_within_budget
+):
+    """And its weights come back, also where no config.json says what they are."""
     transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    shape = transformers.GPT2Config(
-        vocab_size=VOCAB_SIZE,
-        n_positions=32,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        attn_implementation="eager",
-    )
-    model = transformers.GPT2LMHeadModel(shape).eval()
+    fields = ({} if kind.startswith("gpt2") else modern) | MODELS[kind]
+    model, tokens = randomised(**fields), random_tokens(2, 32)
+    settings, weights = to_hugging_face(model)
+    assert settings["model_type"] == kind.partition("-")[0]
+    config = transformers.AutoConfig.for_model(**settings)
+    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    missing, unexpected = theirs.load_state_dict(weights, strict=False)
+    assert set(missing) <= {"lm_head.weight"} and not unexpected
+    assert settings["architectures"] == [type(theirs).__name__]
+    theirs.tie_weights()
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+        reference = copy.deepcopy(model).double()(tokens).logits
+        logits = theirs.eval()(tokens).logits
+        assert_within_budget(logits, baseline=model(tokens).logits, reference=reference)
+    for known in (theirs.config.to_dict(), None):
+        another = build_gpt(**fields)
+        load_hugging_face(another, theirs.state_dict(), known)
+        assert same_weights(another, model)
 
 
-@pytest.mark.parametrize("backend", ["tiled", "sdpa"])
-def test_gives_the_same_logits(
-    hugging_face_gpt2, build_gpt, random_tokens, assert_within_budget, backend
-):
-    model, tokens = build_gpt(backend), random_tokens(2, 32)
-    load_hugging_face(model, hugging_face_gpt2.state_dict())
-    with torch.no_grad():
-        baseline = hugging_face_gpt2(tokens).logits
-        reference = copy.deepcopy(hugging_face_gpt2).double()(tokens).logits
-        assert_within_budget(model(tokens).logits, baseline=baseline, reference=reference)
+def same_weights(one: GPT, other: GPT) -> bool:
+    weights = other.state_dict()
+    return all(torch.equal(tensor, weights[name]) for name, tensor in one.state_dict().items())
 
 
-def test_takes_names_without_prefix_and_ignores_stored_masks(
-    hugging_face_gpt2, build_gpt, random_tokens
-):
-    with_prefix, without_prefix = build_gpt(), build_gpt()
-    load_hugging_face(with_prefix, hugging_face_gpt2.state_dict())
-    masks = {
-        f"h.{i}.attn.{name}": torch.ones(1, 1, 32, 32)
-        for i in range(2)
-        for name in ("bias", "masked_bias")
-    }
-    load_hugging_face(without_prefix, hugging_face_gpt2.transformer.state_dict() | masks)
-    tokens = random_tokens(1, 9)
-    assert torch.equal(with_prefix(tokens).logits, without_prefix(tokens).logits)
+def renamed(change):
+    return lambda weights: {change(name): tensor for name, tensor in weights.items()}
 
 
-def test_names_every_tensor_that_does_not_fit(hugging_face_gpt2, build_gpt):
-    state_dict = {
-        name.removeprefix("transformer."): tensor
-        for name, tensor in hugging_face_gpt2.state_dict().items()
-    }
+# what training tools do to the names; what is beside the model, or there twice, or once
+EMBEDDING = "transformer.wte.weight"
+FORMS = {
+    "base": renamed(lambda name: name.removeprefix("transformer.")),
+    "lightning": renamed(lambda name: f"net.model.{name}"),
+    "compiled-ddp": renamed(lambda name: f"module._orig_mod.{name}"),
+    "fsdp": renamed(lambda name: name.replace(".attn.", "._fsdp_wrapped_module.attn.")),
+    "masks": lambda weights: {"transformer.h.0.attn.bias": torch.ones(1, 1, 32, 32)} | weights,
+    "classifier": lambda weights: weights | {"score.weight": torch.ones(2, 32)},
+    "both-ends": lambda weights: weights | {"lm_head.weight": weights[EMBEDDING]},
+    "output-end": renamed(lambda name: "lm_head.weight" if name == EMBEDDING else name),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_takes_every_form_of_names(gpt2, build_gpt, caplog, form):
+    model, settings, weights = gpt2
+    for known in (settings, None):
+        another = build_gpt()
+        load_hugging_face(another, FORMS[form](weights), known)
+        assert same_weights(another, model)
+    assert ("score.weight" in caplog.text) == (form == "classifier")
+
+
+def test_refuses_two_models_in_one_file(gpt2, build_gpt):
+    _, _, weights = gpt2
+    weights |= {f"average.{name}": tensor for name, tensor in weights.items()}
+    with pytest.raises(ValueError, match=r"average\.transformer\."):
+        load_hugging_face(build_gpt(), weights)
+
+
+def test_names_every_tensor_that_does_not_fit(gpt2, build_gpt):
+    state_dict = {name.removeprefix("transformer."): tensor for name, tensor in gpt2[2].items()}
     del state_dict["h.1.ln_2.bias"]
     state_dict["h.2.ln_1.bias"] = torch.zeros(32)
     # as nn.Linear would have it
     state_dict["h.0.attn.c_attn.weight"] = state_dict["h.0.attn.c_attn.weight"].T
     state_dict["h.0.ln_1.weight"] = torch.ones(32, dtype=torch.int32)
     state_dict["h.0.ln_2.weight"] = torch.full((32,), torch.nan)
-    model = build_gpt()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model, untouched = build_gpt(), build_gpt()
     with pytest.raises(ValueError) as error:
         load_hugging_face(model, state_dict)
     for tensor, problem in {
@@ -84,14 +132,7 @@ def test_names_every_tensor_that_does_not_fit(hugging_face_gpt2, build_gpt):
         "h.0.attn.c_attn.weight": r"\(96, 32\) .*\(32, 96\)",
     }.items():
         assert re.search(f"{tensor}.*{problem}", str(error.value))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-def test_refuses_an_output_layer_of_its_own(hugging_face_gpt2, build_gpt):
-    state_dict = dict(hugging_face_gpt2.state_dict())
-    state_dict["lm_head.weight"] = state_dict["lm_head.weight"] + 1
-    with pytest.raises(ValueError, match=r"lm_head\.weight .*wte\.weight"):
-        load_hugging_face(build_gpt(), state_dict)
+    assert same_weights(model, untouched)
 
 
 @pytest.mark.parametrize(
@@ -106,62 +147,9 @@ def test_refuses_an_output_layer_of_its_own(hugging_face_gpt2, build_gpt):
         ("num_kv_heads", 2),
     ],
 )
-def test_refuses_another_architecture(hugging_face_gpt2, build_gpt, field, value):
+def test_refuses_another_architecture(gpt2, build_gpt, field, value):
     with pytest.raises(ValueError, match=re.escape(f"{field}={value}")):
-        load_hugging_face(build_gpt(**{field: value}), hugging_face_gpt2.state_dict())
-
-
-LLAMA = {"qk_norm": False}
-# {model type: fields of ModelConfig beside those of model=modern}
-MODERN = {
-    "qwen3": {},
-    "llama": LLAMA,
-    "llama-with-biases": LLAMA | {"bias": True, "rope_theta": 500.0},
-    "llama-tied": LLAMA | {"tie_embeddings": True, "num_kv_heads": None},
-}
-MODELS = {"gpt2": {"dropout": 0.1}, **MODERN}
-
-
-@pytest.fixture(params=MODELS)
-def exported(request, build_gpt, modern):
-    """A random model, how to build another one like it, and its model in transformers."""
-    transformers = pytest.importorskip("transformers")
-    fields = ({} if request.param == "gpt2" else modern) | MODELS[request.param]
-    model = build_gpt(**fields)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    settings, weights = to_hugging_face(model.eval())
-    assert settings["model_type"] == request.param.partition("-")[0]
-    config = transformers.AutoConfig.for_model(**settings)
-    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    missing, unexpected = theirs.load_state_dict(weights, strict=False)
-    assert set(missing) <= {"lm_head.weight"} and not unexpected
-    assert settings["architectures"] == [type(theirs).__name__]
-    theirs.tie_weights()
-    return model, lambda: build_gpt(**fields), theirs.eval()
-
-
-def test_an_exported_model_gives_the_same_logits(exported, random_tokens, assert_within_budget):
-    model, _, theirs = exported
-    tokens = random_tokens(2, 32)
-    with torch.no_grad():
-        reference = copy.deepcopy(model).double()(tokens).logits
-        assert_within_budget(
-            theirs(tokens).logits, baseline=model(tokens).logits, reference=reference
-        )
-
-
-def test_loads_what_transformers_saves(exported):
-    model, build_another, theirs = exported
-    another = build_another()
-    load_hugging_face(another, theirs.state_dict(), theirs.config.to_dict())
-    assert all(
-        torch.equal(tensor, another.state_dict()[name])
-        for name, tensor in model.state_dict().items()
-    )
-    # by the names of the tensors, where there is no config.json
-    load_hugging_face(build_another(), theirs.state_dict())
+        load_hugging_face(build_gpt(**{field: value}), gpt2[2])
 
 
 @pytest.mark.parametrize(
@@ -170,14 +158,16 @@ def test_loads_what_transformers_saves(exported):
         ({"n_head": 8}, "model.num_heads=8"),
         ({"n_layer": 3}, "model.num_layers=3"),
         ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06.* 1e-05"),
+        ({"activation_function": ["gelu_new"]}, r"activation_function=\['gelu_new'\]"),
         ({"activation_function": "relu"}, "activation_function=relu.*gelu_new"),
+        ({"model_type": ["gpt2"]}, "gpt2"),
         ({"model_type": "bert"}, "bert.*gpt2, llama, qwen3"),
     ],
 )
-def test_refuses_settings_of_another_gpt2(hugging_face_gpt2, build_gpt, changes, named):
-    settings = hugging_face_gpt2.config.to_dict() | changes
+def test_refuses_settings_of_another_gpt2(gpt2, build_gpt, changes, named):
+    _, settings, weights = gpt2
     with pytest.raises(ValueError, match=named):
-        load_hugging_face(build_gpt(), hugging_face_gpt2.state_dict(), settings)
+        load_hugging_face(build_gpt(), weights, settings | changes)
 
 
 @pytest.mark.parametrize(
@@ -186,9 +176,9 @@ def test_refuses_settings_of_another_gpt2(hugging_face_gpt2, build_gpt, changes,
         ({"rope_theta": 5e5}, "model.rope_theta=500000.0"),
         ({"rope_parameters": {"rope_theta": 7.0}}, "model.rope_theta=7.0"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type=linear"),
+        ({"rope_scaling": [3]}, r"rope_type=\[3\]"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "rope_type=llama3"),
         ({"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06.* 1e-05"),
-        ({"tie_word_embeddings": True}, "model.tie_embeddings=true"),
         ({"num_key_value_heads": None}, "model.num_kv_heads=4"),
         ({"model_type": "qwen3"}, "model.qk_norm=true"),
     ],
@@ -209,13 +199,15 @@ def test_refuses_gains_of_qk_norm(build_gpt, modern):
         load_hugging_face(model, weights, settings)
 
 
-def test_takes_the_first_of_more_positions(hugging_face_gpt2, build_gpt, random_tokens):
-    short, whole, tokens = build_gpt(max_seq_len=16), build_gpt(), random_tokens(2, 16)
-    for model in (short, whole):
-        load_hugging_face(model, hugging_face_gpt2.state_dict())
+def test_takes_the_first_of_more_positions_but_not_of_tokens(gpt2, build_gpt, random_tokens):
+    whole, _, weights = gpt2
+    short, tokens = build_gpt(max_seq_len=16).eval(), random_tokens(2, 16)
+    load_hugging_face(short, weights)
     assert torch.equal(short(tokens).logits, whole(tokens).logits)
     with pytest.raises(ValueError, match=r"wpe.weight .*\(32, 32\).*\(64, 32\)"):
-        load_hugging_face(build_gpt(max_seq_len=64), hugging_face_gpt2.state_dict())
+        load_hugging_face(build_gpt(max_seq_len=64), weights)
+    with pytest.raises(ValueError, match=f"wte.weight .*tokenizer.vocab_size={VOCAB_SIZE}"):
+        load_hugging_face(build_gpt(vocab_size=60), weights)
 
 
 def test_says_why_transformers_has_no_such_model(build_gpt, modern):
@@ -282,10 +274,14 @@ def test_windows_of_weights_are_asked_for(build_gpt, modern):
     """As transformers reads them: only from a layer on, and not at all where they hold all keys."""
     model = build_gpt(**modern)
     settings, weights = to_hugging_face(model)
+    del settings["layer_types"]  # the layers can be named, or counted
     sliding = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
-    with pytest.raises(ValueError, match=r"attention.windows=\[null,8\]"):
+    with pytest.raises(ValueError, match="attention.window=8 attention.pattern=LS"):
         load_hugging_face(model, weights, settings | sliding)
     with pytest.raises(ValueError, match="attention.window=8$"):
         load_hugging_face(model, weights, settings | sliding | {"max_window_layers": 0})
+    for typed in ({"sliding_window": "8"}, {"max_window_layers": "1"}, {"layer_types": 2}):
+        with pytest.raises(ValueError, match=next(iter(typed))):
+            load_hugging_face(model, weights, settings | sliding | typed)
     longest = model.config.max_seq_len
     load_hugging_face(model, weights, settings | sliding | {"sliding_window": longest})

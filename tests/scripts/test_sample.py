@@ -69,11 +69,15 @@ def complaint(run_sample):
 @pytest.mark.parametrize("cache", [["cache=true"], ["cache=FALSE"], []], ids=str)
 def test_prints_prompt_and_continuation(run_sample, tmp_path, cache):
     model = write_run(tmp_path / "run")
-    drawn = ("prompt=x = a == b", "tokens=40", "seed=5", "temperature=1.5", "top_k=0")
+    prompt = "x = \x1b]0;title\x07\x9b2J\r\x00\t\n"
+    drawn = (f"prompt={prompt}", "tokens=40", "seed=5", "temperature=1.5", "top_k=0")
     out, err = run_sample(f"run={tmp_path}/run", *drawn, *cache)
     how = {"max_new_tokens": 40, "temperature": 1.5, "seed": 5}
     tokenizer = build_tokenizer(RunConfig().tokenizer)
-    assert out == sample_text(model, tokenizer, "x = a == b", **how) + "\n"
+    text = sample_text(model, tokenizer, prompt, **how)
+    for char in map(chr, {*range(32), *range(127, 160)} - {*b"\t\n"}):
+        text = text.replace(char, f"\\x{ord(char):02x}")  # nothing drives the terminal
+    assert out == text + "\n"
     assert err == ""
 
 

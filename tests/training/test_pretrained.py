@@ -4,6 +4,7 @@ none.
 
 import hashlib
 import json
+import re
 import time
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from attention import get_backend
-from config import ModelConfig
+from config import AttentionConfig, ModelConfig
+from data.tokenizer import BUILDERS, END_OF_TEXT
+from data.tokenizer_json import tokenizer_files
 from model import GPT, to_hugging_face
 from tests.command import run, summary, tiny
 from training.pretrained import find_pretrained
@@ -20,10 +23,15 @@ from training.run import build_run, compose
 SHAPE = dict(num_layers=1, num_heads=2, hidden_size=32, max_seq_len=32)
 
 
+def build(attention: AttentionConfig | None = None, **fields) -> GPT:
+    torch.manual_seed(7)
+    config, backend = ModelConfig(**SHAPE | fields), get_backend("naive")
+    return GPT(config, vocab_size=257, backend=backend, attention=attention).eval()
+
+
 @pytest.fixture
 def model():
-    torch.manual_seed(7)
-    return GPT(ModelConfig(**SHAPE), vocab_size=257, backend=get_backend("naive"))
+    return build(init_std=0.1)
 
 
 @pytest.fixture
@@ -49,25 +57,38 @@ def shards(folder, suffix, save):
         save(part, folder / f"{stem}-0000{i}.{kind}")
         where |= dict.fromkeys(part, f"{stem}-0000{i}.{kind}")
     (folder / f"{suffix}.index.json").write_text(json.dumps({"weight_map": where}))
+    return folder
 
 
-def one_bin(folder):
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+def pickled(folder, content=None, file="pytorch_model.bin"):
+    """The weights, or other content, as a file of PyTorch alone."""
+    torch.save(content or load_file(folder / "model.safetensors"), folder / file)
     (folder / "model.safetensors").unlink()
+    return folder / file
+
+
+def lightning(folder):
+    weights = load_file(folder / "model.safetensors")
+    state = {f"model.{name}": tensor for name, tensor in weights.items()}
+    return pickled(folder, {"state_dict": state, "epoch": 1}, "last.ckpt")
 
 
 FORMS = {
     "folder": lambda folder: folder,
     "file": lambda folder: folder / "model.safetensors",
-    "shards": lambda folder: shards(folder, "model.safetensors", save_file) or folder,
-    "bin": lambda folder: one_bin(folder) or folder,
-    "bin-shards": lambda folder: shards(folder, "pytorch_model.bin", torch.save) or folder,
+    "shards": lambda folder: shards(folder, "model.safetensors", save_file),
+    "index": lambda folder: (
+        shards(folder, "model.safetensors", save_file) / "model.safetensors.index.json"
+    ),
+    "bin": lambda folder: pickled(folder).parent,
+    "bin-shards": lambda folder: shards(folder, "pytorch_model.bin", torch.save),
+    "lightning": lightning,
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_loads_every_form(form, folder, model):
-    other = GPT(ModelConfig(**SHAPE), vocab_size=257, backend=get_backend("naive"))
+    other = build()
     source = find_pretrained(str(FORMS[form](folder)))
     record = source.load_into(other)
     for name, tensor in model.state_dict().items():
@@ -77,10 +98,112 @@ def test_loads_every_form(form, folder, model):
     }
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_loads_a_checkpoint_of_nanogpt(bias, folder, model, caplog):
+    """Its names are GPT-2's, below those of torch.compile; its matrices are those of nn.Linear."""
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["transformer.wte.weight"]
+    state = {
+        f"_orig_mod.{name}": x.T if re.search(r"\.c_\w+\.weight$", name) else x
+        for name, x in weights.items()
+        if bias or not name.endswith(".bias")
+    }
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 32, "vocab_size": 257}
+    sizes |= {} if bias else {"bias": False}  # older ones had no such choice
+    content = {"model": state, "model_args": sizes, "iter_num": 3}
+    name = str(pickled(folder, content, "ckpt.pt"))
+    other = build(bias=bias)
+    find_pretrained(name).load_into(other)
+    for own, tensor in other.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[own])
+    assert "GELU" in caplog.text
+    with pytest.raises(ValueError, match=r"ckpt\.pt: .*model\.num_heads=2"):
+        find_pretrained(name).load_into(build(bias=bias, num_heads=4))
+    torch.save(content | {"model_args": sizes | {"use_relu": True}}, name)
+    with pytest.raises(ValueError, match="use_relu"):
+        find_pretrained(name).load_into(other)
+
+
+GPT2 = {"n_layer": 1, "n_head": 2, "n_embd": 32, "n_positions": 32}
+LLAMA = {
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "hidden_size": 32,
+    "intermediate_size": 128,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+}
+UNTIED = {"tie_embeddings": False}
+MODERN = {"positions": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False} | UNTIED
+# {folder: (class of transformers, its config, fields of ours)}
+SAVED = {
+    "head": ("GPT2LMHeadModel", GPT2, {}),
+    "no-head": ("GPT2Model", GPT2, {}),
+    "shards": ("GPT2LMHeadModel", GPT2, {}),
+    "bin": ("GPT2LMHeadModel", GPT2, {}),
+    "classifier": ("GPT2ForSequenceClassification", GPT2 | {"pad_token_id": 0}, {}),
+    "untied": ("GPT2LMHeadModel", GPT2 | {"tie_word_embeddings": False}, UNTIED),
+    "says-tied": ("GPT2LMHeadModel", GPT2 | {"tie_word_embeddings": False}, UNTIED),
+    "tanh": ("GPT2LMHeadModel", GPT2 | {"activation_function": "gelu_pytorch_tanh"}, {}),
+    "llama": ("LlamaForCausalLM", LLAMA, MODERN),
+    "tied-bin": (
+        "LlamaForCausalLM",
+        LLAMA | {"tie_word_embeddings": True},
+        MODERN | {"tie_embeddings": True},
+    ),
+    "qwen3": ("Qwen3ForCausalLM", LLAMA | {"hidden_act": "swish"}, MODERN | {"qk_norm": True}),
+    "mistral": ("MistralForCausalLM", LLAMA | {"sliding_window": 8}, MODERN),
+}
+
+
+@pytest.mark.parametrize("saved", SAVED)
+def test_computes_what_transformers_computes_from_the_folder(saved, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    name, sizes, fields = SAVED[saved]
+    torch.manual_seed(3)
+    theirs = getattr(transformers, name)
+    theirs = theirs(theirs.config_class(**sizes, vocab_size=257))
+    with torch.no_grad():
+        for part, parameter in theirs.named_parameters():
+            if not re.search("[qk]_norm", part):
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    theirs.save_pretrained(tmp_path, max_shard_size="20KB" if saved == "shards" else "1GB")
+    if "bin" in saved:  # as older releases saved it: with every name
+        pickled(tmp_path, theirs.state_dict())
+    if saved == "says-tied":
+        settings = json.loads((tmp_path / "config.json").read_text())
+        settings["tie_word_embeddings"] = True
+        (tmp_path / "config.json").write_text(json.dumps(settings))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    ours = build(AttentionConfig(window=sizes.get("sliding_window")), **fields)
+    find_pretrained(str(tmp_path)).load_into(ours)
+    tokens = torch.arange(32)[None] * 7
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens).logits, loaded(tokens).logits)
+
+
+@pytest.mark.parametrize("own, normalizer", [("byte", None), ("bpe", None), ("byte", "Lowercase")])
+def test_warns_once_of_a_tokenizer_with_other_tokens(own, normalizer, folder, model, caplog):
+    files = tokenizer_files(BUILDERS["byte"](), max_length=32)
+    theirs = json.loads(files["tokenizer.json"])
+    theirs["model"]["vocab"][END_OF_TEXT] = 256  # as GPT-2 was published
+    theirs["added_tokens"].append({"content": "[PAD]", "id": 257})
+    theirs["normalizer"] = normalizer and {"type": normalizer}
+    (folder / "tokenizer.json").write_text(json.dumps(theirs))
+    find_pretrained(str(folder)).load_into(model, BUILDERS[own]())
+    warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert len(warnings) == (own == "bpe" or normalizer is not None)
+    for warning in warnings:
+        assert str(folder / "tokenizer.json") in warning and f"tokenizer={own}" in warning
+
+
 def test_a_run_begins_with_them_and_says_so(folder, tmp_path):
     run_dir, hash_of = tmp_path / "run", hashlib.sha256
     sha256 = hash_of((folder / "model.safetensors").read_bytes()).hexdigest()
-    assert run(*tiny(run_dir, f"init_from={folder}")).code == 0
+    (folder / "tokenizer.json").write_text("{}")
+    done = run(*tiny(run_dir, f"init_from={folder}"))
+    assert done.code == 0 and "tokenizer.json" in done.output
     origin = {"name": str(folder), "sha256": {"model.safetensors": sha256}}
     assert summary(run_dir)["starts"][0]["init_from"] == origin
     # a resumed run has no need of the folder, and remembers it
@@ -98,48 +221,62 @@ def test_the_first_step_sees_these_weights(folder, model):
     assert torch.equal(parts.model.token_embedding.weight, model.token_embedding.weight)
 
 
-def damage_index(folder):
-    shards(folder, "model.safetensors", save_file)
-    (folder / "model-00001.safetensors").unlink()
-
-
-def empty_index(folder):
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text("{}")
-
-
-def pickle_of_code(folder):
-    (folder / "model.safetensors").unlink()
-    torch.save({"wte.weight": print}, folder / "pytorch_model.bin")
-
-
-# what is done to the folder, and what the error must name
-DAMAGED = {
-    "none": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
-    "no-weights": (
-        lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 99),
-        "model.safetensors",
-    ),
-    "missing-shard": (damage_index, "model-00001.safetensors"),
-    "settings": (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
-    "settings-without-names": (
-        lambda folder: (folder / "config.json").write_text("[]"),
-        "config.json .*list",
-    ),
-    "empty-index": (empty_index, "model.safetensors.index.json"),
-    "pickle": (pickle_of_code, "pytorch_model.bin"),
-    # a regression test: every tensor of the model was named as missing
-    "name-of-the-settings": (lambda folder: folder / "config.json", "config.json .*safetensors"),
+BIN, INDEX, NESTED = "pytorch_model.bin", "model.safetensors.index.json", b"[" * 100_000
+# {file: what may be in it}
+BAD = {
+    "model.safetensors": [b"", b"x" * 99],
+    "config.json": [b"{", b"[]", NESTED],
+    INDEX: [
+        b"{}",
+        NESTED,
+        b'{"weight_map": ["x"]}',
+        b'{"weight_map": {"x": 1}}',
+        b'{"weight_map": {"x": "missing"}}',
+        b'{"weight_map": {"x": "../theirs/config.json"}}',
+    ],
+    BIN: [
+        b"",
+        b"some text\n",
+        [torch.ones(2)],
+        torch.ones(2),
+        {"wte.weight": print},  # PyTorch would run it
+        {"wte.weight": 1},
+        {"wte.weight": torch.eye(2).to_sparse()},
+        {"wte.weight": torch.ones(2, device="meta")},
+        {1: torch.ones(2)},
+    ],
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGED)
-def test_says_what_is_wrong_with_a_folder(damage, folder, model):
-    spoil, named = DAMAGED[damage]
-    other = spoil(folder)
-    name = str(other if damage == "name-of-the-settings" else folder)
-    with pytest.raises(ValueError, match=named):
-        find_pretrained(name).load_into(model)
+@pytest.mark.parametrize(
+    "file, content",
+    [
+        pytest.param(file, content, id=f"{file}-{i}")
+        for file, contents in BAD.items()
+        for i, content in enumerate(contents)
+    ],
+)
+def test_names_a_file_that_is_no_checkpoint(file, content, folder, model):
+    """A regression test: 16 of 76 bad folders and files ended in a traceback."""
+    if file in (BIN, INDEX):
+        (folder / "model.safetensors").unlink()
+    if isinstance(content, bytes):
+        (folder / file).write_bytes(content)
+    else:
+        torch.save(content, folder / file)
+    for name in (folder, folder / file):
+        with pytest.raises(ValueError, match=re.escape(file)) as error:
+            find_pretrained(str(name)).load_into(model)
+        assert "\n" not in str(error.value) and "\x1b" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", [".", "notes.txt", "nowhere.ckpt", "x" * 5000, "a\0b"])
+def test_names_a_path_without_weights(name, folder, model):
+    (folder / "model.safetensors").unlink()
+    (folder / "notes.txt").write_text("epoch 3\n")
+    path = str(folder / name)
+    with pytest.raises(ValueError, match=re.escape(path)):
+        find_pretrained(path).load_into(model)
 
 
 def test_without_network_says_at_once_what_to_do(monkeypatch, tmp_path):
