@@ -231,6 +231,7 @@ def dq_kernel(
     start_q = (num_tiles - 1 - tile) * BLOCK_Q
     batch = batch_head // num_heads
     head = batch_head % num_heads
+    kv_head = head // GROUPS
     offset = tl.cast(batch * num_heads + head, tl.int64) * N
     rows = start_q + tl.arange(0, BLOCK_Q)
     position = rows + (M - N)
@@ -253,7 +254,7 @@ def dq_kernel(
             begin, end = first, last - (full_last - full_first)
         for step in tl.range(begin, end, BLOCK_KV):
             start = edge_tile(step, full_first, full_last, INTERVALS) if masked else step
-            k = load_tile(k_desc, batch, head // GROUPS, start)
+            k = load_tile(k_desc, batch, kv_head, start)
             keys = start + tl.arange(0, BLOCK_KV)
             product = tl.dot(q, tl.trans(k), input_precision="ieee")
             scores, derivative = scores_of(
@@ -263,7 +264,7 @@ def dq_kernel(
             )  # fmt: skip
             scores -= shift[:, None]
             p = PROBABILITY(scores, log_sum[:, None], 1) * factor[:, None]
-            v = load_tile(v_desc, batch, head // GROUPS, start)
+            v = load_tile(v_desc, batch, kv_head, start)
             dp = tl.dot(do, tl.trans(v), input_precision="ieee")
             ds = SCORE_GRADIENT(p, dp, delta[:, None], scores, 1)
             if SCORE_MOD is not None:

@@ -177,6 +177,7 @@ def forward_kernel(
     start_q = (num_tiles - 1 - tile) * BLOCK_Q
     batch = batch_head // num_heads
     head = batch_head % num_heads
+    kv_head = head // GROUPS
     rows = start_q + tl.arange(0, BLOCK_Q)
     position = rows + (M - N)
     if INTERVALS:
@@ -199,7 +200,7 @@ def forward_kernel(
         for step in tl.range(begin, end, BLOCK_KV):
             start = edge_tile(step, full_first, full_last, INTERVALS) if masked else step
             keys = start + tl.arange(0, BLOCK_KV)
-            k = load_tile(k_desc, batch, head // GROUPS, start)
+            k = load_tile(k_desc, batch, kv_head, start)
             # Triton's default for float32 is TF32, which has fewer bits
             product = tl.dot(q, tl.trans(k), input_precision="ieee")
             scores, _ = scores_of(
@@ -214,7 +215,7 @@ def forward_kernel(
             row_max, shift, alpha = MOVE_MAX(row_max, tile_max, masked)
             p = tl.exp2(scores - shift[:, None])
             row_sum = alpha * row_sum + tl.sum(p, 1)
-            v = load_tile(v_desc, batch, head // GROUPS, start)
+            v = load_tile(v_desc, batch, kv_head, start)
             acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
 
     if sinks_ptr is not None:
