@@ -108,7 +108,7 @@ def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
 
 
 def backends_of(model: "GPT") -> list[Backend]:
-    return [block.attention.backend for block in model.blocks]
+    return [model.backend]
 
 
 kept: WeakKeyDictionary["GPT", dict[Hashable, DecodingStep]] = WeakKeyDictionary()

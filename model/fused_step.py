@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from attention import attention_with_cache
+from config import ModelConfig
 from model.kv_cache import KVCache, LayerCache
 from model.loss import TRITON
-from model.norm import NORM_EPS, norm_arguments
+from model.norm import norm_arguments
 
 if TYPE_CHECKING:
     from model.gpt import GPT, Block, Rope
@@ -74,25 +76,29 @@ def next_logits(model: "GPT", tokens: Tensor, cache: KVCache) -> Tensor:
     """
     from model.step_kernel import product
 
-    x, rope = model.embed(tokens, cache)
+    x, rope = model.embed(tokens, cache=cache)
     x = x[:, 0]  # (B, C)
     for block, layer in zip(model.blocks, cache.layers, strict=True):
-        x = block_step(block, x, rope, layer)
+        x = block_step(block, x, rope, layer, model.config)
     norm = norm_arguments(model.final_norm)
     return product(x, model.output_weight, None, norm=norm, dtype=torch.float32)
 
 
-def block_step(block: "Block", x: Tensor, rope: "Rope | None", cache: LayerCache) -> Tensor:
+def block_step(
+    block: "Block", x: Tensor, rope: "Rope | None", cache: LayerCache, config: ModelConfig
+) -> Tensor:
     """block(x), from (B, C) to (B, C)."""
     from model.step_kernel import place_heads, product
 
-    attention, mlp, config = block.attention, block.mlp, block.config
+    attention, mlp = block.attention, block.mlp
     places, k, v = cache.places, cache.k, cache.v
     assert places is not None and k is not None and v is not None, "the cache has no room yet"
     qkv = product(x, *parts(attention.qkv), norm=norm_arguments(block.attention_norm))
-    eps = NORM_EPS if config.qk_norm else None
+    eps = 1e-5 if config.qk_norm else None
     q = place_heads(qkv, rope, places.positions, k, v, qk_norm_eps=eps)
-    out = attention.decode(q, k, v, places.lengths)[:, 0]
+    given = {"backend": attention.seam.backend, **attention.function}
+    out, _ = attention_with_cache(q, k, v, places.lengths, **given)
+    out = out.transpose(1, 2).flatten(2)[:, 0]
     x = product(out, *parts(attention.proj), residual=x)
     hidden = product(
         x, *parts(mlp.up), norm=norm_arguments(block.mlp_norm), activation=config.activation

@@ -40,27 +40,18 @@ def gelu_by_sigmoid(x: Tensor) -> Tensor:
     return out if out.dtype == x.dtype else out.to(x.dtype)
 
 
-def gelu_mlp(
-    x: Tensor,
-    up: nn.Linear,
-    down: nn.Linear,
-    down_bias: Tensor | None,
-    *,
-    repeated: bool = False,
-) -> Tensor:
-    """down(gelu(up(x))) with another bias, from x (..., C) to (..., C). Kernels take its place
-    where they can: see has_product_kernel() and has_kernel().
-
-    repeated: see linear(). Then down is a product of its own.
+def gelu_mlp(x: Tensor, up: nn.Linear, down: nn.Linear) -> Tensor:
+    """down(gelu(up(x))), from x (..., C) to (..., C). Kernels take its place where they can: see
+    has_product_kernel() and has_kernel().
     """
-    if not repeated and has_product_kernel(x, up, down):
-        return GeluMLP.apply(x, up.weight, up.bias, down.weight, down_bias)
+    if has_product_kernel(x, up, down):
+        return GeluMLP.apply(x, up.weight, up.bias, down.weight, down.bias)
     if has_kernel(x, up):
         # GeluWithBias has the gradient of the bias
         activated = GeluWithBias.apply(linear(up, x, up.bias.detach()), up.bias)
     else:
         activated = gelu(linear(up, x, up.bias))
-    return linear(down, activated, down_bias, repeated=repeated)
+    return linear(down, activated, down.bias)
 
 
 def has_kernel(x: Tensor, up: nn.Linear) -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from attention import dtype_name
 from config import ModelConfig
-from model.norm import NORM_EPS
+from model.gpt import NORM_EPS
 
 if TYPE_CHECKING:
     from model.gpt import GPT

@@ -6,10 +6,12 @@ Dimensions: B batch, H_kv key/value heads, N new tokens, M tokens so far, D head
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from attention import Backend, attention, attention_with_cache
 
 
 class Places(NamedTuple):
@@ -28,6 +30,15 @@ class LayerCache:
         self.places: Places | None = None  # None: after the tokens read so far
         self.k: Tensor | None = None  # (B, H_kv, max_len, D)
         self.v: Tensor | None = None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, **arguments: Any) -> Any:
+        """attention() of q over all keys so far, after k and v are appended."""
+        k, v = self.extend(k, v)
+        if self.places is None:
+            return attention(q, k, v, backend=backend, **arguments)
+        taken = ("window", "softcap", "sinks")
+        given = {name: arguments[name] for name in taken if name in arguments}
+        return attention_with_cache(q, k, v, self.places.lengths, backend=backend, **given)
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k and v (B, H_kv, N, D). Return views of all keys and values so far, (B, H_kv, M,
@@ -66,6 +77,17 @@ class KVCache:
     @property
     def places(self) -> Places | None:
         return self.layers[0].places
+
+    def positions(self, count: int, device: torch.device) -> Tensor:
+        """Positions of `count` new tokens, (count,). Raises ValueError if they do not fit."""
+        if self.places is not None:
+            return self.places.positions
+        if (total := self.length + count) > self.max_len:
+            raise ValueError(
+                f"{self.length} cached and {count} new tokens are more than the KVCache's "
+                f"max_len={self.max_len}"
+            )
+        return torch.arange(self.length, total, device=device)
 
     @contextmanager
     def at(self, places: Places) -> Iterator[None]:

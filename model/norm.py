@@ -4,41 +4,21 @@ When training on a GPU, one kernel computes `x + branch` and its norm (model/nor
 backward pass is also one kernel: from the gradients of both results to those of x and the branch.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from config import ModelConfig
-from model.checkpointing import elementwise_recomputed
-from model.loss import TRITON
-from model.products import NARROW, bias_gradient, product_dtype, weight_gradient
+from model.device import TRITON, product_dtype
 
-NORM_EPS = 1e-5
-ONES = 16  # columns after the norm: see AddNormLinear
 MAX_WIDTH = 8192  # the longest row that a program holds in its registers
-
-
-class Branch(NamedTuple):
-    """What a block leaves to the next norm to add."""
-
-    values: Tensor  # (B, N, C)
-    # (C,), the bias in values whose gradient the norm computes. None if its layer does
-    bias: Tensor | None
-
-
-def build_norm(config: ModelConfig) -> nn.Module:
-    if config.norm == "layernorm":
-        return nn.LayerNorm(config.hidden_size, eps=NORM_EPS, bias=config.bias)
-    return nn.RMSNorm(config.hidden_size, eps=NORM_EPS)
 
 
 def add_norm(
     x: Tensor, branch: Tensor | None, norm: nn.Module, branch_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x + branch and norm(x + branch), both (B, N, C); None adds nothing. norm comes from
-    build_norm().
+    """x + branch and norm(x + branch), both (B, N, C); None adds nothing. norm is an
+    nn.LayerNorm or an nn.RMSNorm.
 
     branch_bias (C,): a bias that the branch contains, detached. Its gradient comes from here, which
     has_kernel() must allow.
@@ -52,38 +32,13 @@ def add_norm(
     return x, norm(x)
 
 
-def add_norm_linear(
-    x: Tensor,
-    branch: Tensor | None,
-    norm: nn.Module,
-    linear: nn.Linear,
-    branch_bias: Tensor | None = None,
-    *,
-    recompute: bool,
-) -> tuple[Tensor, Tensor]:
-    """x + branch and linear(norm(x + branch)); see add_norm(). With recompute, autograd keeps only
-    the sum, and the backward pass computes the norm again.
-    """
-    if branch is not None and has_kernel(x, branch):
-        given = *arguments(x, norm), branch_bias, linear.weight, linear.bias, recompute
-        return AddNormLinear.apply(x, branch, *given)
-
-    def run(x: Tensor) -> Tensor:
-        return linear(norm(x))
-
-    x = x if branch is None else x + branch
-    return x, (elementwise_recomputed(run) if recompute else run)(x)
-
-
 def arguments(x: Tensor, norm: nn.Module) -> tuple:
     """The operator's arguments between the branch and its bias."""
     return *norm_arguments(norm), product_dtype(x, x.dtype)
 
 
 def norm_arguments(norm: nn.Module) -> tuple[Tensor, Tensor | None, float, bool]:
-    """What a kernel needs of a module from build_norm(): weight, bias or None, eps, and whether the
-    mean is subtracted.
-    """
+    """What a kernel needs: weight, bias or None, eps, and whether the mean is subtracted."""
     centred = isinstance(norm, nn.LayerNorm)
     return norm.weight, norm.bias if centred else None, norm.eps, centred
 
@@ -194,52 +149,3 @@ def split(sums: Tensor, dtypes: list[torch.dtype | None]) -> list[Tensor | None]
 
 
 add_norm_operator.register_autograd(_backward, setup_context=_save)
-
-
-class AddNormLinear(torch.autograd.Function):
-    """add_norm_linear(), using the kernels.
-
-    In 16 bits a one follows each row of the norm. So the matrix's gradient, a product with these
-    rows, has one more column: the sum of d_out, which is the offset's gradient.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, eps: float,
-        centred: bool, dtype: torch.dtype, branch_bias: Tensor | None,
-        matrix: Tensor, offset: Tensor | None, recompute: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        ctx.ones = ONES if dtype in NARROW and offset is not None else 0
-        total, y, statistics = add_norm_operator(
-            x, branch, weight, bias, eps, centred, dtype, branch_bias, ctx.ones
-        )
-        ctx.set_materialize_grads(False)
-        ctx.dtype, ctx.parameters = branch.dtype, dtypes_of(weight, bias, branch_bias)
-        ctx.matrix_dtype, ctx.offset_dtype = dtypes_of(matrix, offset)
-        narrow, offset = matrix.to(dtype), None if offset is None else offset.to(dtype)
-        kept = (matrix, None) if recompute else (narrow, y)
-        ctx.save_for_backward(total, weight, bias, statistics, *kept)
-        # as a matrix: F.linear adds the offset to a larger strided tensor in a kernel of its own
-        rows = y.flatten(0, -2)[:, : x.shape[-1]]
-        return total, F.linear(rows, narrow, offset).unflatten(0, x.shape[:-1])
-
-    @staticmethod
-    def backward(ctx: Any, d_total: Tensor | None, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        total, weight, bias, statistics, matrix, y = ctx.saved_tensors
-        d_y, width = d_out @ matrix.to(d_out.dtype), total.shape[-1]
-        d_x, sums, *more = add_norm_backward(
-            d_total, d_y, total, weight, bias, statistics, ctx.dtype,
-            ctx.parameters[2] is not None, y is None, ctx.ones,
-        )  # fmt: skip
-        if y is None:
-            *more, y = more
-        d_weight, d_bias, d_branch_bias = split(sums, ctx.parameters)
-        d_matrix = weight_gradient(d_out, y, torch.promote_types(ctx.matrix_dtype, torch.float32))
-        d_offset = None
-        if ctx.ones:
-            d_offset = d_matrix[:, width].to(ctx.offset_dtype)
-        elif ctx.offset_dtype is not None:
-            d_offset = bias_gradient(d_out, ctx.offset_dtype)
-        d_matrix = d_matrix[:, :width].to(ctx.matrix_dtype)
-        d_norm = d_weight, d_bias, None, None, None, d_branch_bias
-        return d_x, *(more or [d_x]), *d_norm, d_matrix, d_offset, None

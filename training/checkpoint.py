@@ -63,7 +63,7 @@ VERSION = 1
 WEIGHTS, TRAINING, METRICS = "model.safetensors", "training.pt", "metrics.jsonl"
 
 # settings of the model that change neither a tensor nor what the weights mean
-FREE_SETTINGS = ("name", "dropout", "init_std", "checkpoint", "chunk_tokens", "offload")
+FREE_SETTINGS = ("name", "dropout", "init_std", "checkpoint")
 
 
 class CheckpointError(ValueError):

@@ -16,7 +16,7 @@ from config import AttentionConfig, ModelConfig
 from model import GPT, KVCache, generate, step_kernel
 from model.decoding import DecodingStep
 from model.fused_step import MOST_SEQUENCES, fits_kernels, norm_arguments
-from model.norm import build_norm
+from model.gpt import build_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter computes bfloat16 on raw bits
@@ -83,7 +83,7 @@ def test_generation_in_steps_of_few_kernels_changes_no_token(build_gpt, random_t
     gpt = perturbed(build_gpt(attention=function, **fields))
     prompt = random_tokens(2, 3).to(DEVICE)
     plain = generate(gpt, prompt, max_new_tokens=8, temperature=0.0, use_cache=False)
-    with gpt.use_backend(get_backend("triton")):
+    with gpt.using(backend=get_backend("triton")):
         assert torch.equal(generate(gpt, prompt, max_new_tokens=8, temperature=0.0), plain)
     assert len(fused) >= 6 or DEVICE == "cuda"
     assert all(fused) and plain.unique().numel() > 5

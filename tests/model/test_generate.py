@@ -62,7 +62,7 @@ def test_steps_of_fixed_shape_change_no_token(build_gpt, random_tokens, backend,
         lambda module, inputs, given: fixed.append(given["cache"].places is not None),
         with_kwargs=True,
     )
-    with model.use_backend(get_backend(backend)):
+    with model.using(backend=get_backend(backend)):
         assert torch.equal(generate(model, prompt, max_new_tokens=14, temperature=0.0), plain)
     # one pass reads the prompt, and one what stays of a full context; the rest are steps
     assert len(fixed) == 14 and fixed.count(False) == 2
@@ -125,11 +125,7 @@ def other_backend(model: GPT) -> None:
     model.backend = get_backend("tiled", block_kv=32)
 
 
-def other_backend_of_a_layer(model: GPT) -> None:
-    model.blocks[1].attention.backend = get_backend("triton")
-
-
-CHANGES = [other_weights, other_dtype, other_backend, other_backend_of_a_layer]
+CHANGES = [other_weights, other_dtype, other_backend]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
@@ -362,7 +358,7 @@ def test_sample_text_starts_a_document_after_an_end_of_text_that_it_does_not_sho
 def test_sample_text_does_without_a_cache_where_the_attention_must(build_gpt):
     model = build_gpt(vocab_size=27)
     text = sample_text(model, Letters(), "abc", max_new_tokens=10)
-    with model.use_backend(replace(model.backend, features=frozenset())):
+    with model.using(backend=replace(model.backend, features=frozenset())):
         assert sample_text(model, Letters(), "abc", max_new_tokens=10) == text
         with pytest.raises(ValueError, match="cross_length"):
             sample_text(model, Letters(), "abc", max_new_tokens=10, use_cache=True)

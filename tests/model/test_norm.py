@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import model.norm
-from attention import get_backend
 from config import ModelConfig
-from model import GPT, norm_kernel
-from model.norm import add_norm, add_norm_backward, add_norm_operator, build_norm
+from model.gpt import build_norm
+from model.norm import add_norm, add_norm_backward, add_norm_operator
 
 NORMS = {"layernorm": {}, "layernorm-nobias": {"bias": False}, "rmsnorm": {"norm": "rmsnorm"}}
 every_norm = pytest.mark.parametrize("fields", NORMS.values(), ids=NORMS)
@@ -150,22 +149,6 @@ def test_gradient_of_a_bias_in_the_branch(kernel, dtypes, fields):
     check(add_norm, *example(96, 40, NORMS[fields], DTYPES[dtypes]), with_bias=True)
 
 
-@pytest.mark.parametrize("width", [64, 96])
-def test_ones_after_the_norm(width):
-    """Forward, and where the backward pass computes the norm again."""
-    x, branch, norm = example(width, 37, {}, DTYPES["fp32-bf16"])
-    given = norm.weight.detach(), norm.bias.detach()
-    total, y, statistics = norm_kernel.forward(x, branch, *given, 1e-5, True, BF16, 16)
-    *_, again = norm_kernel.backward(
-        None, y[..., :width].contiguous(), total, *given, statistics, BF16,
-        branch_bias=False, again=True, ones=16,
-    )  # fmt: skip
-    for rows in (y, again):
-        assert rows[..., width].eq(1).all() and rows[..., width + 1 :].eq(0).all()
-        plain = norm_kernel.forward(x, branch, *given, 1e-5, True, BF16, 0)[1]
-        torch.testing.assert_close(rows[..., :width], plain, rtol=0.01, atol=0.01)
-
-
 def test_nor_anybody_the_norm(kernel):
     x, branch, norm = example(64, 3, {}, DTYPES["fp32"])
     leaves = [x.requires_grad_(), branch.requires_grad_(), norm.weight]
@@ -201,63 +184,6 @@ def test_lawful_operators(fields, dtypes):
     torch.library.opcheck(add_norm_backward, (None, *given, False, True, 16))
 
 
-def loss_and_gradients(
-    model: GPT, tokens: Tensor, *, dtype: torch.dtype = FP32, run: Callable | None = None
-) -> list[Tensor]:
-    torch.manual_seed(1)  # of dropout
-    with torch.autocast(tokens.device.type, dtype, enabled=dtype != FP32):
-        loss = (model if run is None else run)(tokens, tokens).loss
-    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
-
-
-MODES = {
-    "none": {},
-    "block": {"checkpoint": "block"},
-    "attention-chunks": {"checkpoint": "attention", "chunk_tokens": 20},
-    "elementwise": {"checkpoint": "elementwise"},
-    "attention": {"checkpoint": "attention"},
-    "dropout": {"dropout": 0.2},
-}
-
-
-# Triton's interpreter cuts the digits of bfloat16 off, and rounds float16 as a GPU does
-@pytest.mark.parametrize(
-    ("dtype", "variant", "keeps"),
-    [(FP16, "gpt2", MODES["none"]), (FP32, "modern", MODES["attention-chunks"])],
-    ids=str,
-)
-def test_the_whole_model_with_the_kernel_and_without(
-    build_gpt, modern, random_tokens, monkeypatch, variant, dtype, keeps
-):
-    """That a block has the same results is tested in test_fused_block.py."""
-    shape = {"max_seq_len": 32} | (modern if variant == "modern" else {}) | keeps
-    network, tokens = perturb(build_gpt("sdpa", **shape)), random_tokens(2, 32)
-    exact = loss_and_gradients(copy.deepcopy(network).double(), tokens)
-    baseline = loss_and_gradients(network, tokens, dtype=dtype)
-    sums = []
-
-    def counted(x: Tensor, branch: Tensor) -> bool:
-        if branch is not x:  # else the model asks whether it has the kernel at all
-            sums.append(x.dtype)
-        return fits(x, branch)
-
-    monkeypatch.setattr(model.norm, "has_kernel", counted)
-    assert_near(loss_and_gradients(network, tokens, dtype=dtype), baseline, exact)
-    if not keeps:
-        # all sums wait for a norm: two a block, the last one before the final norm
-        assert sums == [FP32] * 4
-
-
-# the paths of add_norm_linear() and of recomputed halves, and what comes between
-@pytest.mark.parametrize("keeps", ["elementwise", "block", "dropout"])
-def test_in_one_graph_with_the_kernel(build_gpt, random_tokens, kernel, keeps):
-    network, tokens = build_gpt("sdpa", max_seq_len=32, **MODES[keeps]), random_tokens(2, 32)
-    torch._dynamo.reset()
-    compiled = network.compiled(backend="aot_eager", fullgraph=True)
-    found = loss_and_gradients(network, tokens, run=compiled)
-    torch.testing.assert_close(found, loss_and_gradients(network, tokens))
-
-
 @pytest.mark.gpu
 @every_norm
 @every_dtype
@@ -278,19 +204,3 @@ def test_gradients_are_the_same_bits_every_time():
     inputs = example(768, 20_000, {}, DTYPES["fp32-bf16"], "cuda")
     first, second = (results(add_norm, *inputs, narrow=BF16) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("keeps", [name for name in MODES if name != "dropout"])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_the_whole_model_on_a_gpu(compiled, keeps, monkeypatch):
-    shape = {"num_layers": 2, "num_heads": 4, "hidden_size": 256, "max_seq_len": 64}
-    config = ModelConfig(**shape, **MODES[keeps])
-    network = perturb(GPT(config, vocab_size=61, backend=get_backend("sdpa"))).cuda()
-    tokens = torch.randint(61, (4, 64), device="cuda")
-    torch._dynamo.reset()
-    run = network.compiled() if compiled else None
-    found = loss_and_gradients(network, tokens, dtype=BF16, run=run)
-    monkeypatch.setattr(model.norm, "has_kernel", lambda x, branch: False)
-    baseline = loss_and_gradients(network, tokens, dtype=BF16)
-    assert_near(found, baseline, loss_and_gradients(copy.deepcopy(network).double(), tokens))
