@@ -11,28 +11,22 @@ SwiGLU (arXiv:2002.05202). This file is the specification; model/fast.py is its 
 B batch, N tokens of this call, C hidden_size, H query heads, H_kv key/value heads, D head dim.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention import Backend, attention, build_module
+from attention import Backend, build_module
 from config import AttentionConfig, ModelConfig
 from model.kv_cache import KVCache, LayerCache
 from model.layer_function import LayerFunction, layer_functions
 from model.loss import linear_cross_entropy
 from model.rope import apply_rope, rope_tables
+from model.seam import Seam, SeamedModel
 
 Rope = tuple[Tensor, Tensor]  # the cosines and sines of rope_tables()
 NORM_EPS = 1e-5
-# values of Seam.look. They are on the CPU and read when a step runs, so one compiled graph serves
-# both. Never write to them: a graph that reruns attention in the backward pass keeps the tensor of
-# its forward pass
-QUIET, LOOKING = torch.tensor(False), torch.tensor(True)
 
 
 class ModelOutput(NamedTuple):
@@ -40,15 +34,6 @@ class ModelOutput(NamedTuple):
 
     logits: Tensor | None  # (B, N, vocab_size)
     loss: Tensor | None  # scalar float32, mean over targets != -100
-
-
-@dataclass(eq=False)
-class Seam:
-    """How all layers of a model compute their attention; see GPT.using()."""
-
-    backend: Backend
-    call: Callable[..., Any] = attention  # or a function with its signature
-    look: Tensor = QUIET  # under LOOKING each layer keeps its largest scores, for GPT.max_scores()
 
 
 class CausalSelfAttention(LayerFunction):
@@ -64,8 +49,7 @@ class CausalSelfAttention(LayerFunction):
         self.proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
         self.max_score: Tensor | None = None  # (B, H) of the last call
         # the module of a backend that brings one, used only under that backend
-        self.register_module("own", None)
-        self.brought_by = seam.backend.module
+        self.own, self.brought_by = None, seam.backend.module
 
     def forward(
         self, x: Tensor, rope: Rope | None, document_ids: Tensor | None, cache: LayerCache | None
@@ -79,9 +63,7 @@ class CausalSelfAttention(LayerFunction):
         heads = qkv.unflatten(-1, (-1, self.head_dim))  # (B, N, H + 2 H_kv, D)
         # views of one tensor: a backend that needs contiguous memory makes its own copies
         q, k, v = (t.transpose(1, 2) for t in heads.split(self.heads_of_qkv, dim=2))
-        if self.qk_norm:
-            # without gains every row of q and k has length sqrt(D), so no scaled score exceeds
-            # sqrt(D)
+        if self.qk_norm:  # without gains: every row has length sqrt(D), no scaled score is larger
             q, k = (F.rms_norm(t, (self.head_dim,), eps=NORM_EPS) for t in (q, k))
         if rope is not None:
             q, k = (apply_rope(t, *rope) for t in (q, k))
@@ -92,10 +74,12 @@ class CausalSelfAttention(LayerFunction):
         self, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None, cache: LayerCache | None
     ) -> tuple[Tensor, Tensor | None]:
         """The concatenated outputs of all heads, (B, N, C), and each head's largest score."""
-        backend, call = self.seam.backend, self.seam.call if cache is None else cache.attend
+        backend = self.seam.backend
+        call = self.seam.call if cache is None else cache.attend
         settings = {"document_ids": document_ids, "return_max_score": self.seam.look}
         if self.own is not None and backend.module is self.brought_by:
             settings["module"] = self.own
+        # the causal mask is aligned bottom-right: right for N = M and for new tokens after a cache
         output = call(q, k, v, backend=backend, **settings, **self.function)  # out (B, H, N, D)
         return output.out.transpose(1, 2).flatten(2), getattr(output, "max_score", None)
 
@@ -109,9 +93,7 @@ def mlp_width(config: ModelConfig) -> int:
 
 
 class MLP(nn.Module):
-    """gelu: the tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415) at width 4 C, as in GPT-2.
-    swiglu: silu(gate) * up at 8/3 C, which has as many parameters.
-    """
+    """gelu: the tanh form (arXiv:1606.08415); swiglu: silu(gate) * up, as many parameters."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -137,8 +119,6 @@ def build_norm(config: ModelConfig) -> nn.Module:
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block."""
-
     def __init__(self, config: ModelConfig, seam: Seam, function: dict[str, Any]):
         super().__init__()
         self.attention_norm = build_norm(config)
@@ -153,10 +133,9 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
-class GPT(nn.Module):
-    """A decoder-only language model; see the module's docstring.
-
-    It takes windows, softcap and score_mod from `attention`; they are the same under any backend.
+class GPT(SeamedModel):
+    """A decoder-only language model. It takes windows, softcap, score_mod and sinks from
+    `attention`; they are the same under any backend.
     """
 
     def __init__(
@@ -176,8 +155,7 @@ class GPT(nn.Module):
         functions = layer_functions(attention or AttentionConfig(), config)
         self.blocks = nn.ModuleList(Block(config, self.seam, function) for function in functions)
         self.final_norm = build_norm(config)
-        # None if tied: then the token embedding is the output layer
-        tied = config.tie_embeddings
+        tied = config.tie_embeddings  # then the token embedding is the output layer
         self.output_layer = None if tied else nn.Linear(width, vocab_size, bias=False)
         self._initialise()
         # last, so that the other weights start as with any other attention of the same seed
@@ -187,9 +165,7 @@ class GPT(nn.Module):
                 block.attention.own = build_module(backend, **sizes, layer=layer)
 
     def _initialise(self) -> None:
-        """As in GPT-2: weights from N(0, init_std), divided by sqrt(2 num_layers) in the last layer
-        of each residual branch; biases 0.
-        """
+        """As in GPT-2: from N(0, init_std), divided by sqrt(2 num_layers) where a branch ends."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 ends_branch = name.endswith(("attention.proj", "mlp.down"))
@@ -217,9 +193,8 @@ class GPT(nn.Module):
         Raises ValueError for more tokens than the learned positions or the cache hold.
         """
         x, rope = self.embed(tokens, positions, cache)
-        caches = [None] * len(self.blocks) if cache is None else cache.layers
-        for block, layer_cache in zip(self.blocks, caches, strict=True):
-            x = block(x, rope, document_ids, layer_cache)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, rope, document_ids, None if cache is None else cache.layers[layer])
         x = self.final_norm(x)
         if targets is None:
             return ModelOutput(F.linear(x, self.output_weight), None)  # (B, N, vocab_size)
@@ -253,36 +228,3 @@ class GPT(nn.Module):
     def output_weight(self) -> Tensor:
         """(vocab_size, C)"""
         return (self.token_embedding if self.output_layer is None else self.output_layer).weight
-
-    @property
-    def backend(self) -> Backend:
-        """How every layer computes its attention."""
-        return self.seam.backend
-
-    @backend.setter
-    def backend(self, backend: Backend) -> None:
-        self.seam.backend = backend
-
-    @property
-    def attention_features(self) -> frozenset[str]:
-        """The features that a backend needs for the functions of these layers."""
-        asked = frozenset().union(*(block.attention.function for block in self.blocks))
-        return asked - {"sinks"} | ({"lse"} if "sinks" in asked else set())
-
-    @contextmanager
-    def using(self, **changes: Any) -> Iterator[None]:
-        """Change fields of the Seam inside a `with`: backend= for exact attention with the same
-        weights, call= for ranks that share a sequence, look=LOOKING for max_scores().
-        """
-        before, after = dict(vars(self.seam)), replace(self.seam, **changes)
-        vars(self.seam).update(vars(after))
-        try:
-            yield
-        finally:
-            vars(self.seam).update(before)
-
-    def max_scores(self) -> Tensor:
-        """The largest scores of the last forward pass under using(look=LOOKING), (num_layers, B,
-        H).
-        """
-        return torch.stack([block.attention.max_score for block in self.blocks])

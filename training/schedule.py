@@ -20,10 +20,11 @@ from attention.look.try_out import check_score_mod, try_out
 from attention.tiled import TiledAttention
 from config import AttentionConfig, RunConfig
 from model.fast import FastGPT
-from model.gpt import GPT, CausalSelfAttention, Seam
+from model.gpt import GPT, CausalSelfAttention
 from model.layer_function import layer_functions
 from model.loss import introduce_operators
 from model.rope import rope_tables
+from model.seam import Seam
 from training.compiler import keep_compiled
 from training.device import autocast_to
 from training.names import as_typed

@@ -16,7 +16,7 @@ from torch.profiler import record_function
 from attention import Backend
 from config import Due
 from data.prefetch import Pass
-from model.gpt import LOOKING
+from model.seam import LOOKING
 from training.interrupt import Interrupt
 from training.memory import MemoryMeter
 from training.optimizer import clip_heads, learning_rate, set_learning_rate

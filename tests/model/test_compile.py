@@ -13,7 +13,7 @@ from attention import BACKENDS, Backend, Recorder, get_backend, is_operator
 from config import AttentionConfig, ModelConfig
 from model import GPT
 from model.fast import FastGPT
-from model.gpt import LOOKING
+from model.seam import LOOKING
 from training.schedule import prepare_model, will_compile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

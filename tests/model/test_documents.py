@@ -14,7 +14,7 @@ from data import PackedBatch
 from data.batches import windows
 from model import GPT
 from model.fast import FastGPT
-from model.gpt import LOOKING
+from model.seam import LOOKING
 from training.evaluate import evaluate, evaluate_under
 from training.health import compare_layers, diagnose
 from training.schedule import attention_schedule

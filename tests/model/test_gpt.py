@@ -7,7 +7,7 @@ import torch
 
 from attention import AttentionOutput, Backend, attention
 from model.fast import FastGPT
-from model.gpt import LOOKING
+from model.seam import LOOKING
 from training.throughput import count_parameters
 
 

@@ -12,8 +12,8 @@ from attention import BACKENDS, ScoreMod, attention, get_backend
 from config import AttentionConfig, ModelConfig
 from model import GPT, generate
 from model.fast import FastGPT
-from model.gpt import LOOKING
 from model.layer_function import alibi_slopes, layer_functions
+from model.seam import LOOKING
 from training.evaluate import evaluate, exact_attention
 from training.health import compare_layers, diagnose
 from training.throughput import flops_per_token

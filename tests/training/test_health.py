@@ -21,7 +21,7 @@ from attention import (
 from config import AttentionConfig, Due, ModelConfig
 from data.prefetch import Pass
 from model import GPT
-from model.gpt import LOOKING
+from model.seam import LOOKING
 from training import health
 from training.health import AttentionMonitor, compare_layers, diagnose
 from training.step import StepResult, compute_gradients

@@ -9,7 +9,7 @@ from torch import nn
 from attention import get_backend
 from config import ModelConfig, OptimConfig
 from model import GPT
-from model.gpt import LOOKING
+from model.seam import LOOKING
 from tests.command import checkpoint, load_checkpoint, run, same, save_checkpoint, summary, tiny
 from training.checkpoint import CheckpointError
 from training.optimizer import build_optimizer, clip_heads, learning_rate
