@@ -36,13 +36,6 @@ def fast_mlp(block: Block, x: Tensor) -> Tensor:
     return block.mlp(x) if block.mlp.gated else gelu_mlp(x, block.mlp.up, block.mlp.down)
 
 
-def sparing_block(
-    block: Block, x: Tensor, branch: None, *context: Any, keep: str
-) -> tuple[Tensor, None]:
-    """block(x), of which less is kept; see recomputing_block()."""
-    return recomputing_block(block, x, *context, keep=keep), None
-
-
 class FastGPT(GPT):
     """Trains the parameters of a GPT, and follows its attention. Without targets or with a cache it
     runs as the GPT does.
@@ -56,7 +49,7 @@ class FastGPT(GPT):
         vars(self).update(vars(model))
         self._block, self._loss, self._zeros = fast_block, linear_cross_entropy, compiled
         if (keep := self.config.checkpoint) != "none":
-            self._block, self._zeros = partial(sparing_block, keep=keep), False
+            self._block, self._zeros = partial(recomputing_block, keep=keep), False
         if not compiled:
             return
         # graphs for each kind of layer, with and without gradients. Beyond the limit the rest would

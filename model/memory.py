@@ -8,7 +8,6 @@ PyTorch does the recomputation (torch.utils.checkpoint, not reentrant). It resto
 and autocast, and works inside torch.compile's graph.
 """
 
-import logging
 from typing import Any
 
 from torch import Tensor
@@ -16,16 +15,19 @@ from torch.utils.checkpoint import checkpoint
 
 from model.gpt import Block, Rope
 
-# PyTorch warns there about regions that keep products and work in place; ours do not work in place
-logging.getLogger("torch._higher_order_ops.wrap").addFilter(
-    lambda record: "context_fn" not in record.getMessage()
-)
-
 
 def recomputing_block(
-    block: Block, x: Tensor, rope: Rope | None, document_ids: Tensor | None, *, keep: str
-) -> Tensor:
-    """block(x), from (B, N, C) to (B, N, C). keep: "block" or "attention", as model.checkpoint."""
+    block: Block,
+    x: Tensor,
+    branch: None,
+    rope: Rope | None,
+    document_ids: Tensor | None,
+    *,
+    keep: str,
+) -> tuple[Tensor, None]:
+    """block(x), from (B, N, C) to (B, N, C), in the place of fast_block(): no sum is left to the
+    next norm. keep: "block" or "attention", as model.checkpoint.
+    """
     attention = block.attention
 
     def before(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -47,6 +49,6 @@ def recomputing_block(
     # the largest scores are results: a compiled region cannot set an attribute
     if keep == "block":
         x, attention.max_score = recomputed(whole, x)
-        return x
+        return x, None
     out, attention.max_score = attention.attend(*recomputed(before, x), document_ids, None)
-    return recomputed(after, x, out)
+    return recomputed(after, x, out), None

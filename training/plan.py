@@ -324,6 +324,8 @@ def activation_saved(step: StepShape) -> int:
 def mlp_bytes(step: StepShape) -> PartBytes:
     """The MLP with its norm and its dropout."""
     inputs = norm_saved(step) + step.q
+    if step.compiled and step.on_cpu and step.config.norm == "layernorm" and not step.mask:
+        inputs -= step.residual - step.q  # the graph keeps the branch and adds it again
     # the product reads a copy of the residual stream's gradient: cast, or masked by dropout
     copy = step.q if step.narrow or step.config.dropout else 0
     # the gradient of the activation's input is as wide as `up`
@@ -366,7 +368,9 @@ def loss_bytes(step: StepShape) -> PartBytes:
 
 def before_saved(step: StepShape) -> int:
     """The first norm of a block, the input of qkv, and QK-norm."""
-    return norm_saved(step) + step.q + qk_norm_saved(step)
+    # without our kernel, a compiled graph keeps the branch beside the residual stream
+    left = step.q if step.compiled and step.on_cpu and step.config.checkpoint == "none" else 0
+    return norm_saved(step) + left + step.q + qk_norm_saved(step)
 
 
 def block_saved(step: StepShape) -> int:
