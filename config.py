@@ -240,17 +240,13 @@ class ModelConfig:
     init_std: float = 0.02
     # base of the rotary frequencies
     rope_theta: float = 10000.0
-    # what a block keeps for its backward pass: none (everything), elementwise (all but norms and
-    # activations), attention (only q, k, v and the output of attention) or block (only its input)
+    # what a block keeps for its backward pass in training: none (everything), attention (its input
+    # and q, k, v and the output of attention) or block (only its input)
     checkpoint: str = "none"
-    # norms, projections and MLP over this many tokens at a time; None takes the whole sequence
-    chunk_tokens: int | None = None
-    # keep the checkpointed inputs of blocks in host memory (not with torch.compile)
-    offload: bool = False
 
     def __post_init__(self) -> None:
         _check_at_least(self, 1, "model.num_layers", "model.num_heads", "model.hidden_size")
-        _check_at_least(self, 1, "model.num_kv_heads", "model.chunk_tokens", "model.rope_theta")
+        _check_at_least(self, 1, "model.num_kv_heads", "model.rope_theta")
         if self.num_layers > MOST_LAYERS:
             raise ValueError(f"model.num_layers={self.num_layers} must be at most {MOST_LAYERS}")
         _check_at_least(self, 0, "model.init_std")
@@ -258,7 +254,7 @@ class ModelConfig:
         _check_choice(self, "model.positions", "learned", "rope", "alibi")
         _check_choice(self, "model.norm", "layernorm", "rmsnorm")
         _check_choice(self, "model.activation", "gelu", "swiglu")
-        _check_choice(self, "model.checkpoint", "none", "elementwise", "attention", "block")
+        _check_choice(self, "model.checkpoint", "none", "attention", "block")
         if self.hidden_size % self.num_heads:
             raise ValueError(
                 f"model.hidden_size={self.hidden_size} is not a multiple of "
@@ -271,13 +267,6 @@ class ModelConfig:
             )
         if self.positions == "rope" and self.head_dim % 2:
             raise ValueError(f"model.positions=rope needs an even head_dim, got {self.head_dim}")
-        saving = f"model.chunk_tokens={self.chunk_tokens}" if self.chunk_tokens else None
-        saving = "model.offload=true" if self.offload else saving
-        if saving and self.checkpoint in ("none", "elementwise"):
-            raise ValueError(
-                f"{saving} saves nothing under model.checkpoint={self.checkpoint}: add "
-                "model.checkpoint=block or attention"
-            )
 
     @property
     def kv_heads(self) -> int:
@@ -289,14 +278,6 @@ class ModelConfig:
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
-
-    @property
-    def recomputes_halves(self) -> bool:
-        """Whether the backward pass recomputes what is before and after a block's attention
-        separately. Recomputing a whole block at once would hold all its chunks together.
-        """
-        in_chunks = self.chunk_tokens is not None
-        return self.checkpoint == "attention" or (self.checkpoint == "block" and in_chunks)
 
     @property
     def attention_sizes(self) -> dict[str, int]:

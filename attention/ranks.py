@@ -41,7 +41,6 @@ class Shards:
         alibi_slopes: Tensor | None = None,
         score_mod: ScoreMod | None = None,
         sinks: Tensor | None = None,
-        exchanged: bool = False,
         **arguments: Any,
     ) -> Output:
         """Run `attend`, which is attention(), on the whole sequence; return the part of this rank.
@@ -49,10 +48,9 @@ class Shards:
         q (B, H, n, D), k, v (B, H_kv, n, D) and out (B, H, n, D) hold this rank's tokens.
         document_ids (B, N) cover the whole sequence, alibi_slopes and sinks (H,) all heads. lse is
         None, because it stays with the rank of its head. max_score (B, H) is -inf for the heads of
-        other ranks. exchanged: q, k and v come from to_heads(), and out is for to_tokens().
+        other ranks.
         """
-        if not exchanged:
-            q, k, v = self.to_heads(q, k, v)
+        q, k, v = self.to_heads(q, k, v)
         first_head = self.rank * q.shape[1]
         own = slice(first_head, first_head + q.shape[1])
         if score_mod is not None:
@@ -66,7 +64,7 @@ class Shards:
             sinks=None if sinks is None else sinks[own],
             **arguments,
         )
-        out = output.out if exchanged else self.to_tokens(output.out)
+        out = self.to_tokens(output.out)
         if not isinstance(output, ScoredOutput):
             return AttentionOutput(out)
         max_score = output.max_score

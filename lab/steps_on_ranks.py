@@ -39,7 +39,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from math import inf, isnan
 from statistics import median
 from typing import Any, Literal
@@ -51,11 +51,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental import _attention as theirs
 from torch.nn.attention import sdpa_kernel
 
+from attention import AttentionOutput, attention
 from attention.sdpa import KERNELS
 from data.prefetch import Pass
 from model import GPT
-from model.fused_block import after_attention, before_attention
+from model.fast import fast_mlp
 from model.gpt import Block, Rope
+from model.kernels import add_norm
 from scripts.arguments import Count, Json, command, default
 from scripts.tables import Row
 from training.device import pick_device
@@ -65,7 +67,7 @@ from training.memory import GIB
 from training.optimizer import set_learning_rate
 from training.ranks import ALONE, Ranks, leave, of_environment
 from training.run import Run, build_run, compose
-from training.schedule import prepare_model, will_graph
+from training.schedule import prepare_model, run_compiles, will_graph
 from training.step import PendingStep, compute_gradients, queue_step
 from training.step_graph import WARM_UP, StepGraphs
 
@@ -100,7 +102,7 @@ class Options:
 
 @dataclass
 class ContextParallel:
-    """Replaces attention.ranks.Shards in GPT.sharded(), inside context_parallel()."""
+    """Replaces attention.ranks.Shards inside context_parallel()."""
 
     positions: Tensor  # (n,)
 
@@ -109,12 +111,12 @@ class ContextParallel:
 
     def attention(
         self, attend: Callable, q: Tensor, k: Tensor, v: Tensor, **settings: Any
-    ) -> tuple[Tensor, None, None]:
-        """out of attention() for q, k, v (B, H, n, D); None for lse and scores."""
+    ) -> AttentionOutput:
+        """out of attention() for q, k, v (B, H, n, D)."""
         # the memory layout of block_around_attention(): cuDNN has a plan for each layout
         q = q.transpose(1, 2).contiguous().transpose(1, 2)
         with torch.autocast(q.device.type, enabled=False):
-            return sdpa(q, k.contiguous(), v.contiguous()), None, None
+            return AttentionOutput(sdpa(q, k.contiguous(), v.contiguous()))
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -141,21 +143,24 @@ def context_parallel(inputs: Tensor, targets: Tensor) -> Iterator[ContextParalle
 
 
 def block_around_attention(*, compiled: bool) -> Callable:
-    """fused_block() with two compiled graphs, one before attention and one after it."""
+    """fast_block() with two compiled graphs, one before attention and one after it."""
 
     def before(block: Block, x: Tensor, branch: Tensor | None, rope: Rope | None) -> Any:
-        x, (q, k, v) = before_attention(block, x, branch, rope)  # (B, n, H, D)
+        x, normed = add_norm(x, branch, block.attention_norm)
+        q, k, v = block.attention.heads(block.attention.qkv(normed), rope)
         # PyTorch's ring needs contiguous keys and values, so the graph writes them. Views of one
         # tensor would also have their gradients summed by uncompiled operators
-        return x, q.contiguous(), *(t.transpose(1, 2).contiguous() for t in (k, v))
+        return x, q.transpose(1, 2).contiguous(), k.contiguous(), v.contiguous()
 
-    before, after = (
-        torch.compile(part, disable=not compiled) for part in (before, after_attention)
-    )
+    def after(block: Block, x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+        x, normed = add_norm(x, block.dropout(block.attention.proj(out)), block.mlp_norm)
+        return x, block.dropout(fast_mlp(block, normed))
+
+    before, after = (torch.compile(part, disable=not compiled) for part in (before, after))
 
     def run_block(block: Block, x: Tensor, branch: Tensor | None, rope: Any, *rest: None) -> Any:
         x, q, k, v = before(block, x, branch, rope)
-        out, _ = block.attention.attend(q.transpose(1, 2), k, v, document_ids=None, cache=None)
+        out, _ = block.attention.attend(q.transpose(1, 2), k, v, None, None)
         return after(block, x, out)
 
     return run_block
@@ -171,12 +176,12 @@ def errors(run: Run, shards: Any, own: Tensor | slice) -> Row:
 
     def results(qkv: Tensor, d_out: Tensor) -> Sequence[Tensor]:
         qkv = qkv.to(run.dtype).requires_grad_()
-        out, _ = layer.attend(*layer.heads(qkv, None), document_ids=None, cache=None)
+        out, _ = layer.attend(*layer.heads(qkv, None), None, None)
         (gradient,) = torch.autograd.grad(out, qkv, d_out.to(run.dtype))
         return out.detach().float(), *gradient.float().split(layer.qkv.rows, -1)
 
     truth = [x[:, own] for x in results(qkv, d_out)]
-    with run.model.sharded(shards):
+    with run.model.using(call=partial(shards.attention, attention)):
         found = results(qkv[:, own], d_out[:, own])
     figures = zip(("out", "dq", "dk", "dv"), found, truth, strict=True)
     apart = {name: ((x - true).norm() / true.norm()).item() for name, x, true in figures}
@@ -242,7 +247,8 @@ def rows(options: Options, seq_len: int, batch: int) -> Iterator[Row]:
     run = options.run(seq_len, batch)
     ours = prepare_model(run.model, run.schedule[0], compile_mode=run.config.compile)
     peer = copy.copy(ours)
-    peer._run_block = block_around_attention(compiled=ours is not run.model)
+    compiled = run_compiles(run.config, run.schedule[0], run.device.type)
+    peer._block = block_around_attention(compiled=compiled)
     with run.batches(whole=True) as batches:
         ((whole, _),) = batches.passes(0)
     with torch.no_grad(), run.autocast:

@@ -18,7 +18,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attention import get_score_mod
 from config import AttentionConfig, ModelConfig
@@ -39,6 +39,31 @@ def layer_functions(chosen: AttentionConfig, model: ModelConfig) -> list[dict[st
         for window in chosen.layer_windows(model.num_layers)
         for arguments in [{"window": window} | everywhere]
     ]
+
+
+class LayerFunction(nn.Module):
+    """Holds what layer_functions() says of one layer: tensors move with the model's device. Only
+    sinks that learn are in a checkpoint.
+    """
+
+    def __init__(self, function: dict[str, Any], num_heads: int):
+        super().__init__()
+        tensors = ("alibi_slopes", "sinks")
+        self._function = {name: x for name, x in function.items() if name not in tensors}
+        sinks = torch.zeros(num_heads) if "sinks" in function else None
+        if function.get("sinks") == "true":
+            self.sinks = nn.Parameter(sinks)
+        else:
+            self.register_buffer("sinks", sinks, persistent=False)
+        self.register_buffer("alibi_slopes", function.get("alibi_slopes"), persistent=False)
+
+    @property
+    def function(self) -> dict[str, Any]:
+        """The arguments of attention() under any backend, besides q, k, v and documents."""
+        tensors = {"alibi_slopes": self.alibi_slopes, "sinks": self.sinks}
+        # not a | b: graphs of torch 2.11 do not check the keys of a dict that stands left of |. The
+        # graph of a layer without a window would serve a layer with one too
+        return {**self._function, **{name: x for name, x in tensors.items() if x is not None}}
 
 
 def alibi_slopes(num_heads: int) -> Tensor:

@@ -101,7 +101,7 @@ def ask(folder: Path, backends: dict[str, Backend], device: torch.device, option
     readings = []
     try:
         for backend in backends.values():  # one that fails is told before the others take time
-            with torch.no_grad(), trained.model.use_backend(backend), trained.autocast:
+            with torch.no_grad(), trained.model.using(backend=backend), trained.autocast:
                 trained.model(inputs[:1])
         for name, backend in [(f"{first} in float32", backends[first]), *backends.items()]:
             readings.append(read(trained, name, backend, inputs, targets, count))
@@ -141,7 +141,7 @@ def read(
 ) -> Reading:
     model, half = trained.model.eval(), inputs.shape[1] // 2
     autocast = nullcontext() if name.endswith("in float32") else trained.autocast
-    with model.use_backend(backend), autocast:
+    with model.using(backend=backend), autocast:
         rows = [
             log_p_of(model(x[None]).logits, y[None]) for x, y in zip(inputs, targets, strict=True)
         ]

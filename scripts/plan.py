@@ -201,7 +201,6 @@ PARTS = {
     "loss": "gradients that the loss has ready",
     "working": "gradients of activations, temporaries",
     "peak": "peak of a step",
-    "host": "block inputs, in the host's memory",
 }
 
 
@@ -213,8 +212,7 @@ def memory_table(plans: dict[str, StepBytes]) -> list[list[str]]:
         values = [getattr(plan, part) for plan in plans.values()]
         if part == "attention":
             values = [plan.attention - plan.scores for plan in plans.values()]
-        if part != "host" or any(values):
-            rows.append([words, *(f"{value / size:,.2f}" for value in values)])
+        rows.append([words, *(f"{value / size:,.2f}" for value in values)])
     return rows
 
 

@@ -226,7 +226,7 @@ def attention_calls(
         calls.append((q, k, v, arguments))
         return backend.fn(q, k, v, **arguments)
 
-    with model.use_backend(replace(backend, fn=capture, traceable=False)), trained.autocast:
+    with model.using(backend=replace(backend, fn=capture, traceable=False)), trained.autocast:
         model(inputs.to(next(model.parameters()).device))
     return calls
 

@@ -22,7 +22,7 @@ SMALL = {
         "tokenizer.vocab_size=320",
         "tokens_per_step=64",
     ],
-    "million_tokens": ["tokenizer.vocab_size=320", "model.chunk_tokens=8"],
+    "million_tokens": ["tokenizer.vocab_size=320"],
 }
 
 

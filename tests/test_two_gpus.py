@@ -112,11 +112,10 @@ NEAR = {"train/loss": 1e-3, "val/loss": 1e-3, "grad_norm": 2e-2, "attention/max_
     [
         ("attention.sinks=true", "model.checkpoint=block"),
         ("model.checkpoint=attention",),
-        ("model.checkpoint=attention", "model.chunk_tokens=50"),
         ("model=modern", "model.num_kv_heads=2", "data.documents=true"),
         ("attention.window=100", "attention.softcap=20", "compile=false"),
     ],
-    ids=["sinks-recomputed", "kept", "chunks", "gqa-documents", "softcap-eager"],
+    ids=["sinks-recomputed", "kept", "gqa-documents", "softcap-eager"],
 )
 def test_a_shared_sequence_trains_as_on_one_gpu(tmp_path, settings):
     train(*tiny(tmp_path / "alone", *SMALL, *settings), ranks=1)

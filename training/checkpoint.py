@@ -62,7 +62,8 @@ FORMAT = "tilegpt-checkpoint"
 VERSION = 1
 WEIGHTS, TRAINING, METRICS = "model.safetensors", "training.pt", "metrics.jsonl"
 
-# settings of the model that change neither a tensor nor what the weights mean
+# settings of the model that change neither a tensor nor what the weights mean; the last two are of
+# older checkpoints
 FREE_SETTINGS = ("name", "dropout", "init_std", "checkpoint", "chunk_tokens", "offload")
 
 

@@ -102,15 +102,17 @@ def evaluate_under(
     parts = list(zip(*(x.split(batch_size) for x in batch), strict=True))
     sums = torch.zeros(len(parts), 2, dtype=torch.float64)  # losses, right answers
     columns = ranks.columns(targets.shape[1])
-    with model.use_backend(attention), model.sharded(ranks.shards), autocast:
+    with model.using(backend=attention, call=ranks.attention), autocast:
         for i in range(ranks.rank // ranks.context, len(parts), ranks.data):
             done = f"{i * batch_size} of {len(targets)} sequences done"
             doing(f"evaluating under attention={attention.name}: {done}")
             x, y, *documents = (tensor.to(device) for tensor in parts[i])
             x, y = x[:, columns], y[:, columns]
-            sums[i, 0] = model(x, y, *documents).loss.item() * int((y != IGNORED).sum())
+            place = {"positions": ranks.positions(x)}
+            sums[i, 0] = model(x, y, *documents, **place).loss.item() * int((y != IGNORED).sum())
             if accuracy:
-                sums[i, 1] = int((model(x, None, *documents).logits.argmax(-1) == y).sum())
+                logits = model(x, None, *documents, **place).logits
+                sums[i, 1] = int((logits.argmax(-1) == y).sum())
     model.train(was_training)
     # summed in the order of the passes, so the result is the same on any number of ranks
     loss, right = (sum(column) for column in ranks.sum(sums).T.tolist())

@@ -193,9 +193,8 @@ def compare_layers(
     """
     recorder = Recorder(model.backend, keep_calls=True)
     with without_dropout(model), torch.enable_grad():
-        with model.use_backend(recorder.backend):
+        with model.using(backend=recorder.backend):
             loss = model(inputs, targets, document_ids).loss
-        # checkpointing recomputes without the recorder, so there is one call a layer
         d_outs = torch.autograd.grad(loss * loss_scale, [call.out for call in recorder.calls])
     layers = [
         compare_with_exact(call.q, call.k, call.v, d_out, backend=model.backend, **call.arguments)
@@ -229,7 +228,7 @@ def diagnose(model: GPT, batches: Iterable[tuple[Tensor, ...]]) -> tuple[Row, fl
         recorder = Recorder(backend)
         loss_is_finite = True
         watched = _until_breakdown(recorder, twin)
-        with model.use_backend(watched), without_dropout(model), contextlib.suppress(_Stop):
+        with model.using(backend=watched), without_dropout(model), contextlib.suppress(_Stop):
             loss_is_finite = all([bool(model(*batch).loss.isfinite()) for batch in batches])
         if any(recorder.breakdowns):
             break

@@ -14,9 +14,8 @@ element of the matrix products, 2 under 16-bit autocast:
     MLP                      e (4 C + 4 C) before and after the gelu
 
 With model.checkpoint=attention a block keeps its input, 4 C, and the attention's line; a compiled
-graph keeps only out and lse of that line. With checkpoint=block it keeps its input, which
-offload=true moves to the host. Recomputed tensors exist for one block at a time, or for
-chunk_tokens of one block.
+graph keeps only out and lse of that line. With checkpoint=block it keeps its input. Recomputed
+tensors exist for one block at a time.
 
 The float32 parameters, their gradients and AdamW's two moments add 16 bytes per parameter. Autocast
 adds 16-bit copies of the matrices. The loss adds gradients, which it computes in its forward pass.
@@ -40,9 +39,10 @@ import torch
 from attention import Backend, build_module
 from attention.kernels.tiles import shares_of
 from config import ModelConfig
-from model.gpt import count_parameters, mlp_width
+from model.gpt import mlp_width
 from model.loss import chunk_rows, padded_vocab
 from training.schedule import run_compiles
+from training.throughput import count_parameters
 
 # one for cuBLAS and one for cuBLASLt, with the CUBLAS_WORKSPACE_CONFIG=:4096:8 that training sets
 CUDA_WORKSPACES = 2 * 8 * 4096 * 1024
@@ -133,9 +133,6 @@ class StepShape:
         self.width = config.hidden_size
         self.element = self.dtype.itemsize
         self.narrow = self.element < 4
-        # the share of a sequence in one chunk
-        self.chunk = min(1, (config.chunk_tokens or self.seq_len) / self.seq_len)
-        self.offloads = config.offload and not self.on_cpu
         # whether q and k become separate tensors beside the packed qkv
         self.rotates = config.positions == "rope" or config.qk_norm
         # bytes of the residual stream, (B, N, C) in float32
@@ -296,7 +293,7 @@ def qkv_saved(step: StepShape) -> int:
         # it keeps repeated k and v instead, and float32 copies of narrow q and k
         return step.q if step.compiled or not step.narrow else 0
     # where ranks exchange heads, the exchanged q and k replace the rotated ones
-    beside = step.rotates and step.chunk == 1 and not step.shares_heads
+    beside = step.rotates and not step.shares_heads
     return step.qkv + (step.q + step.k if beside else 0)
 
 
@@ -305,10 +302,8 @@ def merged_saved(step: StepShape) -> int:
     merged = step.config.num_heads > 1
     if step.kind in (FUSED, LIBRARY):
         # no copy where the kernel writes (B, N, H, D): Triton's does, PyTorch's follows q's layout
-        copied = step.rotates and step.backend.name != "triton" and step.chunk == 1
-        if step.shares_heads:  # the exchanged output, unless the backward pass exchanges it again
-            copied = step.config.checkpoint in ("none", "elementwise")
-        merged &= copied
+        copied = step.rotates and step.backend.name != "triton"
+        merged &= copied or step.shares_heads  # the exchanged output
     elif step.kind != TILE_LOOP:
         merged = True  # the other two kinds keep no output themselves
     return step.q if merged else 0
@@ -373,7 +368,9 @@ def loss_bytes(step: StepShape) -> PartBytes:
 
 def before_saved(step: StepShape) -> int:
     """The first norm of a block, the input of qkv, and QK-norm."""
-    return norm_saved(step) + step.q + qk_norm_saved(step)
+    # without our kernel, a compiled graph keeps the branch beside the residual stream
+    left = step.q if step.compiled and step.on_cpu and step.config.checkpoint == "none" else 0
+    return norm_saved(step) + left + step.q + qk_norm_saved(step)
 
 
 def block_saved(step: StepShape) -> int:
@@ -388,14 +385,11 @@ def kept_by_block(step: StepShape) -> tuple[int, int]:
     checkpoint, attention = step.config.checkpoint, attention_bytes(step).saved
     if checkpoint == "none":
         return block_saved(step) - attention, attention
-    if checkpoint == "elementwise":
-        # all but the results of the norms and of the activation
-        return 2 * step.residual + step.up + 2 * step.mask, attention
     if checkpoint == "block":
         attention = 0
     elif step.compiled:
         attention -= qkv_saved(step)  # a compiled graph computes q, k and v again
-    return 0 if step.offloads else step.residual, attention
+    return step.residual, attention
 
 
 @dataclass(frozen=True)
@@ -413,7 +407,6 @@ class StepBytes:
     loss: int  # kept by the loss: the gradients of its input and of the output layer
     working: int  # the rest of the peak: gradients of activations, temporaries, libraries
     peak: int  # of the whole step
-    host: int  # block inputs in the host's memory, not part of the peak
 
     @property
     def saved(self) -> int:
@@ -441,12 +434,12 @@ def predict_step(config: ModelConfig, **sizes: Any) -> StepBytes:
         "loss backward": state + loss.saved + loss.backward,
         "optimizer": 16 * count,
     }
-    if config.checkpoint != "none" and step.chunk == 1:
+    if config.checkpoint != "none":
         # autocast keeps its copies of the matrices until the loss has run
         phases["loss forward"] += layers * step.copies
     # the last norm is done, and the output layer has its gradient
     state += step.d_output - norm_saved(step)
-    if config.recomputes_halves:
+    if config.checkpoint == "attention":
         phases |= phases_of_halves(step, state - attention)
     else:
         phases |= phases_of_block(step, state)
@@ -464,7 +457,6 @@ def predict_step(config: ModelConfig, **sizes: Any) -> StepBytes:
         loss=loss.saved,
         working=peak - 12 * count - before_loss - loss.saved,
         peak=peak,
-        host=layers * step.residual if step.offloads else 0,
     )
 
 
@@ -481,13 +473,10 @@ def phases_of_block(step: StepShape, state: int) -> dict[str, float]:
     d_out = step.residual + (step.q if step.narrow or step.config.dropout else 0)
     if step.config.checkpoint == "block":
         # the block's forward pass runs again beside the incoming gradient
-        restored = step.chunk * step.residual if step.offloads else 0
-        state += block_saved(step) - step.residual + restored + step.copies
+        state += block_saved(step) - step.residual + step.copies
         forward += step.residual
     else:
         forward -= step.d_output
-    if step.config.checkpoint == "elementwise":
-        mlp_work += step.copies + activation_saved(step)  # recomputed
     return {
         "mlp": state + mlp_work,
         "attention forward": state - mlp.saved + forward,
@@ -497,27 +486,20 @@ def phases_of_block(step: StepShape, state: int) -> dict[str, float]:
 
 def phases_of_halves(step: StepShape, state: int) -> dict[str, float]:
     """Peaks while the last block runs backward, if the parts before and after its attention are
-    recomputed separately, a chunk at a time. `state` is what the step holds at that time, without
-    the block's attention.
+    recomputed separately. `state` is what the step holds at that time, without the block's
+    attention.
     """
     attention, mlp, residual = attention_bytes(step), mlp_bytes(step), step.residual
-    restored = step.chunk * residual if step.offloads else 0
-    mlp_work = step.chunk * (mlp.saved + mlp.backward + step.mask) + step.d_down
-    if step.shares_heads:
-        mlp_work += step.chunk * step.q  # the output of all heads
-    before = step.qkv + residual + step.chunk * (before_saved(step) + residual)
-    if step.chunk < 1:
-        # the chunks' gradients of x and of out collect beside the incoming one
-        mlp_work += 2 * residual + step.q
-        before += 2 * residual
+    mlp_work = mlp.saved + mlp.backward + step.mask + step.d_down
+    before = step.qkv + residual + before_saved(step) + residual
     # q, k and v exist even if the call does not keep them
     forward = attention.forward + (step.qkv if step.kind == MATERIALISED else 0)
     held = state + attention.saved
     return {
-        "mlp": held + restored + step.copies + mlp_work,
+        "mlp": held + step.copies + mlp_work,
         "attention forward": held + residual + forward,
         "attention backward": held + residual + step.q + attention.backward,
-        "projection": state + restored + before,
+        "projection": state + before,
     }
 
 

@@ -14,9 +14,10 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from math import isnan, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,6 +72,17 @@ class Ranks:
         size = count // self.context
         start = self.rank % self.context * size
         return slice(start, start + size)
+
+    @property
+    def attention(self) -> "Callable[..., Any]":
+        """attention() of this rank's tokens, the call= of GPT.using()."""
+        from attention import attention
+
+        return attention if self.shards is None else partial(self.shards.attention, attention)
+
+    def positions(self, tokens: "Tensor") -> "Tensor | None":
+        """The positions of this rank's tokens (B, n), for GPT.forward()."""
+        return None if self.shards is None else self.shards.own_positions(tokens)
 
     def check(self) -> None:
         """Raise RankLost if another rank ended: results of the GPU since then may be wrong."""

@@ -158,11 +158,11 @@ def _build_run(config: "RunConfig", summary: Row) -> Run:
 
     from attention import dtype_name
     from data import build_data
-    from model import count_parameters
     from training.device import pick_dtype, set_deterministic
     from training.optimizer import build_optimizer
     from training.pretrained import find_pretrained
     from training.schedule import attention_schedule, kernel_inputs, schedule_summary
+    from training.throughput import count_parameters
 
     ranks, device = _meet(config)
     if ranks.several:

@@ -9,6 +9,7 @@ import torch
 from attention import (
     BACKENDS,
     Backend,
+    build_module,
     get_backend,
     get_score_mod,
     is_operator,
@@ -17,10 +18,12 @@ from attention import (
 from attention.kernels.select import SOFTCAP
 from attention.look.try_out import check_score_mod, try_out
 from attention.tiled import TiledAttention
-from config import AttentionConfig, ModelConfig, RunConfig
+from config import AttentionConfig, RunConfig
+from model.fast import FastGPT
 from model.gpt import GPT, CausalSelfAttention
 from model.layer_function import layer_functions
 from model.rope import rope_tables
+from model.seam import Seam
 from training.compiler import keep_compiled
 from training.device import autocast_to
 from training.names import as_typed
@@ -157,9 +160,11 @@ def try_in_layer(
     """try_out() with what a layer of the model hands to its attention in the first step. Two
     sequences are enough: more have the same strides.
     """
-    layer = CausalSelfAttention(config.model, backend, function)
-    layer.build_own(config.model, layer=0)
-    layer.to(device)
+    layer = CausalSelfAttention(config.model, Seam(backend), function).to(device)
+    module = None
+    if backend.module is not None:
+        sizes = config.model.attention_sizes | {"max_seq_len": config.model.max_seq_len}
+        module = build_module(backend, **sizes, layer=0).to(device)
     sizes = min(config.batch_size, 2), config.seq_len, layer.qkv.out_features
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(sizes, generator=generator).to(device, dtype).requires_grad_()
@@ -169,7 +174,7 @@ def try_in_layer(
         rope = rope_tables(torch.arange(config.seq_len, device=device), **tables)
     with autocast_to(dtype, device):
         heads = layer.heads(qkv, rope)
-    try_out(backend, *heads, module=layer.own, **layer.function)
+    try_out(backend, *heads, module=module, **layer.function)
 
 
 def attention_schedule(
@@ -226,43 +231,27 @@ def backend_after(schedule: dict[int, Backend], step: int) -> Backend:
 
 
 def prepare_model(model: GPT, backend: Backend, *, compile_mode: str) -> GPT:
-    """Give the model this attention; returns what training calls, compiled if will_compile()."""
+    """Give the model this attention; returns its form for training, compiled if will_compile()."""
     model.backend = backend
     device = next(model.parameters()).device.type
     score_mod = "score_mod" in model.attention_features
-    how = {"compile_mode": compile_mode, "score_mod": score_mod}
-    compiled = will_compile(model.config, backend, device, **how)
+    compiled = will_compile(backend, device, compile_mode=compile_mode, score_mod=score_mod)
     if compiled or device == "cuda":
         count_compiling()
-    if not compiled:
-        return model
-    keep_compiled()
-    return model.compiled()
+    if compiled:
+        keep_compiled()
+    return FastGPT(model, compiled=compiled)
 
 
 def will_compile(
-    config: ModelConfig,
-    backend: Backend,
-    device: str,
-    *,
-    compile_mode: str,
-    score_mod: bool = False,
+    backend: Backend, device: str, *, compile_mode: str, score_mod: bool = False
 ) -> bool:
     """Whether to use torch.compile: compile_mode is true, false or auto.
 
-    auto compiles on a GPU, unless the attention does not fit into a graph or the model saves memory
-    by offload or chunks. A compiled graph can do neither: it keeps all chunks of a block at once,
-    and moves nothing to the host. So compile=true raises ValueError with offload or chunks.
+    auto compiles on a GPU, unless the attention does not fit into a graph. compile=true raises
+    ValueError where it cannot.
     """
-    sparing = "model.offload=true" if config.offload else ""
-    if config.chunk_tokens is not None:
-        sparing = f"model.chunk_tokens={config.chunk_tokens}"
-    if sparing and compile_mode == "true":
-        raise ValueError(
-            f"{sparing} saves memory in the middle of a step, as torch.compile cannot; add "
-            "compile=false"
-        )
-    fits = (backend.traceable or is_operator(backend)) and not sparing
+    fits = backend.traceable or is_operator(backend)
     # an operator takes no function as an argument, nor does the one that finds the largest score
     if score_mod and not (backend.traceable and "max_score" in backend.features):
         fits = False
@@ -277,7 +266,7 @@ def will_compile(
 def run_compiles(config: RunConfig, backend: Backend, device: str) -> bool:
     """will_compile() under the settings of a run."""
     how = {"compile_mode": config.compile, "score_mod": config.attention.score_mod is not None}
-    return will_compile(config.model, backend, device, **how)
+    return will_compile(backend, device, **how)
 
 
 def will_graph(

@@ -16,15 +16,16 @@ from torch.profiler import record_function
 from attention import Backend
 from config import Due
 from data.prefetch import Pass
+from model.seam import LOOKING
 from training.interrupt import Interrupt
 from training.memory import MemoryMeter
 from training.optimizer import clip_heads, learning_rate, set_learning_rate
 from training.phases import phase
 from training.ranks import ALONE, GradientSum, Ranks
 from training.resume import FIRST_START, Start
-from training.schedule import backend_after, prepare_model, will_graph
+from training.schedule import backend_after, prepare_model, run_compiles, will_graph
 from training.step_graph import StepGraphs
-from training.throughput import Throughput, peak_flops
+from training.throughput import Throughput, flops_per_token, peak_flops
 
 if TYPE_CHECKING:
     from training.run import Run
@@ -86,10 +87,9 @@ class Stepper:
             "z_loss": self.optim.z_loss,
             "ranks": run.ranks,
         }
-        per_token = run.model.flops_per_token
         flops = {
-            "mfu": per_token(run.config.seq_len, causal=False),
-            "mfu_causal": per_token(run.config.seq_len, causal=True),
+            "mfu": flops_per_token(run.model, run.config.seq_len),
+            "mfu_causal": flops_per_token(run.model, run.config.seq_len, causal=True),
         }
         peak = peak_flops(run.device, run.dtype)
         peak = peak and peak * run.ranks.world
@@ -109,7 +109,7 @@ class Stepper:
 
     @property
     def compiled(self) -> bool:
-        return self.model is not self.run.model
+        return run_compiles(self.run.config, self.run.model.backend, self.run.device.type)
 
     def use_attention(self, backend: Backend) -> None:
         """Train with this attention from here on; the speed excludes the compilation."""
@@ -205,7 +205,6 @@ class Stepper:
             how["compute"] = self.graphs
             if step == self.measured_step:  # freed before, so as not to be freed while it measures
                 self.run.optimizer.zero_grad(set_to_none=True)
-                self.run.model.forget_max_scores()
             with self._measured(step, passes):
                 pending = queue_step(self.model, passes, **self.step_args, **how, before=before)
         if pending.updated:
@@ -301,9 +300,11 @@ def compute_gradients(
     parameters = list(step_model.parameters())  # a slow look-up, so once
     total = GradientSum(ranks, parameters)
     # around the backward passes too: they may run attention again
-    with step_model.sharded(ranks.shards) if ranks.shards else nullcontext():
+    with step_model.using(call=ranks.attention) if ranks.shards else nullcontext():
         for number, (inputs, divisor) in enumerate(passes, start=1):
-            looking = nullcontext() if scores is None else step_model.looking()
+            if ranks.shards:
+                terms["positions"] = ranks.shards.own_positions(inputs[0])
+            looking = nullcontext() if scores is None else step_model.using(look=LOOKING)
             with record_function("forward"), autocast, looking:
                 micro_loss = step_model(*inputs, **terms).loss
             if scores is not None:

@@ -271,7 +271,7 @@ class Recorder:
     breakdown, or the tensors.
 
         recorder = Recorder(backend)
-        with model.use_backend(recorder.backend):
+        with model.using(backend=recorder.backend):
             model(tokens)
 
     Then read recorder.max_scores and recorder.breakdowns, or with keep_calls=True recorder.calls.

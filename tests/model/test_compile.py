@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from attention import BACKENDS, Backend, Recorder, get_backend, is_operator
 from config import AttentionConfig, ModelConfig
 from model import GPT
-from training.schedule import will_compile
+from model.fast import FastGPT
+from model.seam import LOOKING
+from training.schedule import prepare_model, will_compile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTH = 40
 SHAPE = {
-    "num_layers": 1,
+    "num_layers": 2,
     "num_heads": 4,
     "num_kv_heads": 2,
     "hidden_size": 64,
@@ -51,7 +53,7 @@ def loss_and_gradients(
     """Only the forward pass looks, as in a step."""
     tokens = torch.arange(2 * LENGTH, device=DEVICE).view(2, LENGTH) * 7 % 50
     document_ids = torch.arange(LENGTH, device=DEVICE).expand(2, -1) // 17 if documents else None
-    looking = model.looking() if look else nullcontext()
+    looking = model.using(look=LOOKING) if look else nullcontext()
     with torch.autocast(DEVICE, dtype, dtype != torch.float32), looking:
         loss = run(tokens, tokens, document_ids).loss
     return [
@@ -70,7 +72,7 @@ def check_graphs(
     """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compiled = model.compiled(fullgraph=True, backend=by)
+    compiled = FastGPT(model, compiled=True, fullgraph=True, backend=by)
     settings["dtype"] = dtype
     found = [loss_and_gradients(compiled, model, look=look, **settings) for look in (False, True)]
     scores = model.max_scores()
@@ -108,7 +110,7 @@ def test_under_autocast_and_with_less_kept(name, checkpoint):
 @pytest.mark.parametrize("by", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
 def test_attention_that_runs_again_in_the_backward_pass(sinks, by):
-    """Its graph keeps the flag that it looked by, which looking() once wrote to before the backward
+    """Its graph keeps the flag that it looked by, which once was written to before the backward
     pass: "modified by an inplace operation".
     """
     shape = {"checkpoint": "block", "num_heads": 1, "num_kv_heads": 1}  # head_dim 64, for Hopper
@@ -125,16 +127,16 @@ def test_a_recorder_watches_the_loop_itself():
     model = build(get_backend("tiled"))
     recorder = Recorder(model.backend)
     assert is_operator(model.backend) and not is_operator(recorder.backend)
-    compiled = model.compiled(backend="aot_eager")
+    compiled = FastGPT(model, compiled=True, backend="aot_eager")
     expected = loss_and_gradients(compiled, model)
-    with model.use_backend(recorder.backend):
+    with model.using(backend=recorder.backend):
         torch.testing.assert_close(loss_and_gradients(compiled, model), expected)
     assert len(recorder.max_scores) == SHAPE["num_layers"]
 
 
 def test_what_auto_compiles():
     def auto(backend: Backend, device: str = "cuda") -> bool:
-        return will_compile(ModelConfig(), backend, device, compile_mode="auto")
+        return will_compile(backend, device, compile_mode="auto")
 
     assert all(auto(backend) for backend in BACKENDS.values())
     assert not auto(get_backend("tiled"), "cpu")

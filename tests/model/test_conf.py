@@ -9,7 +9,8 @@ from omegaconf import OmegaConf
 
 from attention import get_backend
 from config import ModelConfig, register
-from model import GPT, count_parameters
+from model import GPT
+from training.throughput import count_parameters
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 NAMES = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))

@@ -13,6 +13,8 @@ from config import AttentionConfig, DataConfig, ModelConfig, RunConfig
 from data import PackedBatch
 from data.batches import windows
 from model import GPT
+from model.fast import FastGPT
+from model.seam import LOOKING
 from training.evaluate import evaluate, evaluate_under
 from training.health import compare_layers, diagnose
 from training.schedule import attention_schedule
@@ -156,7 +158,9 @@ def test_compiled_without_a_graph_break_and_once(build, name):
         return make_boxed_func(graph.forward)
 
     model, (first, second) = build(name), zip(*(x[:, :48].split(1) for x in packed()), strict=True)
-    compiled = model.compiled(fullgraph=True, backend=aot_autograd(fw_compiler=count))
+    compiled = FastGPT(
+        model, compiled=True, fullgraph=True, backend=aot_autograd(fw_compiler=count)
+    )
     for batch in (first, second):
         gradients = []
         for run in (compiled, model):
@@ -213,7 +217,7 @@ def test_layers_are_compared_inside_documents(build):
 def test_the_largest_score_is_one_between_tokens_of_a_document(build):
     model, batch = build(), packed()
     recorder = Recorder(get_backend("naive"), keep_calls=True)
-    with model.use_backend(recorder.backend), torch.no_grad():
+    with model.using(backend=recorder.backend), torch.no_grad():
         model(batch.inputs, None, batch.document_ids)
     seen = (batch.document_ids[:, :, None] == batch.document_ids[:, None]) & torch.ones(
         80, 80
@@ -224,7 +228,7 @@ def test_the_largest_score_is_one_between_tokens_of_a_document(build):
     ]
 
     def largest(document_ids: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad(), model.looking():
+        with torch.no_grad(), model.using(look=LOOKING):
             model(batch.inputs, None, document_ids)
         return model.max_scores()
 
@@ -261,7 +265,7 @@ def test_a_step_on_a_gpu_waits_for_nothing(build, name, compiled):
     """
     torch.compiler.reset()
     model, batch = build(name).cuda(), PackedBatch(*(x.cuda() for x in packed()))
-    step = model.compiled(fullgraph=True) if compiled else model
+    step = FastGPT(model, compiled=True, fullgraph=True) if compiled else model
     step(*batch).loss.backward()  # kernels and caches
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -270,7 +274,7 @@ def test_a_step_on_a_gpu_waits_for_nothing(build, name, compiled):
         loss.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    with model.use_backend(get_backend("naive")):
+    with model.using(backend=get_backend("naive")):
         torch.testing.assert_close(loss, model(*batch).loss, rtol=2e-3, atol=2e-3)
 
 

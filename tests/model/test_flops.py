@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from attention import AttentionOutput, Backend
+from training.throughput import flops_per_token
 
 
 def prefixes(q, k, v, *, causal, scale):
@@ -41,15 +42,15 @@ def test_flops_are_those_of_the_matrix_products(build_gpt, modern, random_tokens
     torch.testing.assert_close(loss, expected)
     # PaLM's N has biases and gains too, which no matrix product touches
     vectors = sum(p.numel() for p in model.parameters() if p.dim() < 2)
-    per_token = model.flops_per_token(20, causal=causal) - 6 * vectors
+    per_token = flops_per_token(model, 20, causal=causal) - 6 * vectors
     assert counter.get_total_flops() == 60 * per_token
 
 
 def test_half_of_the_scores_and_the_diagonal_are_causal(build_gpt):
     model = build_gpt()
     both = [
-        model.flops_per_token(1024, causal=causal) - model.flops_per_token(0)
+        flops_per_token(model, 1024, causal=causal) - flops_per_token(model, 0)
         for causal in (False, True)
     ]
     assert both[1] / both[0] == 1025 / 2048
-    assert model.flops_per_token(1, causal=True) == model.flops_per_token(1)
+    assert flops_per_token(model, 1, causal=True) == flops_per_token(model, 1)

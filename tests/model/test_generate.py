@@ -319,7 +319,7 @@ def test_sample_text_starts_a_document_after_an_end_of_text_that_it_does_not_sho
 def test_sample_text_does_without_a_cache_where_the_attention_must(build_gpt):
     model = build_gpt(vocab_size=27)
     text = sample_text(model, Letters(), "abc", max_new_tokens=10)
-    with model.use_backend(replace(model.backend, features=frozenset())):
+    with model.using(backend=replace(model.backend, features=frozenset())):
         assert sample_text(model, Letters(), "abc", max_new_tokens=10) == text
         with pytest.raises(ValueError, match="cross_length"):
             sample_text(model, Letters(), "abc", max_new_tokens=10, use_cache=True)

@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 
-from attention import AttentionOutput, Backend, get_backend
-from model import count_parameters
+from attention import AttentionOutput, Backend, attention
+from model.fast import FastGPT
+from model.seam import LOOKING
+from training.throughput import count_parameters
 
 
 def test_grouped_queries_equal_expanded_keys_and_values(build_gpt, modern, random_tokens):
@@ -42,7 +44,7 @@ class Capture:
 
 def test_qk_norm_bounds_the_scores_by_the_root_of_head_dim(build_gpt, modern, random_tokens):
     model, capture = build_gpt(**modern | {"init_std": 30.0}), Capture()
-    with model.use_backend(capture.backend):
+    with model.using(backend=capture.backend):
         model(random_tokens(2, 32))
     for q, k, _, _, scale in capture.calls:
         scores = q @ k.repeat_interleave(2, 1).mT * scale
@@ -53,7 +55,7 @@ def test_qk_norm_bounds_the_scores_by_the_root_of_head_dim(build_gpt, modern, ra
 
 def test_attention_gets_views_of_one_projection(build_gpt, random_tokens):
     model, capture = build_gpt(), Capture()
-    with model.use_backend(capture.backend):
+    with model.using(backend=capture.backend):
         model(random_tokens(2, 7))
     *qkv, causal, scale = capture.calls[0]
     assert {x.shape for x in qkv} == {(2, 4, 7, 8)}
@@ -71,7 +73,7 @@ def test_autocast_keeps_one_dtype_in_attention_and_float32_in_norms_and_loss(
         if name.endswith("norm"):
             module.register_forward_hook(lambda _, given, out: dtypes.append((given[0], out)))
     tokens = random_tokens(2, 8)
-    with torch.autocast("cpu", dtype=torch.bfloat16), model.use_backend(capture.backend):
+    with torch.autocast("cpu", dtype=torch.bfloat16), model.using(backend=capture.backend):
         loss = model(tokens, tokens).loss
     assert {x.dtype for call in capture.calls for x in call[:3]} == {torch.bfloat16}
     assert {x.dtype for pair in dtypes for x in pair} == {torch.float32} and len(dtypes) == 5
@@ -163,34 +165,46 @@ def test_a_compiled_model_follows_a_change_of_attention(build_gpt, modern, rando
     """That it computes the same is tested in test_compile.py."""
     model, tokens, capture = build_gpt("sdpa", **modern), random_tokens(2, 16), Capture()
     torch._dynamo.reset()
-    compiled = model.compiled(backend="aot_eager", fullgraph=True)
+    compiled = FastGPT(model, compiled=True, backend="aot_eager", fullgraph=True)
     loss = compiled(tokens, tokens).loss
     torch.testing.assert_close(loss, model(tokens, tokens).loss)
 
     def zero(q, k, v, *, causal, scale):
         return AttentionOutput(q * 0)
 
-    with model.use_backend(Backend("zero", zero, features=capture.backend.features)):
+    with model.using(backend=Backend("zero", zero, features=capture.backend.features)):
         found = compiled(tokens, tokens).loss
         assert found != loss
         torch.testing.assert_close(found, model(tokens, tokens).loss)
 
 
-def test_use_backend_reaches_every_layer_and_restores_after_an_exception(build_gpt, random_tokens):
+def test_another_attention_reaches_every_layer_until_an_exception(build_gpt, random_tokens):
     model, capture = build_gpt(), Capture()
     before = model.backend
-    with pytest.raises(ZeroDivisionError), model.use_backend(capture.backend):
+    with pytest.raises(ZeroDivisionError), model.using(backend=capture.backend):
         model(random_tokens(1, 4))
         raise ZeroDivisionError
     assert len(capture.calls) == 2
     assert before.name == "naive"
-    assert all(block.attention.backend is before for block in model.blocks)
+    assert model.backend is before
 
 
-def test_setting_backend_reaches_every_layer(build_gpt):
-    model, tiled = build_gpt(), get_backend("tiled")
-    model.backend = tiled
-    assert all(block.attention.backend is tiled for block in model.blocks)
+def test_a_call_of_ones_own_and_positions_reach_every_layer(build_gpt, random_tokens):
+    """As ranks use them that share a sequence. A field that the seam does not have is refused."""
+    model, tokens, calls = build_gpt(), random_tokens(1, 12), []
+
+    def call(q, k, v, *, backend, **arguments):
+        calls.append(backend.name)
+        return attention(q, k, v, backend="tiled", **arguments)
+
+    with model.using(call=call):
+        found = model(tokens[:, 4:], positions=torch.arange(4, 12)).logits
+    assert calls == ["naive", "naive"]
+    assert not torch.allclose(found, model(tokens[:, 4:]).logits, atol=1e-2)
+    model.position_embedding.weight.data = model.position_embedding.weight.data.roll(-4, 0)
+    torch.testing.assert_close(model(tokens[:, 4:]).logits, found)
+    with pytest.raises(TypeError, match="lokk"), model.using(lokk=LOOKING):
+        pass
 
 
 def test_learned_positions_refuse_a_longer_sequence_and_rope_does_not(

@@ -17,10 +17,12 @@ from examples import (
     linear_attention,
     sigmoid_attention,
 )
-from model import GPT, KVCache, count_parameters
+from model import GPT, KVCache
+from model.fast import FastGPT
 from training.health import diagnose
 from training.optimizer import build_optimizer
 from training.plan import own_parameters, parameter_count
+from training.throughput import count_parameters
 
 EXAMPLES = [differential_attention, learnable_sinks, linear_attention, sigmoid_attention]
 DIFFERENTIAL = differential_attention.BACKEND
@@ -86,12 +88,12 @@ def test_optimizers_take_them_as_they_take_others():
         }
 
 
-@pytest.mark.parametrize("checkpoint", ["elementwise", "attention", "block"])
-def test_the_fast_block_gives_them_the_gradient_of_the_plain_one(checkpoint):
+@pytest.mark.parametrize("checkpoint", ["none", "attention", "block"])
+def test_the_fast_model_gives_them_the_gradient_of_the_plain_one(checkpoint):
     results = []
-    for mode in ("none", checkpoint):
-        model = build(DIFFERENTIAL, checkpoint=mode)
-        model(tokens(), tokens()).loss.backward()
+    for form in (GPT.forward, lambda model, *batch: FastGPT(model)(*batch)):
+        model = build(DIFFERENTIAL, checkpoint=checkpoint)
+        form(model, tokens(), tokens()).loss.backward()
         results.append({name: p.grad for name, p in model.named_parameters()})
     plain, fast = results
     assert all(grad.any() for name, grad in plain.items() if "own" in name)
@@ -127,11 +129,11 @@ def test_sinks_of_ones_own_are_those_of_the_model():
 def test_only_the_attention_that_brought_them_uses_them():
     model = build(DIFFERENTIAL)
     own = model(tokens(), tokens()).loss
-    with model.use_backend(get_backend("naive")):
+    with model.using(backend=get_backend("naive")):
         exact = model(tokens(), tokens()).loss
     assert torch.equal(exact, build(get_backend("naive"))(tokens(), tokens()).loss)
     assert exact != own
-    with pytest.raises(ValueError, match="attention=mixed"), model.use_backend(MIXED):
+    with pytest.raises(ValueError, match="attention=mixed"), model.using(backend=MIXED):
         model(tokens())
 
 
@@ -157,7 +159,11 @@ def test_a_compiled_model_trains_them():
     grads = []
     for compiled in (False, True):
         model = build(DIFFERENTIAL, num_layers=1)
-        run = model.compiled(backend="aot_eager", fullgraph=True) if compiled else model
+        run = (
+            FastGPT(model, compiled=True, backend="aot_eager", fullgraph=True)
+            if compiled
+            else model
+        )
         run(tokens(), tokens()).loss.backward()
         grads.append([p.grad for p in model.blocks[0].attention.own.parameters()])
     torch.compiler.reset()

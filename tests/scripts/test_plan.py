@@ -46,22 +46,9 @@ def test_an_assumption_comes_first(run_plan):
         assert run_plan(*model, given).startswith("model=")
 
 
-def test_bytes_on_the_host_are_shown_and_are_no_part_of_the_peak(run_plan):
-    shape = ("model=gpt2", "seq_len=8192", "batch_size=2", "attention=triton")
-    spared = ("model.checkpoint=block", "compile=false")
-    here, there = run_plan(*shape, *spared), run_plan(*shape, *spared, "model.offload=true")
-    inputs = 12 * 2 * 8192 * 768 * 4 / 2**30
-    on_host, in_all = plan.PARTS["host"], plan.PARTS["peak"]
-    assert on_host not in here
-    assert cells(there, on_host) == [pytest.approx(inputs, abs=0.01)]
-    # one block's input comes back for its backward pass
-    saved = cells(here, in_all)[0] - cells(there, in_all)[0]
-    assert saved == pytest.approx(inputs * 11 / 12, abs=0.02)
-
-
 def test_parts_add_up_and_naive_has_the_matrix(run_plan):
     output = run_plan("model=gpt2", "seq_len=8192", "batch_size=4", "attention=naive,triton")
-    parts = {part: cells(output, words) for part, words in plan.PARTS.items() if part != "host"}
+    parts = {part: cells(output, words) for part, words in plan.PARTS.items()}
     totals = parts.pop("peak")
     for total, column in zip(totals, zip(*parts.values(), strict=True), strict=True):
         assert sum(column) == pytest.approx(total, abs=0.05)

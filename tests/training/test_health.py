@@ -21,6 +21,7 @@ from attention import (
 from config import AttentionConfig, Due, ModelConfig
 from data.prefetch import Pass
 from model import GPT
+from model.seam import LOOKING
 from training import health
 from training.health import AttentionMonitor, compare_layers, diagnose
 from training.step import StepResult, compute_gradients
@@ -51,7 +52,7 @@ def batch(count: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 def max_scores(model: GPT, batch: tuple[torch.Tensor, ...]) -> list[float]:
     """The largest score of each head of each layer, as training takes it."""
-    with torch.no_grad(), model.looking():
+    with torch.no_grad(), model.using(look=LOOKING):
         model(*batch)
     return model.max_scores().amax(1).flatten().tolist()
 
@@ -110,7 +111,7 @@ def test_the_gradients_are_those_of_the_loss_in_its_worst_layer():
     model, (inputs, targets) = build("no_rescale"), batch(1)
     recorder = Recorder(model.backend, keep_calls=True)
     d_outs = {}
-    with model.use_backend(recorder.backend):
+    with model.using(backend=recorder.backend):
         loss = model(inputs, targets).loss
     for i, call in enumerate(recorder.calls):
         call.out.register_hook(lambda grad, i=i: d_outs.__setitem__(i, grad))
@@ -138,24 +139,6 @@ def test_comparing_leaves_the_run_as_it_was():
     compare_layers(model, *batch(1))
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(torch.get_rng_state(), state) and model.training and model.backend is backend
-
-
-@pytest.mark.parametrize(
-    "keeps",
-    [{"checkpoint": "block"}, {"checkpoint": "attention", "chunk_tokens": 12}],
-    ids=["block", "attention"],
-)
-def test_a_model_that_recomputes_is_looked_at_as_one_that_does_not(keeps):
-    """Nothing is recorded twice, and dropout stays off in what is computed again."""
-    plain, sparing = (
-        build("no_rescale", dropout=0.5).train(),
-        build("no_rescale", dropout=0.5, **keeps).train(),
-    )
-    assert compare_layers(sparing, *batch(1)) == pytest.approx(
-        compare_layers(plain, *batch(1)), rel=1e-4
-    )
-    sparing.eval(), plain.eval()
-    assert max_scores(sparing, batch()) == pytest.approx(max_scores(plain, batch()))
 
 
 def test_the_loss_scale_cancels():

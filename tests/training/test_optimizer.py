@@ -9,6 +9,7 @@ from torch import nn
 from attention import get_backend
 from config import ModelConfig, OptimConfig
 from model import GPT
+from model.seam import LOOKING
 from tests.command import checkpoint, load_checkpoint, run, same, save_checkpoint, summary, tiny
 from training.checkpoint import CheckpointError
 from training.optimizer import build_optimizer, clip_heads, learning_rate
@@ -77,7 +78,7 @@ def test_qk_clip_brings_one_head_to_the_limit_and_leaves_the_others(num_kv_heads
     tokens = torch.randint(37, (3, 16), generator=torch.Generator().manual_seed(0))
 
     def scores() -> torch.Tensor:
-        with torch.no_grad(), model.looking():
+        with torch.no_grad(), model.using(look=LOOKING):
             model(tokens)
         return model.max_scores().amax(1)  # (num_layers, H)
 

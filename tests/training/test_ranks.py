@@ -37,7 +37,7 @@ from training.ranks import GradientSum, Ranks, join
 from training.sharing import check_context, check_shares
 
 # the ranks of a step share four sequences; dropout would differ
-CHUNKS = ("model.checkpoint=attention", "model.chunk_tokens=5")
+KEPT = ("model.checkpoint=attention",)
 SHARED = ("batch_size=4", "seq_len=32", "log_every=2", "eval_sequences=6", "eval_every=2")
 SHARED += ("optim.schedule=constant",)  # which a resume does not change
 # alone, what two ranks do is two passes
@@ -168,7 +168,7 @@ WINDOW = ("attention.window=9", "attention.softcap=1")
             (*TILES, "attention.sinks=true", "optim.qk_clip=0.001", "optim.z_loss=0.1"), id="sinks"
         ),
         pytest.param(GROUPED, id="sdpa-rope-gqa"),
-        pytest.param((*TILES, "model.positions=alibi", *CHUNKS), id="alibi-chunks"),
+        pytest.param((*TILES, "model.positions=alibi", *KEPT), id="alibi-kept"),
         slow(("attention=naive", *TWO_PASSES), id="naive-two-passes"),
         slow(("attention=no_rescale", *TILES[2:], "data.documents=true"), id="no_rescale"),
         slow(("attention=kv_outer", "compile=true"), id="compiled"),

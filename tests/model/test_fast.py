@@ -1,0 +1,136 @@
+"""FastGPT against GPT, its specification: the same loss and the same gradients."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+import model.kernels
+from attention import get_backend
+from config import ModelConfig
+from model import GPT, KVCache
+from model.fast import FastGPT
+
+FIELDS = {"positions": "rope", "norm": "rmsnorm", "qk_norm": True, "activation": "swiglu"}
+SHAPES = {
+    "gpt2": {},
+    "modern": FIELDS | {"bias": False, "num_kv_heads": 2, "tie_embeddings": False},
+    "dropout": {"dropout": 0.3},
+}
+HOW = {
+    "eager": {},
+    "compiled": {"compiled": True, "backend": "aot_eager", "fullgraph": True},
+}
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """The kernels that a GPU has, here in Triton's interpreter."""
+    if torch.cuda.is_available():
+        pytest.skip("needs Triton's interpreter")
+    fits = model.kernels.fits_norm_kernel
+    monkeypatch.setattr(
+        model.kernels,
+        "has_norm_kernel",
+        lambda x, branch: torch.is_grad_enabled() and fits(x, branch),
+    )
+
+
+def perturbed(network: GPT) -> GPT:
+    """With gains and biases other than 1 and 0, so that leaving one out is noticed."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return network
+
+
+def loss_and_gradients(
+    run: GPT, *inputs: Tensor | None, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    torch.manual_seed(4)  # of dropout
+    with torch.autocast(inputs[0].device.type, dtype, enabled=dtype != torch.float32):
+        loss = run(*inputs, z_loss=1e-3).loss
+    return [loss.detach(), *torch.autograd.grad(loss, list(run.parameters()))]
+
+
+PAIRS = [
+    ("gpt2", "none", "eager", torch.bfloat16),
+    ("modern", "none", "compiled", torch.float32),
+    ("dropout", "none", "eager", torch.float32),
+    ("gpt2", "block", "compiled", torch.bfloat16),
+    ("modern", "attention", "eager", torch.bfloat16),
+    ("gpt2", "attention", "compiled", torch.float32),
+    ("dropout", "attention", "eager", torch.bfloat16),
+    ("dropout", "block", "eager", torch.float32),
+]
+
+
+@pytest.mark.parametrize(("shape", "keep", "how", "dtype"), PAIRS, ids=str)
+def test_the_same_bits_without_kernels(build_gpt, random_tokens, shape, keep, how, dtype):
+    torch._dynamo.reset()
+    network = perturbed(build_gpt("tiled", num_layers=3, **SHAPES[shape], checkpoint=keep))
+    tokens, document_ids = random_tokens(2, 32), (torch.arange(32) // 9).expand(2, -1)
+    inputs = tokens, tokens, document_ids
+    found = loss_and_gradients(FastGPT(network, **HOW[how]), *inputs, dtype=dtype)
+    expected = loss_and_gradients(network, *inputs, dtype=dtype)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("shape", "how"), [("gpt2", "eager"), ("modern", "eager"), ("gpt2", "compiled")], ids=str
+)
+def test_kernels_differ_by_rounding_alone(build_gpt, random_tokens, kernels, shape, how):
+    torch._dynamo.reset()
+    network, tokens = perturbed(build_gpt("sdpa", **SHAPES[shape])), random_tokens(2, 32)
+    reference = loss_and_gradients(copy.deepcopy(network).double(), tokens, tokens)
+    baseline = loss_and_gradients(network, tokens, tokens)
+    found = loss_and_gradients(FastGPT(network, **HOW[how]), tokens, tokens)
+    assert not all(torch.equal(a, b) for a, b in zip(found, baseline, strict=True)), "no kernel ran"
+    assert_near(found, baseline, reference)
+
+
+def assert_near(found: list[Tensor], baseline: list[Tensor], reference: list[Tensor]) -> None:
+    """The error of each tensor is at most twice the baseline's own, plus a rounding."""
+    for i, (x, own, exact) in enumerate(zip(found, baseline, reference, strict=True)):
+        error, budget = ((each.double() - exact).norm() / exact.norm() for each in (x, own))
+        assert error <= 2 * budget + torch.finfo(x.dtype).eps, (i, error, budget)
+
+
+def test_elsewhere_it_is_the_model(build_gpt, random_tokens):
+    """Logits, a cache, and another attention, which both follow."""
+    network, tokens = build_gpt("tiled", checkpoint="block").eval(), random_tokens(2, 32)
+    fast = FastGPT(network)
+    assert [*fast.state_dict()] == [*network.state_dict()]
+    with torch.no_grad():
+        expected = network(tokens).logits
+        assert torch.equal(fast(tokens).logits, expected)
+        cache = KVCache(2, max_len=32)
+        parts = [fast(part, cache=cache).logits for part in tokens.split((20, 1, 11), 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), expected)
+    with fast.using(backend=get_backend("no_scale")):
+        assert network.backend.name == "no_scale"
+        changed = fast(tokens, tokens).loss
+        assert torch.equal(changed, network(tokens, tokens).loss)
+    assert changed != fast(tokens, tokens).loss and network.backend.name == "tiled"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keep", ["none", "attention", "block"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("attention", ["sdpa", "triton"])
+def test_the_same_training_on_a_gpu(attention, compiled, keep):
+    """Of a size for which the MLP's products run Hopper's kernel."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    shape = {"num_layers": 2, "num_heads": 4, "hidden_size": 256, "max_seq_len": 256}
+    config = ModelConfig(**shape, checkpoint=keep)
+    network = perturbed(GPT(config, vocab_size=61, backend=get_backend(attention))).cuda()
+    tokens = torch.randint(61, (64, 256), device="cuda")
+    fast = FastGPT(network, compiled=compiled)
+    found = loss_and_gradients(fast, tokens, tokens, dtype=torch.bfloat16)
+    baseline = loss_and_gradients(network, tokens, tokens, dtype=torch.bfloat16)
+    network.backend = get_backend("naive")
+    reference = loss_and_gradients(copy.deepcopy(network).double(), tokens, tokens)
+    assert_near(found, baseline, reference)
