@@ -1,13 +1,16 @@
-"""Documents on this machine: which files make up a corpus, and how to read one of them."""
+"""Files on this machine: which ones make up a corpus. A file counts once, whatever leads to it.
+
+A folder, and a pattern with `**`, go through links to folders. Each folder is read once, so a link
+that leads back is no circle.
+"""
 
 import glob
 import importlib.util
-import logging
 import os
 import sysconfig
+from collections import deque
 from collections.abc import Container, Iterator
 from pathlib import Path
-from typing import Any
 
 from config import DataConfig
 
@@ -25,8 +28,6 @@ STDLIB_LEFT_OUT = {
 }
 # files that differ between two builds of the same version
 BUILD_RECORDS = ("_sysconfigdata", "config-", "version.py")
-# suffix -> its reader in `datasets`
-TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
 def list_files(config: DataConfig) -> tuple[Path, list[Path]]:
@@ -41,96 +42,88 @@ def list_files(config: DataConfig) -> tuple[Path, list[Path]]:
         root, left_out = Path(importlib.util.find_spec("torch").origin).parent, ()
     return root, [
         file
-        for file in walk(root, left_out)
+        for file in files_under(root, left_out)
         if file.suffix == ".py" and not file.relative_to(root).parts[0].startswith(BUILD_RECORDS)
     ]
 
 
-def walk(folder: Path, left_out: Container[str] = ()) -> list[Path]:
-    """All files under a folder, sorted, except hidden ones, caches and folders in `left_out`."""
-
-    def refuse(error: OSError) -> None:
-        raise ValueError(
-            f"the folder {error.filename} cannot be read ({error.strerror})"
-        ) from error
-
-    files = []
-    for parent, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = [
-            name
-            for name in folders
-            if name not in left_out and name != "__pycache__" and not name.startswith(".")
-        ]
-        # isfile leaves out pipes, sockets and broken links
-        files += [
-            Path(parent, name)
-            for name in names
-            if not name.startswith(".") and os.path.isfile(os.path.join(parent, name))
-        ]
-    return sorted(files)
-
-
 def text_files(path: str) -> list[Path]:
     """The files that data.path names, sorted."""
-    given, files = Path(path).expanduser().absolute(), []
-    if given.is_file():
-        files = [given]
-    elif given.is_dir():
-        files = walk(given)
-        problem = (
-            "is a folder without files; put text files into it or name another folder, file or glob"
-        )
+    given = Path(path).expanduser().absolute()
+    if given.is_dir():
+        files = files_under(given)
     elif given.exists():
-        problem = "is neither a file nor a folder; write what comes through it to a file first"
-    elif glob.has_magic(path):
-        matches = glob.glob(str(given), recursive=True)
-        files = sorted(Path(match) for match in matches if os.path.isfile(match))
-        problem = (
-            f"matches no file (looked from {Path.cwd()}); '**' goes into folders, as in "
-            "'books/**/*.txt'"
-        )
+        files = [given] if given.is_file() else []
     else:
-        problem = (
-            f"does not exist (looked from {Path.cwd()}); name a file, a folder or a glob of text "
-            "files"
-        )
+        files = once(Path(name) for name in matches(str(given)) if os.path.isfile(name))
     if not files:
-        raise ValueError(f"data.path={path} {problem}")
+        raise ValueError(
+            f"data.path={path} names no file (looked from {Path.cwd()}); name a file of text, a "
+            "folder with files, or a glob; '**' goes into folders, as in 'books/**/*.txt'"
+        )
     return files
 
 
-def read_text(file: Path) -> str:
-    """A file as text.
+def matches(pattern: str) -> Iterator[str]:
+    """glob.glob(pattern, recursive=True), except that `**` goes into each folder once."""
+    if pattern.endswith("/**"):
+        pattern += "/*"
+    before, stars, after = pattern.partition("/**/")
+    if not stars:
+        yield from glob.iglob(pattern)
+    for top in glob.iglob(before or "/") if stars else ():
+        for folder in folders_under(Path(top)):
+            yield from matches(f"{glob.escape(str(folder))}/{after}")
 
-    Raises UnicodeDecodeError for a file that is not UTF-8 text, ValueError for one that cannot be
-    read.
-    """
+
+def files_under(folder: Path, left_out: Container[str] = ()) -> list[Path]:
+    """All files under a folder, sorted, except hidden ones, caches and folders in `left_out`."""
+    return once(
+        Path(entry)
+        for parent in folders_under(folder, left_out)
+        for entry in entries(parent)
+        # isfile leaves out pipes, sockets and broken links
+        if os.path.isfile(entry)
+    )
+
+
+def folders_under(top: Path, left_out: Container[str] = ()) -> Iterator[Path]:
+    """The folder and those below it, each once. Those that no link leads to come first."""
+    seen, waiting = set(), deque([top])
+    while waiting:
+        folder = waiting.popleft()
+        if (key := identity(folder)) in seen:
+            continue
+        seen.add(key)
+        yield folder
+        for entry in entries(folder):
+            if os.path.isdir(entry) and entry.name not in left_out and entry.name != "__pycache__":
+                add = waiting.append if entry.is_symlink() else waiting.appendleft
+                add(Path(entry))
+
+
+def entries(folder: Path) -> list[os.DirEntry[str]]:
+    """What a folder holds, sorted, except what is hidden."""
     try:
-        raw = file.read_bytes()
+        with os.scandir(folder) as found:
+            visible = [entry for entry in found if not entry.name.startswith(".")]
     except OSError as error:
-        raise ValueError(
-            f"{file} cannot be read ({error.strerror}); change its permissions or leave it "
-            "out of data.path"
-        ) from error
-    # NUL is valid UTF-8, but text does not contain it: the file is binary, or UTF-16
-    if (position := raw.find(b"\0")) >= 0:
-        raise UnicodeDecodeError("utf-8", raw, position, position + 1, "NUL")
-    return raw.decode("utf-8-sig")
+        raise ValueError(f"the folder {folder} cannot be read ({error.strerror})") from error
+    return sorted(visible, key=lambda entry: entry.name)
 
 
-def read_table(file: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a JSON, JSONL or parquet file."""
-    import datasets
+def identity(path: Path) -> tuple[int, int]:
+    """What two paths to the same file or folder have in common."""
+    found = path.stat()
+    return found.st_dev, found.st_ino
 
-    # `datasets` would log a broken file before it raises the error that is reported below
-    datasets.logging.set_verbosity(logging.CRITICAL)
-    kind = TABLES[file.suffix]
-    try:
-        if file.stat().st_size > 0:
-            yield from datasets.load_dataset(
-                kind, data_files=glob.escape(str(file)), split="train", streaming=True
-            )
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{file} cannot be read as {kind} ({error}); repair it or leave it out of data.path"
-        ) from error
+
+def once(files: Iterator[Path]) -> list[Path]:
+    """The files, sorted, each under one path: the one without links, else the first."""
+    paths: dict[tuple[int, int], list[Path]] = {}
+    for file in files:
+        paths.setdefault(identity(file), []).append(file)
+    return sorted(
+        same[0] if len(same) == 1 else min(same, key=lambda file: (file.resolve() != file, file))
+        for same in paths.values()
+    )
