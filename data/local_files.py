@@ -9,13 +9,15 @@ import importlib.util
 import os
 import sysconfig
 from collections import deque
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 
 from config import DataConfig
 
+CACHES = {"__pycache__"}
 # not every installation ships its tests and bundled tools; encodings and pydoc_data hold tables
 STDLIB_LEFT_OUT = {
+    *CACHES,
     "test",
     "tests",
     "idlelib",
@@ -39,23 +41,20 @@ def list_files(config: DataConfig) -> tuple[Path, list[Path]]:
         root, left_out = Path(sysconfig.get_path("stdlib")), STDLIB_LEFT_OUT
     else:
         # find_spec locates torch without importing it
-        root, left_out = Path(importlib.util.find_spec("torch").origin).parent, ()
+        root, left_out = Path(importlib.util.find_spec("torch").origin).parent, CACHES
+    files = once(matches(f"{glob.escape(str(root))}/**/*.py", left_out))
     return root, [
-        file
-        for file in files_under(root, left_out)
-        if file.suffix == ".py" and not file.relative_to(root).parts[0].startswith(BUILD_RECORDS)
+        file for file in files if not file.relative_to(root).parts[0].startswith(BUILD_RECORDS)
     ]
 
 
 def text_files(path: str) -> list[Path]:
     """The files that data.path names, sorted."""
-    given = Path(path).expanduser().absolute()
-    if given.is_dir():
-        files = files_under(given)
-    elif given.exists():
-        files = [given] if given.is_file() else []
-    else:
-        files = once(Path(name) for name in matches(str(given)) if os.path.isfile(name))
+    given = os.path.abspath(os.path.expanduser(path))
+    pattern = glob.escape(given) if os.path.exists(given) else given
+    if os.path.isdir(given):
+        pattern += "/**"
+    files = once(matches(pattern, CACHES))
     if not files:
         raise ValueError(
             f"data.path={path} names no file (looked from {Path.cwd()}); name a file of text, a "
@@ -64,65 +63,50 @@ def text_files(path: str) -> list[Path]:
     return files
 
 
-def matches(pattern: str) -> Iterator[str]:
+def matches(pattern: str, left_out: Container[str]) -> Iterator[str]:
     """glob.glob(pattern, recursive=True), except that `**` goes into each folder once."""
     if pattern.endswith("/**"):
         pattern += "/*"
     before, stars, after = pattern.partition("/**/")
     if not stars:
         yield from glob.iglob(pattern)
-    for top in glob.iglob(before or "/") if stars else ():
-        for folder in folders_under(Path(top)):
-            yield from matches(f"{glob.escape(str(folder))}/{after}")
+        return
+    for top in glob.iglob(before or "/"):
+        for folder in folders_under(Path(top), left_out):
+            yield from matches(f"{glob.escape(str(folder))}/{after}", left_out)
 
 
-def files_under(folder: Path, left_out: Container[str] = ()) -> list[Path]:
-    """All files under a folder, sorted, except hidden ones, caches and folders in `left_out`."""
-    return once(
-        Path(entry)
-        for parent in folders_under(folder, left_out)
-        for entry in entries(parent)
-        # isfile leaves out pipes, sockets and broken links
-        if os.path.isfile(entry)
-    )
-
-
-def folders_under(top: Path, left_out: Container[str] = ()) -> Iterator[Path]:
+def folders_under(top: Path, left_out: Container[str]) -> Iterator[Path]:
     """The folder and those below it, each once. Those that no link leads to come first."""
     seen, waiting = set(), deque([top])
     while waiting:
         folder = waiting.popleft()
-        if (key := identity(folder)) in seen:
+        if not os.path.isdir(folder) or identity(folder) in seen:
             continue
-        seen.add(key)
+        seen.add(identity(folder))
         yield folder
-        for entry in entries(folder):
-            if os.path.isdir(entry) and entry.name not in left_out and entry.name != "__pycache__":
-                add = waiting.append if entry.is_symlink() else waiting.appendleft
-                add(Path(entry))
+        try:
+            children = sorted(folder.iterdir())
+        except OSError as error:
+            raise ValueError(f"the folder {folder} cannot be read ({error.strerror})") from error
+        for child in children:
+            if child.name not in left_out and not child.name.startswith("."):
+                add = waiting.append if child.is_symlink() else waiting.appendleft
+                add(child)
 
 
-def entries(folder: Path) -> list[os.DirEntry[str]]:
-    """What a folder holds, sorted, except what is hidden."""
-    try:
-        with os.scandir(folder) as found:
-            visible = [entry for entry in found if not entry.name.startswith(".")]
-    except OSError as error:
-        raise ValueError(f"the folder {folder} cannot be read ({error.strerror})") from error
-    return sorted(visible, key=lambda entry: entry.name)
-
-
-def identity(path: Path) -> tuple[int, int]:
+def identity(path: str | Path) -> tuple[int, int]:
     """What two paths to the same file or folder have in common."""
-    found = path.stat()
+    found = os.stat(path)
     return found.st_dev, found.st_ino
 
 
-def once(files: Iterator[Path]) -> list[Path]:
+def once(names: Iterable[str]) -> list[Path]:
     """The files, sorted, each under one path: the one without links, else the first."""
     paths: dict[tuple[int, int], list[Path]] = {}
-    for file in files:
-        paths.setdefault(identity(file), []).append(file)
+    for name in names:
+        if os.path.isfile(name):  # no pipe, socket or broken link
+            paths.setdefault(identity(name), []).append(Path(name))
     return sorted(
         same[0] if len(same) == 1 else min(same, key=lambda file: (file.resolve() != file, file))
         for same in paths.values()
