@@ -26,39 +26,48 @@ def write_halves(corpus: Corpus, tokenizer: Tokenizer, folder: Path) -> dict[str
     """Write both files; return what a store says of them. Raises ValueError for no text."""
     val_fraction = corpus.config.val_fraction
     dtype = token_dtype(tokenizer.vocab_size)
-    digest = hashlib.sha256()
-    lengths: dict[str, list[int]] = {"train": [], "val": []}  # tokens of each document
-    hashes = []  # of the training documents' paths
     end_of_text = np.array([tokenizer.end_of_text], dtype).tobytes()
-    with open(folder / "train.bin", "wb") as train_file, open(folder / "val.bin", "wb") as val_file:
+    digest = hashlib.sha256()
+    paths = {half: folder / f"{half}.bin" for half in ("train", "val")}
+    documents = dict.fromkeys(paths, 0)
+    lowest = (1.0, 0, 0)  # the training document that is next to be held out: hash, and its bytes
+    with open(paths["train"], "wb") as train_file, open(paths["val"], "wb") as val_file:
         for path, text, tokens in tokenized_documents(corpus, tokenizer):
             for part in (path, text):
                 digest.update(part.encode(errors="replace"))
                 digest.update(b"\0")
+            position = hash_of_path(path)
             # the first document is always trained on: every corpus needs a training half
-            if hashes and hash_of_path(path) < val_fraction:
-                half, file = "val", val_file
-            else:
-                half, file = "train", train_file
-                hashes.append(hash_of_path(path))
+            is_held_out = position < val_fraction and documents["train"] > 0
+            file = val_file if is_held_out else train_file
+            start = file.tell()
             file.write(tokens.astype(dtype, copy=False))
             file.write(end_of_text)
-            lengths[half].append(len(tokens) + 1)
-    if not lengths["train"]:
+            documents["val" if is_held_out else "train"] += 1
+            if not is_held_out:
+                lowest = min(lowest, (position, start, file.tell()))
+    if not documents["train"]:
         raise ValueError(
             f"{subject(corpus.config)} holds no text: it is empty, or every document in it is; "
             "name a source with text in it"
         )
-    is_one_document = len(lengths["train"]) + len(lengths["val"]) == 1
-    if not lengths["val"]:
-        hold_out_one(folder, dtype, lengths, hashes.index(min(hashes)), val_fraction)
+    is_one_document = sum(documents.values()) == 1
+    # a corpus so small that no hash is below val_fraction
+    if not documents["val"]:
+        tokens = np.fromfile(paths["train"], dtype)
+        start, stop = (place // dtype.itemsize for place in lowest[1:])
+        if is_one_document:
+            start = stop - max(1, round(stop * val_fraction))
+        tokens[start:stop].tofile(paths["val"])
+        np.delete(tokens, slice(start, stop)).tofile(paths["train"])
+        documents = {"train": max(1, documents["train"] - 1), "val": 1}
     return {
         "corpus": digest.hexdigest(),
         "tokenizer": tokenizer.fingerprint,
         "dtype": dtype.name,
         "held_out": "end" if is_one_document else "documents",
-        **{f"{half}_tokens": sum(of_half) for half, of_half in lengths.items()},
-        **{f"{half}_documents": len(of_half) for half, of_half in lengths.items()},
+        **{f"{half}_tokens": paths[half].stat().st_size // dtype.itemsize for half in paths},
+        **{f"{half}_documents": count for half, count in documents.items()},
     }
 
 
@@ -76,26 +85,6 @@ def tokenized_documents(
             tokens = threads.map(tokenizer.encode, (document.text for document in some))
             for document, encoded in zip(some, tokens, strict=True):
                 yield *document, encoded
-
-
-def hold_out_one(
-    folder: Path, dtype: np.dtype, lengths: dict[str, list[int]], document: int, val_fraction: float
-) -> None:
-    """Hold out the training document of this number, or the end of the only document.
-
-    For a corpus so small that no document's hash is below val_fraction.
-    """
-    tokens = np.fromfile(folder / "train.bin", dtype)
-    if len(lengths["train"]) > 1:
-        start = sum(lengths["train"][:document])
-        stop = start + lengths["train"].pop(document)
-    else:
-        stop = len(tokens)
-        start = stop - max(1, round(stop * val_fraction))
-        lengths["train"] = [start]
-    lengths["val"] = [stop - start]
-    tokens[start:stop].tofile(folder / "val.bin")
-    np.delete(tokens, slice(start, stop)).tofile(folder / "train.bin")
 
 
 def hash_of_path(path: str) -> float:

@@ -103,7 +103,8 @@ def texts(rows: Iterable[Row], field: str, *, may_lack: bool = False) -> Iterato
         except (OSError, ValueError, RecursionError, csv.Error) as error:
             reason = str(error).partition("\n")[0]
             raise ValueError(f"row {number} cannot be read ({reason})") from error
-        columns |= dict.fromkeys(row or ())
+        if field not in columns:
+            columns |= dict.fromkeys(row or ())
         if row is None or field not in columns and not may_lack:
             break
         if not isinstance(text, str | None):

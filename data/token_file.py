@@ -16,7 +16,7 @@ import numpy as np
 
 
 class TokenFile:
-    """A file of T tokens. `rows(starts, length)` and `tokens[start:stop]` read it at every call.
+    """A file of T tokens. `rows(starts, length)` reads it at every call.
 
     The file stays open as long as the object lives, so a run can go on reading its store after
     another process replaced it.
@@ -30,10 +30,6 @@ class TokenFile:
 
     def __len__(self) -> int:
         return self._length
-
-    def __getitem__(self, part: slice) -> np.ndarray:
-        start, stop, _ = part.indices(self._length)
-        return self.rows(np.array([start]), stop - start)[0]
 
     def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
         """`length` tokens from each of B starts, (B, length), read-only.

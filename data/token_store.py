@@ -7,21 +7,17 @@ The folder is named by what it is built from, so a store is found without readin
 whose size or time stamp changed is read and compared with its checksum. A store that is not whole
 is built again, with a warning that says what was wrong.
 
-A store is written to stdlib-1f0c....unfinished/, synced to disk, and moved to its place, meta.json
-last. So a killed build is never taken for a store. A build holds a lock, which the system releases
-however the process ends. Another process that needs the same store waits for it. Nothing else in
-the cache folder is touched.
+A store is written to a temporary folder, synced to disk and renamed. So a killed build is never
+taken for a store; its stdlib-1f0c....unfinished-... may be deleted. If two processes build the same
+store, both write the same bytes. Nothing else in the cache folder is touched.
 """
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import logging
 import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from config import DataConfig
@@ -59,14 +55,13 @@ def open_store(config: DataConfig, tokenizer: Tokenizer) -> TokenStore:
     built_from = [LAYOUT, corpus.identity(), tokenizer.fingerprint, config.val_fraction]
     name = hashlib.sha256(json.dumps(built_from).encode()).hexdigest()[:16]
     folder = cache_folder(config) / f"{config.source}-{name}"
-    # unlike Path.exists(), it is False where the system cannot tell
-    if os.path.exists(folder):
-        with contextlib.suppress(DamagedStore):
+    if os.path.exists(folder):  # unlike Path.exists(), it is False where the system cannot tell
+        try:
             return load(folder)
+        except DamagedStore as damage:
+            log.warning(f"{damage}; it is built again")
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with lock(folder.with_name(f".{folder.name}.lock")):
-            build(corpus, tokenizer, folder)
+        build(corpus, tokenizer, folder)
     # an error in reading the corpus is a ValueError already, so this one came from writing
     except OSError as error:
         raise ValueError(
@@ -92,37 +87,21 @@ def load(folder: Path) -> TokenStore:
         raise DamagedStore(f"the token store {folder} is damaged: {error}") from error
 
 
-@contextlib.contextmanager
-def lock(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.info(f"another process is building this token store; waiting for it ({path})")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def build(corpus: Corpus, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the store, unless another process did while this one waited for the lock."""
-    if os.path.exists(folder):
-        try:
-            load(folder)
-            return
-        except DamagedStore as damage:
-            log.warning(f"{damage}; it is built again")
-    unfinished = folder.with_name(f"{folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)  # a killed build left it
-    unfinished.mkdir()
-    try:
+    cache = folder.parent
+    cache.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f"{folder.name}.unfinished-", dir=cache) as temporary:
+        unfinished = Path(temporary, folder.name)
+        unfinished.mkdir()
         meta = {"name": folder.name, **write_halves(corpus, tokenizer, unfinished)}
         meta["files"] = {name: entry(unfinished / name) for name in FILES}
         meta["sha256"] = meta_checksum(meta)
         (unfinished / META).write_text(json.dumps(meta, indent=1))
-        folder.mkdir(exist_ok=True)
-        for name in (*FILES, META):
-            sync(unfinished / name)
-            (unfinished / name).replace(folder / name)
-        sync(folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        for path in (*unfinished.iterdir(), unfinished):
+            sync(path)
+        try:
+            unfinished.rename(folder)
+        except OSError:  # a damaged store is there, or that of a faster process
+            for name in (*FILES, META):
+                (unfinished / name).replace(folder / name)
+        sync(cache)
