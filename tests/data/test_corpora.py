@@ -129,20 +129,6 @@ def test_a_relative_path_is_looked_for_where_it_was_typed(tmp_path):
     assert summary(tmp_path / "run")["status"] == "completed"
 
 
-def test_identity_follows_the_files_and_the_settings(tmp_path):
-    def known(**settings):
-        return Corpus(DataConfig(source="text", path=str(tmp_path), **settings)).identity()
-
-    write(tmp_path, a_txt="one")
-    before = known()
-    assert before == known() != known(max_documents=1)
-    write(tmp_path, a_txt="eno")
-    os.utime(tmp_path / "a.txt", ns=(1, 1))
-    changed = known()
-    write(tmp_path, b_txt="two")
-    assert len({before, changed, known()}) == 3
-
-
 # how they are read
 
 

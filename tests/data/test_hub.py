@@ -135,12 +135,6 @@ def test_cached_dataset_is_read_without_network(unreachable_hub, tmp_path, monke
     assert read(streaming=streaming) == [("0", "one"), ("1", "two")] and len(table) == 2
 
 
-def test_offline_mode_ends_with_the_block(online):
-    with offline(True):
-        assert datasets.config.HF_HUB_OFFLINE and huggingface_hub.constants.is_offline_mode()
-    assert not datasets.config.HF_HUB_OFFLINE and not huggingface_hub.constants.is_offline_mode()
-
-
 def test_a_listening_server_answers(server):
     assert answers(f"http://{server}/file")
 

@@ -383,14 +383,6 @@ def test_two_processes_may_build_at_once(config, before):
     assert len(stores(config)) == 1
 
 
-def test_a_whole_store_is_only_read(config):
-    """For example, in a cache that an administrator filled."""
-    open_store(config, BYTE)
-    changed = [path.stat().st_mtime_ns for path in (cache_folder(config), built(config)[0])]
-    open_store(config, BYTE)
-    assert changed == [path.stat().st_mtime_ns for path in (cache_folder(config), built(config)[0])]
-
-
 # what a user reads
 
 
