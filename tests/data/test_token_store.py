@@ -9,10 +9,9 @@ import pty
 import random
 import resource
 import shutil
-import subprocess
+import signal
 import sys
 import termios
-import time
 
 import numpy as np
 import pytest
@@ -37,6 +36,16 @@ class Interrupted(type(BYTE)):
     def encode(self, text):
         if text.startswith("file 40"):
             raise KeyboardInterrupt
+        return super().encode(text)
+
+
+class Faster(type(BYTE)):
+    """In the middle of a build another process builds the same store."""
+
+    def encode(self, text):
+        if self.config:
+            config, self.config = self.config, None
+            open_store(config, BYTE)
         return super().encode(text)
 
 
@@ -321,49 +330,19 @@ def test_nothing_else_in_the_cache_folder_is_touched(config):
     assert [file.read_text() for file in own] == ["precious"] * len(own)
 
 
-GATED_BUILD = """
-import sys, threading
+KILLED_BUILD = """
+import os, signal
 from config import DataConfig, TokenizerConfig
 from data import build_tokenizer
 from data.token_store import open_store
 tokenizer = build_tokenizer(TokenizerConfig("byte"))
-encode, lock, passed = tokenizer.encode, threading.Lock(), []
-def gated(text):
-    with lock:
-        if not passed:
-            print("building", flush=True)
-            passed.append(sys.stdin.readline())
-    return encode(text)
-tokenizer.encode = gated
-print("opened", len(open_store({config!r}, tokenizer).train), flush=True)
+tokenizer.encode = lambda text: os.kill(os.getpid(), signal.SIGKILL)
+open_store({config!r}, tokenizer)
 """
 
 
-class Build(processes.Process):
-    """A process that pauses in the middle of a build until it gets a line."""
-
-    def __init__(self, config):
-        streams = {"stdin": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-        super().__init__("-c", GATED_BUILD.format(config=config), **streams)
-
-    def go_on(self):
-        self.stdin.write("go on\n")
-        self.stdin.close()
-
-
-def start_builds(config, count):
-    builds = [Build(config) for _ in range(count)]
-    for build in builds:
-        while build.poll() is None and build.output() != "building\n":
-            time.sleep(0.01)
-        assert build.returncode is None, build.output()
-    return builds
-
-
 def test_a_killed_build_is_never_taken_for_a_store(config):
-    (killed,) = start_builds(config, 1)
-    killed.kill()
-    killed.wait()
+    assert processes.run("-c", KILLED_BUILD.format(config=config)).returncode == -signal.SIGKILL
     (left,) = stores(config)
     assert len(texts_of(open_store(config, BYTE).train)) > 40
     folder, left_alone = stores(config)
@@ -372,15 +351,17 @@ def test_a_killed_build_is_never_taken_for_a_store(config):
 
 @pytest.mark.parametrize("before", ["nothing", "damaged"])
 def test_two_processes_may_build_at_once(config, before):
+    expected = both_halves(config)
+    folder, _ = built(config)
     if before == "damaged":
-        open_store(config, BYTE)
-        flip(built(config)[0] / "train.bin", 7)
-    rivals = start_builds(config, 2)
-    for rival in rivals:
-        rival.go_on()
-    outputs = [rival.end() for rival in rivals]
-    assert outputs == [f"building\nopened {len(open_store(config, BYTE).train)}\n"] * 2
-    assert len(stores(config)) == 1
+        flip(folder / "train.bin", 7)
+    else:
+        shutil.rmtree(folder)
+    rival = Faster()
+    rival.config = config
+    store = open_store(config, rival)
+    assert [tokens_of(half).tolist() for half in store[:2]] == both_halves(config) == expected
+    assert built(config)[0] == folder
 
 
 # what a user reads

@@ -8,30 +8,18 @@ from hypothesis import strategies as st
 
 from config import TokenizerConfig
 from data import build_tokenizer
-from data.tokenizer import END_OF_TEXT, RANKS_FILE, BytePairTokenizer, read_ranks
+from data.tokenizer import END_OF_TEXT, RANKS_FILE
 from data.tokenizer_json import tokenizer_files
+from tests.data.test_tokenizer import gpt2_like
 
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("transformers")
 
 
-def gpt2_pattern() -> BytePairTokenizer:
-    """GPT-2's pattern over our ranks: its own vocabulary would be a download."""
-    import tiktoken
-    from tiktoken_ext.openai_public import r50k_pat_str
-
-    ranks = read_ranks(RANKS_FILE)
-    special = {END_OF_TEXT: len(ranks)}
-    encoding = tiktoken.Encoding(
-        "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special
-    )
-    return BytePairTokenizer(encoding, "gpt2")
-
-
 OURS = {
     "byte": build_tokenizer(TokenizerConfig("byte")),
     "bpe": build_tokenizer(TokenizerConfig("bpe")),
-    "gpt2": gpt2_pattern(),
+    "gpt2": gpt2_like(),
 }
 THEIRS = {
     name: tokenizers.Tokenizer.from_str(tokenizer_files(own, max_length=8)["tokenizer.json"])
