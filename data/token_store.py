@@ -81,7 +81,8 @@ def load(folder: Path) -> TokenStore:
             raise ValueError(f"it is a copy of {meta['name']}")
         for name in FILES:
             check(folder / name, meta["files"][name])
-        return TokenStore(*(TokenFile(folder / name, meta["dtype"]) for name in FILES), meta)
+        train, val = (TokenFile(folder / name, meta["dtype"]) for name in FILES)
+        return TokenStore(train, val, meta)
     # another OSError, such as too many open files, says nothing about the store
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError) as error:
         raise DamagedStore(f"the token store {folder} is damaged: {error}") from error

@@ -575,17 +575,6 @@ def read_config(cfg: Any) -> RunConfig:
         raise ValueError(f"{error.full_key}={written}: {reason}; write the value itself") from None
 
 
-def keep_typed_paths(config: RunConfig) -> None:
-    """Under hydra.job.chdir=true, relative paths still start where the command was typed."""
-    from hydra.core.hydra_config import HydraConfig
-
-    typed_in = HydraConfig.get().runtime.cwd
-    if os.getcwd() != typed_in:
-        for key in ("path", "cache_dir"):
-            if path := getattr(config.data, key):
-                setattr(config.data, key, os.path.join(typed_in, os.path.expanduser(path)))
-
-
 def task_overrides() -> list[str]:
     """Every override of the job that runs now, as Hydra recorded it."""
     from hydra.core.hydra_config import HydraConfig

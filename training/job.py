@@ -15,7 +15,6 @@ from training.command_line import (
     as_written,
     check_readable,
     hydra_config,
-    keep_typed_paths,
     options_first,
     read_config,
     replay_overrides,
@@ -51,7 +50,6 @@ def run_job(train: Train, cfg: Any) -> tuple[Row, BaseException | None]:
     with Ending() as ending, phases:
         try:
             config = read_config(cfg)
-            keep_typed_paths(config)
             announce(run_dir)
             train(config, run_dir, summary)
         except BaseException as error:

@@ -124,9 +124,10 @@ def test_relative_and_home_paths(tmp_path, monkeypatch):
 def test_a_relative_path_is_looked_for_where_it_was_typed(tmp_path):
     """A regression test: with hydra.job.chdir=true it was looked for in the run's folder."""
     asked = ("hydra.job.chdir=true", "data=text", "data.path=data/tokenizer.py")
-    done = run(*tiny(tmp_path / "run", *asked))
-    assert done.code == 0, done.output
-    assert summary(tmp_path / "run")["status"] == "completed"
+    for overrides in (tiny(tmp_path / "run", *asked), [f"resume={tmp_path}/run", "steps=5"]):
+        done = run(*overrides)
+        assert done.code == 0, done.output
+    assert summary(tmp_path / "run")["steps_done"] == 5
 
 
 # how they are read
