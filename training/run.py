@@ -8,7 +8,7 @@ All three work in a notebook and from any folder, even beside your own config.py
 """
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, chdir
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -149,15 +149,10 @@ def build_run(config: "RunConfig", summary: Row | None = None) -> Run:
     `summary` is filled along the way, so that an error loses nothing. Raises ValueError for what
     can be refused before the first step: an unusable device, dtype, attention or data source.
     """
+    from training.command_line import where_it_was_typed
+
     with own_modules(), where_it_was_typed():
         return _build_run(config, {} if summary is None else summary)
-
-
-def where_it_was_typed() -> AbstractContextManager[None]:
-    """Relative paths start where the command was typed, also under hydra.job.chdir=true."""
-    from hydra.core.hydra_config import HydraConfig
-
-    return chdir(HydraConfig.get().runtime.cwd if HydraConfig.initialized() else ".")
 
 
 def _build_run(config: "RunConfig", summary: Row) -> Run:
