@@ -298,7 +298,7 @@ class DataConfig:
 
     # stdlib, torch_source, text, hub, last_write, recall or needle
     source: str = "stdlib"
-    # text: a file, folder or glob of .txt, .jsonl or .parquet (other files are read as text)
+    # text: a file, folder or glob; .jsonl, .json, .csv, .tsv and .parquet are tables, others text
     path: str | None = None
     # hub: the dataset, as org/name
     name: str | None = None
@@ -306,7 +306,7 @@ class DataConfig:
     subset: str | None = None
     # hub: the split
     split: str = "train"
-    # hub, JSONL and parquet: the column that holds the text
+    # hub, and tables of data=text: the column that holds the text
     field: str = "text"
     # hub: read over the network while building, and do not store the raw files
     streaming: bool = False

@@ -4,7 +4,8 @@ A corpus is tokenized once into a store on disk. Every run reads random windows 
 
     tokenizer.py    text <-> tokens: byte, bpe, gpt2
     corpora.py      where the documents come from: stdlib, torch_source, text, hub
-    token_store.py  documents -> flat token files, named by what they were built from
+    halves.py       documents -> flat tokens, a training half and a held-out half
+    token_store.py  keeps both on disk, named by what they were built from
     batches.py      token files -> training and held-out windows
     synthetic.py    last_write, recall, needle: tasks that need none of the above
     prefetch.py     copies batches to the GPU before their step comes

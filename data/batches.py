@@ -83,8 +83,8 @@ class TextData:
         # on a GPU, a token past the embedding's last row would end the process
         if (largest := rows.max(initial=0)) >= self.vocab_size:
             raise OSError(
-                f"{tokens.path} was altered while it was read: it holds token {largest}, and "
-                f"there are {self.vocab_size}; the next start builds it again"
+                f"{tokens.path} was altered: it holds token {largest}, and there are "
+                f"{self.vocab_size}; delete its folder, and the next start builds it again"
             )
         return windows(rows, end_of_text=self.end_of_text)
 

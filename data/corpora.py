@@ -1,31 +1,34 @@
-"""Where the documents come from: each source becomes a `datasets` stream of {"path", "text"} rows.
+"""Where the documents come from: each source becomes a stream of documents.
 
-    stdlib        the Python files of the interpreter's standard library: on every machine, 9 MB
-    torch_source  the Python files of the installed torch: on every machine, 46 MB, a third of it
-                  in very long files
-    text          data.path=FILE, a folder or a glob; a JSON, JSONL or parquet file gives one
-                  document per row (data.field)
-    hub           data.name=org/name on the Hugging Face hub (data.subset, data.split, data.field)
-
-A row's path names the document inside its corpus ("json/decoder.py", "books.jsonl:17", "17"). It
-decides whether the document is held out, so it does not depend on where the corpus lies.
+stdlib        the Python files of the interpreter's standard library: on every machine, 9 MB
+torch_source  the Python files of the installed torch: on every machine, 46 MB, a third of it
+              in very long files
+text          data.path=FILE, a folder or a glob; a table gives one document per row
+              (readers.py, data.field)
+hub           data.name=org/name on the Hugging Face hub (data.subset, data.split, data.field)
 """
 
 import hashlib
 import itertools
 import json
-import sys
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from config import DataConfig
-from data.hub import load_from_hub, read_from_hub
-from data.local_files import TABLES, list_files, read_table, read_text
+from data.hub import load_from_hub
+from data.local_files import list_files
+from data.readers import JSON, TABLES, kind_of, read_rows, read_text, texts
 
-if TYPE_CHECKING:
-    from datasets import IterableDataset
 
-Row = dict[str, str]
+class Document(NamedTuple):
+    """A text, and its name inside its corpus: "json/decoder.py", "books.jsonl:17" or "17".
+
+    The name decides whether the document is held out, so it does not depend on where the corpus
+    lies.
+    """
+
+    path: str
+    text: str
 
 
 def subject(config: DataConfig) -> str:
@@ -61,71 +64,42 @@ class Corpus:
             parts += [str(self.root), [(name, x.st_size, x.st_mtime_ns) for name, x in stats]]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-    def max_documents(self) -> int | None:
-        """An upper bound on the number of documents; None if only reading the corpus tells."""
-        limit = self.config.max_documents
-        if self.is_hub or any(file.suffix in TABLES for file in self.files):
-            return limit
-        return min(len(self.files), limit or len(self.files))
+    def documents(self) -> Iterator[Document]:
+        """The documents in a fixed order. Empty texts are left out.
 
-    def documents(self) -> "IterableDataset":
-        """A `datasets` stream with the columns `path` and `text`, in a fixed order.
-
-        Empty texts are left out.
+        Raises ValueError, naming the file and the row, for what cannot be read.
         """
-        import datasets
-        import huggingface_hub
+        found = self._hub_documents() if self.is_hub else self._local_documents()
+        filled = (document for document in found if document.text)
+        return itertools.islice(filled, self.config.max_documents)
 
-        config = self.config
-        if not sys.stderr.isatty():
-            datasets.disable_progress_bars()
-            huggingface_hub.utils.disable_progress_bars()
-        # loaded here, so that a hub out of reach is reported at once, not at the first row
-        table = load_from_hub(config) if self.is_hub else None
+    def _hub_documents(self) -> Iterator[Document]:
+        table = load_from_hub(self.config)
+        try:
+            for number, text in enumerate(texts(table, self.config.field)):
+                yield Document(str(number), text)
+        except ValueError as error:
+            broke_off = isinstance(error.__cause__, OSError)
+            way_out = "; run it again, or use data.streaming=false" if broke_off else ""
+            raise ValueError(f"{subject(self.config)}: {error}{way_out}") from error
 
-        def rows() -> Iterator[Row]:
-            if table is None:
-                rows = self.local_rows()
-            else:
-                rows = table_rows(read_from_hub(table, config), config.field, subject(config))
-            yield from itertools.islice((row for row in rows if row["text"]), config.max_documents)
-
-        return datasets.IterableDataset.from_generator(rows)
-
-    def local_rows(self) -> Iterator[Row]:
-        """One row per text file, and one per row of a table file."""
-        config = self.config
+    def _local_documents(self) -> Iterator[Document]:
+        """One document for each text file, and one for each row of a table."""
+        field = self.config.field
         for file in self.files:
-            path = file.relative_to(self.root).as_posix()
-            if file.suffix in TABLES:
-                where = f"data.path={config.path}: {file}"
-                for row in table_rows(read_table(file), config.field, where):
-                    yield {"path": f"{path}:{row['path']}", "text": row["text"]}
-                continue
+            path, kind = file.relative_to(self.root).as_posix(), kind_of(file)
             try:
-                yield {"path": path, "text": read_text(file)}
-            except UnicodeDecodeError as error:
+                if kind not in TABLES:
+                    yield Document(path, read_text(file))
+                    continue
+                column = texts(read_rows(file, field), field, may_lack=kind in JSON)
+                for number, text in enumerate(column):
+                    yield Document(f"{path}:{number}", text)
+            except (OSError, ValueError) as error:
                 # a package may hold a file in an old encoding; a file of the user is never dropped
                 # silently
-                if config.source == "text":
+                if self.config.source == "text" or not isinstance(error, UnicodeDecodeError):
                     raise ValueError(
-                        f"data.path={config.path}: {file} is not UTF-8 text (byte {error.start}: "
-                        f"{error.reason}); convert it, or leave it out with a glob such as "
-                        f"data.path='{file.parent}/*.txt'"
+                        f"{subject(self.config)}: {file}: {error}; mend it, or leave it out with a "
+                        f"glob such as '{file.parent}/*.txt'"
                     ) from error
-
-
-def table_rows(table: Iterable[dict[str, Any]], field: str, where: str) -> Iterator[Row]:
-    """The texts of one column. A row's path is its number."""
-    for index, row in enumerate(table):
-        if field not in row:
-            raise ValueError(
-                f"{where} has no column data.field={field}; its columns are: {', '.join(row)}"
-            )
-        text = row[field] or ""  # a missing text counts as empty
-        if not isinstance(text, str):
-            raise ValueError(
-                f"{where}: row {index} of data.field={field} is not text but "
-                f"{type(text).__name__}; columns: {', '.join(row)}"
-            )
-        yield {"path": str(index), "text": text}

@@ -4,9 +4,10 @@ By itself, `datasets` retries for about 25 seconds. So the hub's host is tried f
 answer, only this machine's cache is read, as with HF_HUB_OFFLINE=1.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from config import DataConfig
 from data.network import answers
@@ -38,7 +39,11 @@ def load_from_hub(config: DataConfig) -> "Dataset | IterableDataset":
     The cache holds earlier downloads.
     """
     import datasets
+    import huggingface_hub
 
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+        huggingface_hub.utils.disable_progress_bars()
     is_offline = datasets.config.HF_HUB_OFFLINE
     reason = "HF_HUB_OFFLINE is set"
     if not is_offline and not answers(datasets.config.HF_ENDPOINT):
@@ -56,16 +61,3 @@ def load_from_hub(config: DataConfig) -> "Dataset | IterableDataset":
                 "data=stdlib, data=torch_source and data=text data.path=FILE need no network"
             ) from error
         raise ValueError(f"{chosen}: {error}") from error
-
-
-def read_from_hub(
-    table: "Dataset | IterableDataset", config: DataConfig
-) -> Iterator[dict[str, Any]]:
-    """The rows. With data.streaming=true they come over the network, which may fail half-way."""
-    try:
-        yield from table
-    except OSError as error:
-        raise ValueError(
-            f"data.name={config.name}: the hub stopped answering ({error}); run it again, or use "
-            "data.streaming=false"
-        ) from error

@@ -1,29 +1,22 @@
-"""The files of a token store: reading tokens by position, checksums, and syncing to disk.
+"""Reading tokens by position, and what makes a file on disk trustworthy: checksums and syncing.
 
 Nothing is mapped into memory. If another program truncates a mapped file, the system ends the
 process with SIGBUS. A read past the end is an OSError that names the file.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import weakref
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
-
-CHUNK = 1 << 20  # bytes read at once while a file is checked
-
-# XXH3 detects damage, not forgery, and is as fast as the page cache: on a core with SHA
-# instructions, SHA-256 takes six times as long, and CRC-32 more than three times
-CHECKSUM = "xxh3_128"
 
 
 class TokenFile:
-    """A file of T tokens. `rows(starts, length)` and `tokens[start:stop]` read it at every call.
+    """A file of T tokens. `rows(starts, length)` reads it at every call.
 
     The file stays open as long as the object lives, so a run can go on reading its store after
     another process replaced it.
@@ -38,65 +31,46 @@ class TokenFile:
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, part: slice) -> np.ndarray:
-        start, stop, _ = part.indices(self._length)
-        return self.rows(np.array([start]), stop - start)[0]
-
     def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
         """`length` tokens from each of B starts, (B, length), read-only.
 
-        Raises OSError, naming the file, if it cannot be read or became shorter.
+        Raises OSError, naming the file, if it became shorter.
         """
         size = length * self.dtype.itemsize
         positions = (starts * self.dtype.itemsize).tolist()
-        try:
-            # as fast as copying rows out of a mapped file; reading into the rows of an array takes
-            # 1.4 times as long
-            content = b"".join(
-                [os.pread(self._descriptor, size, position) for position in positions]
+        # as fast as copying rows out of a mapped file; reading into the rows of an array takes
+        # 1.4 times as long
+        content = b"".join([os.pread(self._descriptor, size, each) for each in positions])
+        if len(content) < len(starts) * size:
+            raise OSError(
+                f"{self.path} became shorter than its {self._length:,} tokens while the run read "
+                "it; the next start builds it again"
             )
-            if len(content) < len(positions) * size:
-                content = b"".join([self._read_all(size, position) for position in positions])
-        except OSError as error:
-            raise OSError(f"{self.path} cannot be read ({error.strerror or error})") from error
-        return np.frombuffer(content, self.dtype).reshape(len(positions), length)
-
-    def _read_all(self, size: int, position: int) -> bytes:
-        """Exactly `size` bytes. One read may give fewer, and gives none at the end of the file."""
-        content = b""
-        while len(content) < size:
-            more = os.pread(self._descriptor, size - len(content), position + len(content))
-            if not more:
-                raise OSError(
-                    f"it became shorter than its {self._length:,} tokens while the run read it; "
-                    "the next start builds it again"
-                )
-            content += more
-        return content
+        return np.frombuffer(content, self.dtype).reshape(len(starts), length)
 
 
-def checksums(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int | str]]:
-    """Size and checksum of each file. On a terminal, a progress bar appears after a second."""
-    from tqdm import tqdm
+def sha256_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
-    total = sum((folder / name).stat().st_size for name in names)
-    entries = {}
-    with tqdm(
-        total=total,
-        desc=f"checking {folder.name}",
-        unit="B",
-        unit_scale=True,
-        delay=1,
-        disable=None,
-    ) as progress:
-        for name in names:
-            checksum, buffer = xxhash.xxh3_128(), memoryview(bytearray(CHUNK))
-            with open(folder / name, "rb", buffering=0) as file:
-                while count := file.readinto(buffer):
-                    checksum.update(buffer[:count])
-                    progress.update(count)
-                entries[name] = {"bytes": file.tell(), CHECKSUM: checksum.hexdigest()}
-    return entries
+
+def entry(path: Path) -> dict[str, Any]:
+    """What tells whether the file is still the one that was written."""
+    found = path.stat()
+    return {"bytes": found.st_size, "mtime_ns": found.st_mtime_ns, "sha256": sha256_of(path)}
+
+
+def check(path: Path, written: dict[str, Any]) -> None:
+    """Raise ValueError if a file is not what was written. It is read only if its stamp changed."""
+    found = path.stat()
+    if found.st_size != written["bytes"]:
+        raise ValueError(f"{path.name} has {found.st_size:,} bytes instead of {written['bytes']:,}")
+    if found.st_mtime_ns != written["mtime_ns"]:
+        if sha256_of(path) != written["sha256"]:
+            raise ValueError(f"{path.name} was altered: its checksum differs")
+        # a copy: with its first time stamp it is not read at the next start
+        with contextlib.suppress(OSError):
+            os.utime(path, ns=(found.st_atime_ns, written["mtime_ns"]))
 
 
 def meta_checksum(meta: dict[str, Any]) -> str:

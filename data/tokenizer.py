@@ -103,20 +103,10 @@ def read_ranks(file: Path) -> dict[bytes, int]:
     way_out = "restore it from the repository, or learn another with python -m scripts.train_bpe"
     try:
         lines = file.read_bytes().splitlines()
-    except OSError as error:
-        raise ValueError(
-            f"the vocabulary {file} cannot be read ({error.strerror}); {way_out}"
-        ) from error
-    ranks = {}
-    for number, line in enumerate(lines, start=1):
-        try:
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except ValueError as error:
-            raise ValueError(
-                f"the vocabulary {file} is damaged: line {number} is not a token in base64 and "
-                f"its rank; {way_out}"
-            ) from error
+        pairs = [line.split() for line in lines]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the vocabulary {file} cannot be read ({error}); {way_out}") from error
     # tiktoken checks neither, and fails much later
     is_gapless = sorted(ranks.values()) == list(range(len(ranks)))
     if not is_gapless or not ranks.keys() >= {bytes([value]) for value in range(256)}:

@@ -121,7 +121,7 @@ def main(options: Options) -> None:
     from data.corpora import Corpus
 
     check_writable(options.out, options.out.suffix)
-    texts = (document["text"] for document in Corpus(DataConfig(source="stdlib")).documents())
+    texts = (document.text for document in Corpus(DataConfig(source="stdlib")).documents())
     vocab = train(count_pretokens(texts), options.vocab_size)
     write_file(options.out, "".join(rank_lines(vocab)))
     print(f"{len(vocab)} ranks written to {options.out}")

@@ -449,7 +449,7 @@ def test_auto_leaves_bfloat16_to_gpus_that_have_it(monkeypatch):
 
 @pytest.mark.parametrize(
     ("raw", "named"),
-    [(b"", "text"), (b"words\0\xff\xfe", "UTF-8"), (b"too short", "seq_len=32 33")],
+    [(b"", "text"), (b"words\0\xff\xfe", "utf-8"), (b"too short", "seq_len=32 33")],
     ids=["empty", "binary", "short"],
 )
 def test_a_text_that_cannot_be_trained_on(tmp_path, raw, named):

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, chdir, contextmanager
 from importlib.machinery import PathFinder
 from itertools import chain, islice
 from pathlib import Path
@@ -573,6 +573,13 @@ def read_config(cfg: Any) -> RunConfig:
             written = written.get(part) if isinstance(written, dict) else None
         reason = str(error).splitlines()[0]
         raise ValueError(f"{error.full_key}={written}: {reason}; write the value itself") from None
+
+
+def where_it_was_typed() -> AbstractContextManager[None]:
+    """Relative paths start where the command was typed, also under hydra.job.chdir=true."""
+    from hydra.core.hydra_config import HydraConfig
+
+    return chdir(HydraConfig.get().runtime.cwd if HydraConfig.initialized() else ".")
 
 
 def task_overrides() -> list[str]:

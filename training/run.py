@@ -149,7 +149,9 @@ def build_run(config: "RunConfig", summary: Row | None = None) -> Run:
     `summary` is filled along the way, so that an error loses nothing. Raises ValueError for what
     can be refused before the first step: an unusable device, dtype, attention or data source.
     """
-    with own_modules():
+    from training.command_line import where_it_was_typed
+
+    with own_modules(), where_it_was_typed():
         return _build_run(config, {} if summary is None else summary)
 
 

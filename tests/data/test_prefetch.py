@@ -76,18 +76,6 @@ def test_each_step_is_read_once_in_order_by_one_other_thread():
     assert len(data.threads) == 1 and threading.main_thread() not in data.threads
 
 
-def test_reading_hides_behind_a_step_that_takes_longer():
-    """The main thread waits only for the first batch."""
-    with Prefetcher(Steps(seconds=0.02), 1, 1, CPU, ahead=2) as batches:
-        waited = []
-        for step in range(10):
-            start = time.perf_counter()
-            batches.passes(step)
-            waited.append(time.perf_counter() - start)
-            time.sleep(0.04)
-    assert waited[0] > 0.019 and sorted(waited[1:])[4] < 0.005
-
-
 def test_a_jump_forgets_what_was_read_for_nothing():
     with Prefetcher(Steps(), 1, 1, CPU, ahead=2) as batches:
         steps = [0, 1, 40, 41, 3]
@@ -126,11 +114,6 @@ def test_nothing_is_left_running(error):
         pass
     assert not alive() and not batches.pending
     assert time.perf_counter() - start < 0.4 and len(data.asked) <= 3
-
-
-def test_unused_it_costs_no_thread():
-    with Prefetcher(Steps(), 1, 1, CPU, ahead=2):
-        assert not alive()
 
 
 def test_on_a_cpu_the_step_reads_for_itself():

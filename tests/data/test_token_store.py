@@ -3,33 +3,27 @@
 A damaged store is never taken for a whole one, before a run nor under it.
 """
 
-import errno
-import fcntl
 import json
-import logging
 import os
 import pty
 import random
 import resource
 import shutil
-import subprocess
+import signal
 import sys
 import termios
-import time
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import data.token_store
 from config import DataConfig, TokenizerConfig
 from data import build_tokenizer
 from data.batches import TextData
 from data.corpora import Corpus
-from data.token_store import DamagedStore, cache_folder, hash_of_path, open_store
+from data.halves import hash_of_path
+from data.token_store import DamagedStore, cache_folder, load, open_store
 from tests import processes
 from tests.command import checkpoint, computed, run, same, summary, tiny
 
@@ -45,6 +39,16 @@ class Interrupted(type(BYTE)):
         return super().encode(text)
 
 
+class Faster(type(BYTE)):
+    """In the middle of a build another process builds the same store."""
+
+    def encode(self, text):
+        if self.config:
+            config, self.config = self.config, None
+            open_store(config, BYTE)
+        return super().encode(text)
+
+
 class Wide(type(BYTE)):
     vocab_size, end_of_text, fingerprint = 100_000, 99_999, "wide"
 
@@ -54,26 +58,26 @@ def text_config(tmp_path, **settings):
     return DataConfig(**{"source": "text", "val_fraction": 0.2} | places | settings)
 
 
+def tokens_of(half):
+    return half.rows(np.array([0]), len(half))[0]
+
+
 def texts_of(half):
     """The documents of a half, each of which has its end of text."""
-    *pieces, rest = np.split(half[:], np.flatnonzero(half[:] == BYTE.end_of_text) + 1)
+    tokens = tokens_of(half)
+    *pieces, rest = np.split(tokens, np.flatnonzero(tokens == BYTE.end_of_text) + 1)
     assert not len(rest)
     return [BYTE.decode(piece[:-1]) for piece in pieces]
 
 
 def both_halves(config):
     store = open_store(config, BYTE)
-    return store.train[:].tolist(), store.val[:].tolist()
+    return [tokens_of(half).tolist() for half in (store.train, store.val)]
 
 
 def stores(config):
-    """The names in the cache folder, except its locks."""
-    names = (path.name for path in cache_folder(config).iterdir())
-    return sorted(name for name in names if not name.startswith("."))
-
-
-def unfinished(config):
-    return [name for name in stores(config) if name.startswith("unfinished-")]
+    """The names in the cache folder."""
+    return sorted(path.name for path in cache_folder(config).iterdir())
 
 
 def built(config):
@@ -90,19 +94,18 @@ def test_both_halves_hold_the_corpus(config):
     store = open_store(config, BYTE)
     expected = {"train": [], "val": []}
     for row in Corpus(config).documents():
-        expected["val" if hash_of_path(row["path"]) < 0.2 else "train"].append(row["text"])
+        expected["val" if hash_of_path(row.path) < 0.2 else "train"].append(row.text)
     assert texts_of(store.train) == expected["train"]
     assert texts_of(store.val) == expected["val"]
     assert len(expected["val"]) > 1
-    assert store.meta["train_documents"] + store.meta["val_documents"] == 60
 
 
 def test_tokens_are_stored_in_the_smallest_type(config):
-    assert open_store(config, BYTE).train[:4].dtype == np.uint16
+    assert tokens_of(open_store(config, BYTE).train).dtype == np.uint16
     store = open_store(config, Wide())
-    assert store.train.dtype == np.uint32
-    assert (store.train[:] == 99_999).sum() == store.meta["train_documents"]
-    assert store.train[-1:].tolist() == [99_999]
+    tokens = tokens_of(store.train)
+    assert tokens.dtype == np.uint32 and tokens[-1] == 99_999
+    assert (tokens == 99_999).sum() == store.meta["train_documents"]
 
 
 def test_documents_are_held_out_whole_and_stay_there_when_others_join(config, tmp_path):
@@ -135,7 +138,7 @@ def test_the_end_of_an_only_document_is_held_out(tmp_path, by_hash):
     (tmp_path / "corpus" / name).write_text("0123456789" * 100)
     store = open_store(text_config(tmp_path, val_fraction=0.1), BYTE)
     assert (len(store.train), len(store.val)) == (901, 100)
-    whole = np.concatenate([store.train[:], store.val[:]])
+    whole = np.concatenate([tokens_of(store.train), tokens_of(store.val)])
     assert BYTE.decode(whole[:-1]) == "0123456789" * 100 and whole[-1] == BYTE.end_of_text
     assert store.meta["held_out"] == "end"
 
@@ -174,19 +177,6 @@ def test_corpus_hash_is_of_the_texts_not_of_the_place(config, tmp_path):
     assert open_store(text_config(tmp_path, path=str(moved)), BYTE).meta["corpus"] != here
 
 
-def test_stdlib_opens_at_once_the_second_time(tmp_path, caplog):
-    config = DataConfig(source="stdlib", cache_dir=str(tmp_path))
-    first = open_store(config, BYTE)
-    start = time.perf_counter()
-    caplog.clear()
-    with caplog.at_level(logging.INFO, "tilegpt"):
-        assert open_store(config, BYTE).meta == first.meta
-    assert time.perf_counter() - start < 1
-    assert any(" MB in 0." in line for line in caplog.messages)
-    assert first.meta["train_tokens"] > 5_000_000
-    assert 0.02 < first.meta["val_tokens"] / first.meta["train_tokens"] < 0.1
-
-
 @pytest.mark.parametrize("setting", ["cache_dir", "TILEGPT_CACHE", "HOME"])
 def test_cache_folder(tmp_path, monkeypatch, setting):
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -214,19 +204,13 @@ def val_is_the_head_of_train(folder):
     (folder / "val.bin").write_bytes((folder / "train.bin").read_bytes()[:size])
 
 
-def a_file_in_its_place(folder):
-    shutil.rmtree(folder)
-    folder.write_text("no store")
-
-
 # what is done to the store's folder, and the file that the warning must name
 DAMAGE = {
     "a-bit": (lambda folder: flip(folder / "train.bin", 1000), "train.bin"),
     "val-is-the-head-of-train": (val_is_the_head_of_train, "val.bin"),
     "truncated": (lambda folder: os.truncate(folder / "train.bin", 100), "train.bin has 100"),
     "no-tokens": (lambda folder: (folder / "train.bin").unlink(), "train.bin"),
-    "half-a-meta": (lambda folder: os.truncate(folder / "meta.json", 20), "meta.json"),
-    "a-file-in-its-place": (a_file_in_its_place, "directory"),
+    "half-a-meta": (lambda folder: os.truncate(folder / "meta.json", 20), "char 11"),
 }
 
 
@@ -235,10 +219,8 @@ def test_a_damaged_store_is_built_again(config, caplog, damage, named):
     """A regression test: a run trained on zeros, or validated on its training data."""
     before = both_halves(config)
     folder, _ = built(config)
-    meta = (folder / "meta.json").read_bytes()
-    caplog.clear()
     damage(folder)
-    assert both_halves(config) == before and (folder / "meta.json").read_bytes() == meta
+    assert both_halves(config) == before
     assert stores(config) == [folder.name]
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert str(folder) in warning and named in warning and "\n" not in warning
@@ -267,15 +249,6 @@ def test_a_damaged_store_stays_until_another_is_built(config):
     assert stores(config) == [folder.name]
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(st.sampled_from(["files", "sha256", "name", "dtype", "bytes"]), inner)
-    ),
-)
-
-
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory):
     """The folder of a store."""
@@ -287,38 +260,50 @@ def whole(tmp_path_factory):
     return built(config)[0]
 
 
-def loads_or_says_why(folder, content):
-    """With this content of meta.json, the store loads as it was, or says what is damaged."""
-    file = folder / "meta.json"
+@given(st.binary(max_size=12) | st.sampled_from([b"[" * 100_000, b"9" * 10_000]), st.data())
+def test_any_bytes_in_meta_load_or_are_damage(whole, some, draw):
+    file = whole / "meta.json"
     before = file.read_bytes()
+    start, stop = sorted(draw.draw(st.tuples(*[st.integers(0, len(before))] * 2)))
     try:
-        file.write_bytes(content)
-        assert data.token_store.load(folder).meta == json.loads(before)
+        file.write_bytes(before[:start] + some + before[stop:])
+        assert load(whole).meta == json.loads(before)
     except DamagedStore as damage:
-        assert str(folder) in str(damage) and "\n" not in str(damage)
+        assert str(whole) in str(damage) and "\n" not in str(damage)
     finally:
         file.write_bytes(before)
 
 
-@given(JSON, st.data())
-def test_any_json_loads_or_is_damage(whole, value, draw):
-    meta = json.loads((whole / "meta.json").read_text())
-    loads_or_says_why(whole, json.dumps(value).encode())
-    key = draw.draw(st.sampled_from(sorted(meta)))
-    loads_or_says_why(whole, json.dumps(meta | {key: value}).encode())
+def test_a_file_is_read_again_only_if_its_size_or_time_stamp_changed(config, caplog):
+    """A copy without time stamps is read once; a change that keeps both is not seen."""
+    before = both_halves(config)
+    folder, stamp = built(config)
+    os.utime(folder / "train.bin", ns=(1, 1))
+    assert both_halves(config) == before
+    assert built(config) == (folder, stamp)
+    flip(folder / "train.bin", 1000)
+    os.utime(folder / "train.bin", ns=(stamp, stamp))
+    assert both_halves(config) != before
+    os.utime(folder / "train.bin", ns=(1, 1))
+    assert both_halves(config) == before
+    assert sum("train.bin" in line for line in caplog.messages) == 1
 
 
-def test_json_that_python_cannot_read_is_damage(whole):
-    for content in (b"[" * 100_000, b'{"dtype": ' + b"9" * 10_000 + b"}"):
-        loads_or_says_why(whole, content)
-
-
-@given(st.binary(max_size=12), st.data())
-def test_any_bytes_load_or_are_damage(whole, some, draw):
-    content = (whole / "meta.json").read_bytes()
-    loads_or_says_why(whole, some)
-    start, stop = sorted(draw.draw(st.tuples(*[st.integers(0, len(content))] * 2)))
-    loads_or_says_why(whole, content[:start] + some + content[stop:])
+def test_too_many_open_files_are_no_damage(config, caplog):
+    """A regression test: a long sweep took it for damage, and built its store again."""
+    config.path += "/59.txt"
+    open_store(config, BYTE)
+    before = built(config)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files.*meta.json"):
+            open_store(config, BYTE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert built(config) == before and not caplog.messages
 
 
 # builds that are killed, slow, or not alone
@@ -330,167 +315,53 @@ def test_an_interrupted_build_leaves_nothing(config):
     assert stores(config) == []
 
 
-GATED_BUILD = """
-import sys, threading
+def test_nothing_else_in_the_cache_folder_is_touched(config):
+    """A regression test: every unfinished-* was removed, whoever had written it."""
+    open_store(config, BYTE)
+    folder, _ = built(config)
+    names = ("unfinished-novel", "unfinished-0123", "text-0123", f"{folder.name}-mine")
+    own = [folder / "notes", *(folder.with_name(name) / "chapter" for name in names)]
+    for file in own:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("precious")
+    for _ in range(2):
+        open_store(config, BYTE)
+        flip(folder / "train.bin", 7)
+    assert [file.read_text() for file in own] == ["precious"] * len(own)
+
+
+KILLED_BUILD = """
+import os, signal
 from config import DataConfig, TokenizerConfig
 from data import build_tokenizer
 from data.token_store import open_store
 tokenizer = build_tokenizer(TokenizerConfig("byte"))
-encode, lock, passed = tokenizer.encode, threading.Lock(), []
-def gated(text):
-    with lock:
-        if not passed:
-            print("building", flush=True)
-            passed.append(sys.stdin.readline())
-    return encode(text)
-tokenizer.encode = gated
-print("opened", len(open_store({config!r}, tokenizer).train), flush=True)
+tokenizer.encode = lambda text: os.kill(os.getpid(), signal.SIGKILL)
+open_store({config!r}, tokenizer)
 """
 
 
-class Build(processes.Process):
-    """A process that pauses in the middle of a build until it gets a line."""
-
-    def __init__(self, config):
-        streams = {"stdin": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-        super().__init__("-c", GATED_BUILD.format(config=config), **streams)
-
-    def paused(self):
-        while self.poll() is None and self.output() != "building\n":
-            time.sleep(0.01)
-        return self.returncode is None
-
-    def go_on(self):
-        self.stdin.write("go on\n")
-        self.stdin.close()
-
-
-def start_builds(config, count):
-    builds = [Build(config) for _ in range(count)]
-    assert all(build.paused() for build in builds)
-    return builds
-
-
-def leave_a_dead_build(config):
-    """Leave an unfinished build, as a killed process does."""
-    folder = cache_folder(config) / "unfinished-0123"
-    folder.mkdir(parents=True)
-    (folder / "train.bin").write_bytes(bytes(100))
-
-
-def test_a_killed_build_is_never_taken_for_a_store_and_removed_by_the_next(config):
-    (process,) = start_builds(config, 1)
-    process.kill()
-    process.wait()
-    assert len(stores(config)) == len(unfinished(config)) == 1
+def test_a_killed_build_is_never_taken_for_a_store(config):
+    assert processes.run("-c", KILLED_BUILD.format(config=config)).returncode == -signal.SIGKILL
+    (left,) = stores(config)
     assert len(texts_of(open_store(config, BYTE).train)) > 40
-    assert len(stores(config)) == 1 and not unfinished(config)
-    # and by a process that builds nothing
-    before = built(config)
-    leave_a_dead_build(config)
-    open_store(config, BYTE)
-    assert built(config) == before
+    folder, left_alone = stores(config)
+    assert left == left_alone and left.startswith(f"{folder}.unfinished-")
 
 
-def test_the_build_of_a_live_process_is_left_alone(config, tmp_path):
-    """No start may touch it, whether it builds or not, though a dead build lies beside it."""
-    (alive,) = start_builds(config, 1)
-    leave_a_dead_build(config)
-    other = text_config(tmp_path, val_fraction=0.4)
-    for _ in range(2):
-        open_store(other, BYTE)
-        assert len(unfinished(config)) == 2  # which of the two is dead cannot be seen now
-    alive.go_on()
-    assert "\nopened" in alive.end() and alive.returncode == 0
-    open_store(other, BYTE)
-    assert len(stores(config)) == 2 and not unfinished(config)
-
-
-@pytest.mark.parametrize("before", [pytest.param("nothing", marks=pytest.mark.slow), "damaged"])
+@pytest.mark.parametrize("before", ["nothing", "damaged"])
 def test_two_processes_may_build_at_once(config, before):
-    """9 s: each process imports torch."""
+    expected = both_halves(config)
+    folder, _ = built(config)
     if before == "damaged":
-        open_store(config, BYTE)
-        flip(built(config)[0] / "train.bin", 7)
-    rivals = start_builds(config, 2)
-    assert len(unfinished(config)) == 2
-    for rival in rivals:
-        rival.go_on()
-    outputs = [rival.end() for rival in rivals]
-    assert [rival.returncode for rival in rivals] == [0, 0]
-    assert outputs == [f"building\nopened {len(open_store(config, BYTE).train)}\n"] * 2
-    assert len(stores(config)) == 1
-
-
-def test_without_locks_no_build_is_removed(config, monkeypatch):
-    """On a file system without locks, no process can tell whether a build is alive."""
-
-    def refuse(*_):
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    leave_a_dead_build(config)
-    # in this module alone: `datasets` locks files too
-    without = SimpleNamespace(**vars(fcntl) | {"flock": refuse})
-    monkeypatch.setattr(data.token_store, "fcntl", without)
-    assert len(texts_of(open_store(config, BYTE).train)) > 40
-    assert len(stores(config)) == 2 and len(unfinished(config)) == 1
-
-
-def refuse_to_write(monkeypatch, *names):
-    """Files can be read. Permissions do not stop root, so Python's own functions refuse."""
-    opened = Path.open
-
-    def refuse(path, *_, **__):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-
-    def reading(path, mode="r", *rest, **options):
-        return (opened if mode.startswith("r") else refuse)(path, mode, *rest, **options)
-
-    for name in names:
-        monkeypatch.setattr(Path, name, refuse)
-    monkeypatch.setattr(Path, "open", reading)
-
-
-def test_a_whole_store_needs_no_permission_to_write(config, monkeypatch):
-    """For example, in a cache that an administrator filled."""
-    open_store(config, BYTE)
-    leave_a_dead_build(config)
-    for lock in cache_folder(config).glob(".*.lock"):
-        lock.unlink()
-    refuse_to_write(monkeypatch, "mkdir", "unlink", "rename")
-    assert len(texts_of(open_store(config, BYTE).train)) > 40
-
-
-def test_a_lock_of_another_user_is_enough(config, monkeypatch):
-    """In a shared folder it can be read alone, and most file systems lock it then too."""
-    open_store(config, BYTE)
-    leave_a_dead_build(config)
-    refuse_to_write(monkeypatch)
-    open_store(config, BYTE)
-    assert not unfinished(config)
-
-
-def test_a_store_is_on_the_disk_before_it_is_published(config, monkeypatch):
-    """In one step: a kill may not leave half a store. After a power cut, a renamed folder may
-    otherwise hold files of zeros.
-    """
-    events, fsync, rename = [], os.fsync, Path.rename
-
-    def synced(descriptor):
-        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
-        fsync(descriptor)
-
-    def renamed(path, target):
-        events.append("rename")
-        return rename(path, target)
-
-    monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(Path, "rename", renamed)
-    open_store(config, BYTE)
-    at = events.index("rename")
-    files, folder = sorted(events[: at - 1]), events[at - 1]
-    assert files == sorted(file.name for file in built(config)[0].iterdir())
-    assert folder.startswith("unfinished-") and events[at + 1 :] == [cache_folder(config).name]
+        flip(folder / "train.bin", 7)
+    else:
+        shutil.rmtree(folder)
+    rival = Faster()
+    rival.config = config
+    store = open_store(config, rival)
+    assert [tokens_of(half).tolist() for half in store[:2]] == both_halves(config) == expected
+    assert built(config)[0] == folder
 
 
 # what a user reads
@@ -534,7 +405,7 @@ def test_building_shows_one_progress_bar_on_a_terminal(config, monkeypatch):
         monkeypatch.undo()
         shown = os.read(master, 1 << 16).decode()
     os.close(master)
-    assert "100%" in shown and "60/60" in shown
+    assert "60 documents" in shown
     assert shown.count("\n") == 1, shown
 
 

@@ -1,6 +1,6 @@
 """The tokenizer files of an export give the tokens of our own tokenizers."""
 
-import json
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -8,29 +8,18 @@ from hypothesis import strategies as st
 
 from config import TokenizerConfig
 from data import build_tokenizer
-from data.tokenizer import END_OF_TEXT, RANKS_FILE, BytePairTokenizer, read_ranks
-from data.tokenizer_json import as_characters, merges, tokenizer_files
+from data.tokenizer import END_OF_TEXT, RANKS_FILE
+from data.tokenizer_json import tokenizer_files
+from tests.data.test_tokenizer import gpt2_like
 
 tokenizers = pytest.importorskip("tokenizers")
-
-
-def gpt2_pattern() -> BytePairTokenizer:
-    """GPT-2's pattern over our ranks: its own vocabulary would be a download."""
-    import tiktoken
-    from tiktoken_ext.openai_public import r50k_pat_str
-
-    ranks = read_ranks(RANKS_FILE)
-    special = {END_OF_TEXT: len(ranks)}
-    encoding = tiktoken.Encoding(
-        "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special
-    )
-    return BytePairTokenizer(encoding, "gpt2")
+pytest.importorskip("transformers")
 
 
 OURS = {
     "byte": build_tokenizer(TokenizerConfig("byte")),
     "bpe": build_tokenizer(TokenizerConfig("bpe")),
-    "gpt2": gpt2_pattern(),
+    "gpt2": gpt2_like(),
 }
 THEIRS = {
     name: tokenizers.Tokenizer.from_str(tokenizer_files(own, max_length=8)["tokenizer.json"])
@@ -77,17 +66,7 @@ def test_the_end_of_text_is_a_special_token(name):
     assert THEIRS[name].get_vocab_size() == OURS[name].vocab_size
 
 
-def test_every_token_of_several_bytes_is_one_merge():
-    ranks = read_ranks(RANKS_FILE)
-    pairs = merges(ranks)
-    assert ["".join(pair) for pair in pairs] == [
-        as_characters(token) for token in sorted(ranks, key=ranks.get) if len(token) > 1
-    ]
-
-
-def test_gpt2_has_the_files_it_was_published_with():
-    files = tokenizer_files(OURS["gpt2"], max_length=1024)
-    vocabulary, lines = json.loads(files["vocab.json"]), files["merges.txt"].splitlines()
-    assert vocabulary[END_OF_TEXT] == OURS["gpt2"].end_of_text
-    assert lines[0] == "#version: 0.2" and len(lines) == len(vocabulary) - 256
-    assert all("".join(line.split()) in vocabulary for line in lines[1:])
+def test_without_transformers_the_way_out_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers.convert_slow_tokenizer", None)
+    with pytest.raises(ValueError, match=r"tilegpt\[hf\]"):
+        tokenizer_files(OURS["byte"], max_length=8)

@@ -1,0 +1,92 @@
+"""A corpus becomes two files of tokens: train.bin and val.bin, flat, an end of text after each.
+
+Whole documents are held out, chosen by a hash of their path. A document stays in its half when
+others join the corpus, and no validation text comes from a file that the model has partly read. The
+exception is a corpus of one document, whose end is held out.
+"""
+
+import hashlib
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.corpora import Corpus, subject
+from data.interface import Tokenizer
+from data.tokenizer import token_dtype
+
+# this many are tokenized in parallel threads, because tiktoken releases the interpreter's lock
+DOCUMENTS_AT_ONCE = 32
+
+
+def write_halves(corpus: Corpus, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+    """Write both files; return what a store says of them. Raises ValueError for no text."""
+    val_fraction = corpus.config.val_fraction
+    dtype = token_dtype(tokenizer.vocab_size)
+    end_of_text = np.array([tokenizer.end_of_text], dtype).tobytes()
+    digest = hashlib.sha256()
+    paths = {half: folder / f"{half}.bin" for half in ("train", "val")}
+    documents = dict.fromkeys(paths, 0)
+    lowest = (1.0, 0, 0)  # the training document that is next to be held out: hash, and its bytes
+    with open(paths["train"], "wb") as train_file, open(paths["val"], "wb") as val_file:
+        for path, text, tokens in tokenized_documents(corpus, tokenizer):
+            for part in (path, text):
+                digest.update(part.encode(errors="replace"))
+                digest.update(b"\0")
+            position = hash_of_path(path)
+            # the first document is always trained on: every corpus needs a training half
+            is_held_out = position < val_fraction and documents["train"] > 0
+            file = val_file if is_held_out else train_file
+            start = file.tell()
+            file.write(tokens.astype(dtype, copy=False))
+            file.write(end_of_text)
+            documents["val" if is_held_out else "train"] += 1
+            if not is_held_out:
+                lowest = min(lowest, (position, start, file.tell()))
+    if not documents["train"]:
+        raise ValueError(
+            f"{subject(corpus.config)} holds no text: it is empty, or every document in it is; "
+            "name a source with text in it"
+        )
+    is_one_document = sum(documents.values()) == 1
+    # a corpus so small that no hash is below val_fraction
+    if not documents["val"]:
+        tokens = np.fromfile(paths["train"], dtype)
+        start, stop = (place // dtype.itemsize for place in lowest[1:])
+        if is_one_document:
+            start = stop - max(1, round(stop * val_fraction))
+        tokens[start:stop].tofile(paths["val"])
+        np.delete(tokens, slice(start, stop)).tofile(paths["train"])
+        documents = {"train": max(1, documents["train"] - 1), "val": 1}
+    return {
+        "corpus": digest.hexdigest(),
+        "tokenizer": tokenizer.fingerprint,
+        "dtype": dtype.name,
+        "held_out": "end" if is_one_document else "documents",
+        **{f"{half}_tokens": paths[half].stat().st_size // dtype.itemsize for half in paths},
+        **{f"{half}_documents": count for half, count in documents.items()},
+    }
+
+
+def tokenized_documents(
+    corpus: Corpus, tokenizer: Tokenizer
+) -> Iterator[tuple[str, str, np.ndarray]]:
+    """(path, text, tokens) of every document. On a terminal it shows a progress bar."""
+    from tqdm import tqdm
+
+    description = f"tokenizing {corpus.config.source}"
+    documents = tqdm(corpus.documents(), desc=description, unit=" documents", disable=None)
+    with ThreadPoolExecutor() as threads, documents:
+        stream = iter(documents)
+        while some := list(itertools.islice(stream, DOCUMENTS_AT_ONCE)):
+            tokens = threads.map(tokenizer.encode, (document.text for document in some))
+            for document, encoded in zip(some, tokens, strict=True):
+                yield *document, encoded
+
+
+def hash_of_path(path: str) -> float:
+    """A hash of a document's path, uniform in [0, 1)."""
+    return int.from_bytes(hashlib.sha256(path.encode(errors="replace")).digest()[:6]) / 2**48
