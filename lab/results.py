@@ -42,7 +42,8 @@ def measured(data: Row) -> str:
     chip = hardware["gpu"] or f"{hardware['cpu']}, {hardware['cpu_cores']} cores"
     packages = ", ".join(f"{name} {versions[name]}" for name in PACKAGES if versions.get(name))
     # runs of one file may come from several commits; then each run names its own
-    commits = {run.get("commit") or environment["commit"] for run in data.get("runs", [{}])}
+    whole = environment["commit"] or "unknown"
+    commits = {run.get("commit") or whole for run in data.get("runs", [{}])}
     return f"{chip}; {packages}; commit {', '.join(sorted(commit[:7] for commit in commits))}."
 
 
@@ -124,7 +125,7 @@ def peers() -> Iterable[str]:
 
 
 def decoding() -> Iterable[str]:
-    data = load("generation_h200")
+    data = load("generation_h100")
     rows = [
         f"{row['variant']} | {row['batch']} | "
         + between(row["tokens_per_second"], row["least"], row["most"], "{:,.0f}")
