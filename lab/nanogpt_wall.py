@@ -146,7 +146,8 @@ def prepare(options: Options, home: Path) -> None:
         shutil.copy(options.folder / name, home)
     folder.mkdir(parents=True)
     for name, tokens in {"train": data.train, "val": data.val}.items():
-        tokens[:].astype(np.uint16).tofile(folder / f"{name}.bin")
+        whole = tokens.rows(np.zeros(1, np.int64), len(tokens))
+        whole.astype(np.uint16).tofile(folder / f"{name}.bin")
     if options.vocab_size != THEIR_VOCABULARY:
         (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": options.vocab_size}))
 

@@ -42,8 +42,7 @@ def measured(data: Row) -> str:
     chip = hardware["gpu"] or f"{hardware['cpu']}, {hardware['cpu_cores']} cores"
     packages = ", ".join(f"{name} {versions[name]}" for name in PACKAGES if versions.get(name))
     # runs of one file may come from several commits; then each run names its own
-    whole = environment["commit"] or "unknown"
-    commits = {run.get("commit") or whole for run in data.get("runs", [{}])}
+    commits = {run.get("commit") or environment["commit"] for run in data.get("runs", [{}])}
     return f"{chip}; {packages}; commit {', '.join(sorted(commit[:7] for commit in commits))}."
 
 
