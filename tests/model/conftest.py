@@ -56,20 +56,18 @@ def random_tokens():
 
 
 @pytest.fixture
-def assert_within_budget():
-    """The error of `actual` is at most twice that of `baseline`, plus one rounding.
+def assert_near():
+    """The error of each tensor in `found` is at most twice that of `baseline`, plus one rounding.
 
-    `baseline` is an independent computation in the same dtype.
+    `baseline` is an independent computation in the same dtype, `reference` one in float64.
+    dtype: of the rounding, if it is not the tensor's.
     """
 
-    def check(actual: torch.Tensor, *, baseline: torch.Tensor, reference: torch.Tensor) -> None:
-        assert reference.dtype == torch.float64
-        error, own = ((x.double() - reference).abs().max().item() for x in (actual, baseline))
-        budget = 2 * own + torch.finfo(baseline.dtype).eps * reference.abs().max().item()
-        assert own > 0, "the baseline is the reference: it measures nothing"
-        assert error <= budget, (
-            f"error {error:.3g} is {error / own:.1f} times the baseline's own {own:.3g}"
-        )
+    def check(found, baseline, reference, *, dtype: torch.dtype | None = None) -> None:
+        for i, (x, own, exact) in enumerate(zip(found, baseline, reference, strict=True)):
+            assert x.dtype == own.dtype and x.shape == own.shape
+            error, budget = ((each.double() - exact).norm() / exact.norm() for each in (x, own))
+            assert error <= 2 * budget + torch.finfo(dtype or x.dtype).eps, (i, error, budget)
 
     return check
 
