@@ -202,7 +202,7 @@ DRAWN = [
 
 @pytest.mark.parametrize(("settings", "likeliest"), DRAWN, ids=str)
 def test_draws_the_likeliest_only(draw, settings, likeliest):
-    share = draw([0.0, 3.0, 1.0, 2.0], 2000, **settings)
+    share = draw([0.0, 5.0, 2.0, 4.0], 2000, **settings)
     assert share.nonzero().flatten().tolist() == likeliest
 
 
