@@ -50,14 +50,15 @@ def assert_near():
     """The error of each tensor in `found` is at most twice that of `baseline`, plus one rounding.
 
     `baseline` is an independent computation in the same dtype, `reference` one in float64.
-    dtype: of the rounding, if it is not the tensor's.
+    rounding: relative, if it is not that of the tensor's dtype.
     """
 
-    def check(found, baseline, reference, *, dtype: torch.dtype | None = None) -> None:
+    def check(found, baseline, reference, *, rounding: float | None = None) -> None:
         for i, (x, own, exact) in enumerate(zip(found, baseline, reference, strict=True)):
             assert x.dtype == own.dtype and x.shape == own.shape
             error, budget = ((each.double() - exact).norm() / exact.norm() for each in (x, own))
-            assert error <= 2 * budget + torch.finfo(dtype or x.dtype).eps, (i, error, budget)
+            one = torch.finfo(x.dtype).eps if rounding is None else rounding
+            assert error <= 2 * budget + one, (i, error, budget)
 
     return check
 

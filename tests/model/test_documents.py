@@ -1,6 +1,5 @@
 """Documents packed into one sequence do not reach one another, in any backend that takes them."""
 
-from dataclasses import replace
 from itertools import cycle
 
 import pytest
@@ -17,7 +16,7 @@ from model import GPT
 from model.fast import FastGPT
 from model.seam import LOOKING
 from training.evaluate import evaluate, evaluate_under
-from training.health import compare_layers, diagnose
+from training.health import diagnose
 from training.schedule import attention_schedule
 
 END = 0
@@ -180,19 +179,6 @@ def test_held_out_data_without_a_target_that_counts(build):
     how = {"batch_size": 2, "autocast": torch.autocast("cpu", enabled=False), "accuracy": False}
     with pytest.raises(ValueError, match="held-out targets"):
         evaluate_under(model, model.backend, inputs, torch.full_like(targets, -100), **how)
-
-
-def test_layers_are_compared_inside_documents(build):
-    model, batch = build("tiled", positions="rope"), packed()
-    row = compare_layers(model, *batch)
-    assert max(row[f"attention/{name}_error"] for name in ("out", "dq", "dk", "dv")) < 1e-5
-    # an attention that is told of the documents and does not listen
-    deaf = get_backend("tiled")
-    listen = deaf.fn
-    model.backend = replace(
-        deaf, fn=lambda *tensors, document_ids, **rest: listen(*tensors, **rest)
-    )
-    assert compare_layers(model, *batch)["attention/out_error"] > 0.1
 
 
 def test_the_largest_score_is_one_between_tokens_of_a_document(build):

@@ -18,10 +18,7 @@ SHAPES = {
     "modern": FIELDS | {"bias": False, "num_kv_heads": 2, "tie_embeddings": False},
     "dropout": {"dropout": 0.3},
 }
-HOW = {
-    "eager": {},
-    "compiled": {"compiled": True, "backend": "aot_eager", "fullgraph": True},
-}
+HOW = {"eager": {}, "compiled": {"compiled": True, "backend": "aot_eager", "fullgraph": True}}
 
 
 @pytest.fixture

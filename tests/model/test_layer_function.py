@@ -137,13 +137,18 @@ def test_other_sinks_are_refused():
         AttentionConfig(sinks="one")
 
 
-def test_a_backend_that_ignores_the_window_is_seen(batch):
+@pytest.mark.parametrize("ignored", ["window", "document_ids"])
+def test_a_backend_that_ignores_an_argument_is_seen(ignored, batch):
     model = build("tiled", window=7)
     listen = model.backend.fn
-    model.backend = replace(
-        model.backend, fn=lambda *tensors, window, **rest: listen(*tensors, **rest)
-    )
-    assert compare_layers(model, *batch)["attention/out_error"] > 0.1
+
+    def deaf(*tensors, **arguments):
+        del arguments[ignored]
+        return listen(*tensors, **arguments)
+
+    model.backend = replace(model.backend, fn=deaf)
+    document_ids = (torch.arange(LENGTH) // 9).expand(2, -1)
+    assert compare_layers(model, *batch, document_ids)["attention/out_error"] > 0.1
 
 
 @functions("windows", "sinks", "all", "score_mod")
