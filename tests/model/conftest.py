@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attention import get_backend
+from attention import Backend, get_backend
 from config import AttentionConfig, ModelConfig
 from model import GPT
 
@@ -13,13 +13,11 @@ VOCAB_SIZE = 61
 @pytest.fixture
 def build_gpt():
     """build_gpt(backend="naive", **fields of ModelConfig), the same weights every time; attention=
-    as of GPT.
-
-    Two layers, four heads of eight, 32 positions.
+    as of GPT. Two layers, four heads of eight, 32 positions.
     """
 
     def build(
-        backend: str = "naive",
+        backend: Backend | str = "naive",
         *,
         vocab_size: int = VOCAB_SIZE,
         attention: AttentionConfig | None = None,
@@ -28,17 +26,10 @@ def build_gpt():
         torch.manual_seed(0)
         # weights five times the usual: with 0.02 a model this small gives nearly uniform attention,
         # which hides mistakes in it
-        config = ModelConfig(
-            **{
-                "num_layers": 2,
-                "num_heads": 4,
-                "hidden_size": 32,
-                "max_seq_len": 32,
-                "init_std": 0.1,
-            }
-            | fields
-        )
-        return GPT(config, vocab_size=vocab_size, backend=get_backend(backend), attention=attention)
+        shape = {"num_layers": 2, "num_heads": 4, "hidden_size": 32, "max_seq_len": 32}
+        config = ModelConfig(**shape | {"init_std": 0.1} | fields)
+        backend = get_backend(backend) if isinstance(backend, str) else backend
+        return GPT(config, vocab_size=vocab_size, backend=backend, attention=attention)
 
     return build
 
@@ -48,28 +39,26 @@ def random_tokens():
     """random_tokens(batch_size, seq_len): the same tokens every time."""
 
     def build(batch_size: int, seq_len: int) -> torch.Tensor:
-        return torch.randint(
-            VOCAB_SIZE, (batch_size, seq_len), generator=torch.Generator().manual_seed(1)
-        )
+        generator = torch.Generator().manual_seed(1)
+        return torch.randint(VOCAB_SIZE, (batch_size, seq_len), generator=generator)
 
     return build
 
 
 @pytest.fixture
-def assert_within_budget():
-    """The error of `actual` is at most twice that of `baseline`, plus one rounding.
+def assert_near():
+    """The error of each tensor in `found` is at most twice that of `baseline`, plus one rounding.
 
-    `baseline` is an independent computation in the same dtype.
+    `baseline` is an independent computation in the same dtype, `reference` one in float64.
+    rounding: relative, if it is not that of the tensor's dtype.
     """
 
-    def check(actual: torch.Tensor, *, baseline: torch.Tensor, reference: torch.Tensor) -> None:
-        assert reference.dtype == torch.float64
-        error, own = ((x.double() - reference).abs().max().item() for x in (actual, baseline))
-        budget = 2 * own + torch.finfo(baseline.dtype).eps * reference.abs().max().item()
-        assert own > 0, "the baseline is the reference: it measures nothing"
-        assert error <= budget, (
-            f"error {error:.3g} is {error / own:.1f} times the baseline's own {own:.3g}"
-        )
+    def check(found, baseline, reference, *, rounding: float | None = None) -> None:
+        for i, (x, own, exact) in enumerate(zip(found, baseline, reference, strict=True)):
+            assert x.dtype == own.dtype and x.shape == own.shape
+            error, budget = ((each.double() - exact).norm() / exact.norm() for each in (x, own))
+            one = torch.finfo(x.dtype).eps if rounding is None else rounding
+            assert error <= 2 * budget + one, (i, error, budget)
 
     return check
 
@@ -77,12 +66,12 @@ def assert_within_budget():
 @pytest.fixture
 def modern():
     """The fields of ModelConfig that make model=modern."""
-    fields = {
+    return {
         "positions": "rope",
         "norm": "rmsnorm",
         "qk_norm": True,
         "activation": "swiglu",
         "bias": False,
         "tie_embeddings": False,
+        "num_kv_heads": 2,
     }
-    return fields | {"num_kv_heads": 2}

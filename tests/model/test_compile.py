@@ -102,9 +102,16 @@ def test_in_two_graphs(name):
         check_graphs(build(backend), documents="document_ids" in backend.features)
 
 
-@pytest.mark.parametrize(("name", "checkpoint"), [("tiled", "block"), ("no_rescale", "none")])
-def test_under_autocast_and_with_less_kept(name, checkpoint):
-    check_graphs(build(get_backend(name), checkpoint=checkpoint), dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("backend", "checkpoint"),
+    [
+        (get_backend("tiled"), "block"),
+        (get_backend("lazy_rescale", softmax_dtype="input"), "none"),
+    ],
+    ids=["tiled", "statistics-in-bf16"],
+)
+def test_under_autocast_and_with_less_kept(backend, checkpoint):
+    check_graphs(build(backend, checkpoint=checkpoint), dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("by", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
@@ -115,10 +122,6 @@ def test_attention_that_runs_again_in_the_backward_pass(sinks, by):
     """
     shape = {"checkpoint": "block", "num_heads": 1, "num_kv_heads": 1}  # head_dim 64, for Hopper
     check_graphs(build(get_backend("triton"), sinks=sinks, **shape), dtype=torch.bfloat16, by=by)
-
-
-def test_statistics_in_the_inputs_dtype():
-    check_graphs(build(get_backend("lazy_rescale", softmax_dtype="input")), dtype=torch.bfloat16)
 
 
 @pytest.mark.slow

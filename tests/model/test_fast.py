@@ -18,10 +18,7 @@ SHAPES = {
     "modern": FIELDS | {"bias": False, "num_kv_heads": 2, "tie_embeddings": False},
     "dropout": {"dropout": 0.3},
 }
-HOW = {
-    "eager": {},
-    "compiled": {"compiled": True, "backend": "aot_eager", "fullgraph": True},
-}
+HOW = {"eager": {}, "compiled": {"compiled": True, "backend": "aot_eager", "fullgraph": True}}
 
 
 @pytest.fixture
@@ -60,8 +57,7 @@ PAIRS = [
     ("modern", "none", "compiled", torch.float32),
     ("dropout", "none", "eager", torch.float32),
     ("gpt2", "block", "compiled", torch.bfloat16),
-    ("modern", "attention", "eager", torch.bfloat16),
-    ("gpt2", "attention", "compiled", torch.float32),
+    ("modern", "attention", "compiled", torch.bfloat16),
     ("dropout", "attention", "eager", torch.bfloat16),
     ("dropout", "block", "eager", torch.float32),
 ]
@@ -81,7 +77,9 @@ def test_the_same_bits_without_kernels(build_gpt, random_tokens, shape, keep, ho
 @pytest.mark.parametrize(
     ("shape", "how"), [("gpt2", "eager"), ("modern", "eager"), ("gpt2", "compiled")], ids=str
 )
-def test_kernels_differ_by_rounding_alone(build_gpt, random_tokens, kernels, shape, how):
+def test_kernels_differ_by_rounding_alone(
+    build_gpt, random_tokens, kernels, assert_near, shape, how
+):
     torch._dynamo.reset()
     network, tokens = perturbed(build_gpt("sdpa", **SHAPES[shape])), random_tokens(2, 32)
     reference = loss_and_gradients(copy.deepcopy(network).double(), tokens, tokens)
@@ -89,13 +87,6 @@ def test_kernels_differ_by_rounding_alone(build_gpt, random_tokens, kernels, sha
     found = loss_and_gradients(FastGPT(network, **HOW[how]), tokens, tokens)
     assert not all(torch.equal(a, b) for a, b in zip(found, baseline, strict=True)), "no kernel ran"
     assert_near(found, baseline, reference)
-
-
-def assert_near(found: list[Tensor], baseline: list[Tensor], reference: list[Tensor]) -> None:
-    """The error of each tensor is at most twice the baseline's own, plus a rounding."""
-    for i, (x, own, exact) in enumerate(zip(found, baseline, reference, strict=True)):
-        error, budget = ((each.double() - exact).norm() / exact.norm() for each in (x, own))
-        assert error <= 2 * budget + torch.finfo(x.dtype).eps, (i, error, budget)
 
 
 def test_elsewhere_it_is_the_model(build_gpt, random_tokens):
@@ -117,10 +108,18 @@ def test_elsewhere_it_is_the_model(build_gpt, random_tokens):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("keep", ["none", "attention", "block"])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("attention", ["sdpa", "triton"])
-def test_the_same_training_on_a_gpu(attention, compiled, keep):
+@pytest.mark.parametrize(
+    ("attention", "compiled", "keep"),
+    [
+        ("sdpa", True, "none"),
+        ("triton", False, "none"),
+        ("triton", True, "attention"),
+        ("sdpa", False, "attention"),
+        ("triton", True, "block"),
+        ("sdpa", False, "block"),
+    ],
+)
+def test_the_same_training_on_a_gpu(assert_near, attention, compiled, keep):
     """Of a size for which the MLP's products run Hopper's kernel."""
     torch._dynamo.reset()
     torch.manual_seed(0)

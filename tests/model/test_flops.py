@@ -27,8 +27,10 @@ PREFIXES = Backend("prefixes", prefixes, features=frozenset({"gqa"}))
 VARIANTS = {"gpt2": {}, "untied": {"tie_embeddings": False}}
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["palm", "causal"])
-@pytest.mark.parametrize("variant", ["gpt2", "untied", "modern"])
+@pytest.mark.parametrize(
+    ("variant", "causal"),
+    [("gpt2", False), ("untied", True), ("modern", False), ("modern", True)],
+)
 def test_flops_are_those_of_the_matrix_products(build_gpt, modern, random_tokens, variant, causal):
     model = build_gpt("naive", **VARIANTS.get(variant, modern))
     tokens = random_tokens(3, 20)
@@ -44,13 +46,3 @@ def test_flops_are_those_of_the_matrix_products(build_gpt, modern, random_tokens
     vectors = sum(p.numel() for p in model.parameters() if p.dim() < 2)
     per_token = flops_per_token(model, 20, causal=causal) - 6 * vectors
     assert counter.get_total_flops() == 60 * per_token
-
-
-def test_half_of_the_scores_and_the_diagonal_are_causal(build_gpt):
-    model = build_gpt()
-    both = [
-        flops_per_token(model, 1024, causal=causal) - flops_per_token(model, 0)
-        for causal in (False, True)
-    ]
-    assert both[1] / both[0] == 1025 / 2048
-    assert flops_per_token(model, 1, causal=True) == flops_per_token(model, 1)

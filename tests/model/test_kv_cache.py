@@ -64,32 +64,18 @@ def test_takes_the_dtype_that_autocast_gives(build_gpt, modern, random_tokens):
     assert cache.layers[0].k.dtype == cache.layers[0].v.dtype == torch.bfloat16
 
 
-def test_forgets_its_tokens_and_keeps_the_room(build_gpt, random_tokens):
-    model, tokens = build_gpt(), random_tokens(1, 6)
-    cache = KVCache(model.config.num_layers, max_len=8)
-    with torch.no_grad():
-        model(random_tokens(1, 8).flip(1), cache=cache)
-        room = cache.layers[0].k
-        cache.length = 0
-        torch.testing.assert_close(model(tokens, cache=cache).logits, model(tokens).logits)
-    assert cache.layers[0].k is room
-
-
 def test_refuses_more_than_it_holds(build_gpt, modern, random_tokens):
-    model, cache = build_gpt(**modern), KVCache(2, max_len=8)
-    with torch.no_grad():
-        model(random_tokens(1, 6), cache=cache)
-        with pytest.raises(ValueError, match="6.* 3 .*max_len=8"):
-            model(random_tokens(1, 3), cache=cache)
-    assert cache.length == 6
-
-
-def test_learned_positions_count_what_is_cached(build_gpt, random_tokens):
-    model, cache = build_gpt(), KVCache(2, max_len=64)
-    with torch.no_grad():
-        model(random_tokens(1, 30), cache=cache)
-        with pytest.raises(ValueError, match="33 .* 32 "):
-            model(random_tokens(1, 3), cache=cache)
+    """Or more than there are learned positions."""
+    for model, max_len, named in (
+        (build_gpt(**modern), 31, "30.* 3 .*max_len=31"),
+        (build_gpt(), 64, "33 .* 32 "),
+    ):
+        cache = KVCache(2, max_len=max_len)
+        with torch.no_grad():
+            model(random_tokens(1, 30), cache=cache)
+            with pytest.raises(ValueError, match=named):
+                model(random_tokens(1, 3), cache=cache)
+        assert cache.length == 30
 
 
 def test_an_argument_that_decoding_does_not_have_is_refused(build_gpt, random_tokens):
@@ -127,7 +113,7 @@ def same_tokens(build_gpt, random_tokens):
     return compare
 
 
-def test_a_cache_changes_no_token(same_tokens):
+def test_without_a_mistake_a_cache_changes_no_token(same_tokens):
     assert same_tokens({})
 
 

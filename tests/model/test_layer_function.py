@@ -8,21 +8,18 @@ from functools import partial
 import pytest
 import torch
 
-from attention import BACKENDS, ScoreMod, attention, get_backend
+from attention import ScoreMod, get_backend
 from config import AttentionConfig, ModelConfig
 from model import GPT, generate
 from model.fast import FastGPT
-from model.layer_function import alibi_slopes, layer_functions
+from model.layer_function import alibi_slopes
 from model.seam import LOOKING
 from training.evaluate import evaluate, exact_attention
 from training.health import compare_layers, diagnose
 from training.throughput import flops_per_token
 
 LENGTH = 40
-INTERPRETED = pytest.param(
-    "triton",
-    marks=pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter"),
-)
+INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter")
 
 
 def flattened(score, b, h, i, j, params):
@@ -72,18 +69,17 @@ def gradients(model: GPT, batch) -> list[torch.Tensor]:
     return [parameter.grad for parameter in model.parameters()]
 
 
-every_function = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def functions(*keys: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("function", [FUNCTIONS[key] for key in keys], ids=keys)
 
 
 @pytest.mark.parametrize(
     ("name", "key"),
     [("tiled", key) for key in FUNCTIONS]
     + [("kv_outer", "all"), ("kv_outer", "score_mod"), ("flex", "all"), ("flex", "zero sinks")]
-    + [(INTERPRETED.values[0], "all"), (INTERPRETED.values[0], "sinks")],
+    + [pytest.param("triton", key, marks=INTERPRETED) for key in ("all", "sinks")],
 )
 def test_every_backend_computes_the_function_of_the_layers(name, key, batch):
-    if name == "triton" and torch.cuda.is_available():
-        pytest.skip("needs Triton's interpreter")
     function = FUNCTIONS[key]
     found, expected = (logits(build(each, **function), batch[0]) for each in (name, "naive"))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -105,14 +101,14 @@ def test_gradients(key, checkpoint, batch):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
 
 
-@every_function
+@functions("windows", "sinks", "all", "score_mod")
 def test_generation_with_a_cache_is_that_without(function, batch):
     model = build("tiled", **function)
     write = partial(generate, model, batch[0][:, :5], max_new_tokens=LENGTH, temperature=0)
     assert torch.equal(write(), write(use_cache=False))
 
 
-@every_function
+@functions("pattern", "sinks", "all", "score_mod")
 def test_exact_attention_is_exact_for_the_function(function, batch):
     model = build("tiled", **function)
     row = evaluate(model, *batch, batch_size=2, autocast=torch.no_grad(), accuracy=False)
@@ -123,24 +119,17 @@ def test_exact_attention_is_exact_for_the_function(function, batch):
     assert compare_layers(broken, *batch)["attention/out_error"] > 1e-3
 
 
-@every_function
+@functions("window", "zero sinks", "all", "score_mod")
 def test_the_comparison_with_float64_knows_documents_too(function, batch):
     document_ids = (torch.arange(LENGTH) // 9).expand(2, -1)
     row = compare_layers(build("tiled", **function), *batch, document_ids)
     assert all(row[f"attention/{x}_error"] < 1e-4 for x in ("out", "dq", "dk", "dv"))
 
 
-def test_zero_sinks_are_softmax_plus_one(batch):
-    """A further key with score 0 and value 0 takes its share of each row. It is not learned."""
-    model, learned, plain = build(sinks="zero"), build(sinks=True), build(sinks="false")
+def test_zero_sinks_are_not_learned(batch):
+    model, learned, plain = build(sinks="zero"), build(sinks=True), build()
     assert torch.equal(logits(model, batch[0]), logits(learned, batch[0]))
-    for name in ("sinks", "alibi_slopes"):  # buffers, not weights
-        assert not any(name in key for key in model.state_dict())
     assert [*model.state_dict()] == [*plain.state_dict()]
-    q, k, v = torch.randn(3, 1, 4, 5, 16, generator=torch.Generator().manual_seed(0))
-    found = attention(q, k, v, backend="tiled", scale=0.5, sinks=model.blocks[0].attention.sinks)
-    scores = (q @ k.mT * 0.5).masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf).exp()
-    torch.testing.assert_close(found.out, scores @ v / (1 + scores.sum(-1, keepdim=True)))
 
 
 def test_other_sinks_are_refused():
@@ -148,16 +137,21 @@ def test_other_sinks_are_refused():
         AttentionConfig(sinks="one")
 
 
-def test_a_backend_that_ignores_the_window_is_seen(batch):
+@pytest.mark.parametrize("ignored", ["window", "document_ids"])
+def test_a_backend_that_ignores_an_argument_is_seen(ignored, batch):
     model = build("tiled", window=7)
     listen = model.backend.fn
-    model.backend = replace(
-        model.backend, fn=lambda *tensors, window, **rest: listen(*tensors, **rest)
-    )
-    assert compare_layers(model, *batch)["attention/out_error"] > 0.1
+
+    def deaf(*tensors, **arguments):
+        del arguments[ignored]
+        return listen(*tensors, **arguments)
+
+    model.backend = replace(model.backend, fn=deaf)
+    document_ids = (torch.arange(LENGTH) // 9).expand(2, -1)
+    assert compare_layers(model, *batch, document_ids)["attention/out_error"] > 0.1
 
 
-@every_function
+@functions("windows", "sinks", "all", "score_mod")
 def test_the_largest_score_is_that_of_the_function(function, batch):
     """From the call itself, and beside a backend that does not return it."""
 
@@ -171,9 +165,9 @@ def test_the_largest_score_is_that_of_the_function(function, batch):
     torch.testing.assert_close(largest("flex"), largest("naive"))
 
 
-@every_function
+@functions("pattern", "sinks", "alibi", "score_mod")
 def test_a_divergence_is_found_under_the_function(function, batch):
-    model = build("no_max", **function | {"softcap": None})
+    model = build("no_max", **function)
     with torch.no_grad():
         model.blocks[1].attention.qkv.weight[:64] *= 1e4
     found, _ = diagnose(model, [batch])
@@ -184,7 +178,6 @@ def test_a_divergence_is_found_under_the_function(function, batch):
 def test_the_layers_of_a_pattern_differ(layer, batch):
     """A layer with a window does not see the first token from far away, another does."""
     model = build(window=7, pattern="SL")
-    assert [block.attention.function for block in model.blocks] == [{"window": 7}, {}]
     model.blocks = model.blocks[layer : layer + 1]
     changed = batch[0].clone()
     changed[:, 0] = (changed[:, 0] + 1) % 61
@@ -200,7 +193,6 @@ def test_windows_of_layers():
     assert windows(3, window=9) == [9] * 3
     assert windows(6, window=9, pattern="SSSL") == [9, 9, 9, None, 9, 9]
     assert windows(3, windows=[None, 4, 5]) == [None, 4, 5]
-    assert layer_functions(AttentionConfig(), ModelConfig()) == [{}] * 4
 
 
 def test_alibi_slopes_are_those_of_the_paper():
@@ -222,10 +214,8 @@ def test_alibi_adds_no_weight_and_no_entry_of_a_checkpoint():
     "name, key",
     [
         ("tiled", "all"),
-        # quick in test_compile.py, without a function of the layers
-        pytest.param("naive", "all", marks=pytest.mark.slow),
-        pytest.param("triton", "all", marks=[*INTERPRETED.marks, pytest.mark.slow]),
-        pytest.param("tiled", "windows", marks=pytest.mark.slow),
+        pytest.param("triton", "all", marks=[INTERPRETED, pytest.mark.slow]),
+        pytest.param("naive", "windows", marks=pytest.mark.slow),
     ],
 )
 def test_compiled(name, key, batch):
@@ -252,9 +242,3 @@ def test_flops_count_the_keys_of_a_window(batch):
     counted = [flops_per_token(model, LENGTH, causal=True) for model in (full, windowed)]
     assert counted[0] - counted[1] == pytest.approx(12 * 64 * hidden, abs=1)
     assert flops_per_token(build(window=10**6), LENGTH, causal=True) == counted[0]
-
-
-def test_every_feature_has_a_backend():
-    features = build(**FUNCTIONS["all"]).attention_features
-    assert features == {"window", "softcap", "alibi_slopes"}
-    assert features <= BACKENDS["triton"].features

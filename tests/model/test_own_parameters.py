@@ -88,12 +88,25 @@ def test_optimizers_take_them_as_they_take_others():
         }
 
 
-@pytest.mark.parametrize("checkpoint", ["none", "attention", "block"])
-def test_the_fast_model_gives_them_the_gradient_of_the_plain_one(checkpoint):
+COMPILED = {"compiled": True, "backend": "aot_eager", "fullgraph": True}
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "how"),
+    [
+        ("none", {}),
+        ("attention", {}),
+        ("block", {}),
+        pytest.param("none", COMPILED, marks=pytest.mark.slow, id="compiled"),
+    ],
+)
+def test_the_fast_model_gives_them_the_gradient_of_the_plain_one(checkpoint, how):
+    torch.compiler.reset()
     results = []
-    for form in (GPT.forward, lambda model, *batch: FastGPT(model)(*batch)):
+    for fast in (False, True):
         model = build(DIFFERENTIAL, checkpoint=checkpoint)
-        form(model, tokens(), tokens()).loss.backward()
+        run = FastGPT(model, **how) if fast else model
+        run(tokens(), tokens()).loss.backward()
         results.append({name: p.grad for name, p in model.named_parameters()})
     plain, fast = results
     assert all(grad.any() for name, grad in plain.items() if "own" in name)
@@ -113,13 +126,15 @@ def test_sinks_of_ones_own_are_those_of_the_model():
     """examples/learnable_sinks.py against attention.sinks=true: the output and all gradients."""
     own = build(learnable_sinks.BACKEND)
     model = build(get_backend("tiled"), attention=AttentionConfig(sinks=True))
-    for a, b in zip(own.blocks, model.blocks, strict=True):
-        sinks = torch.tensor([-1.0, 2.0])
-        a.attention.own.sinks.data, b.attention.sinks.data = sinks.clone(), sinks.clone()
-    found, wanted = own(tokens(), tokens()).loss, model(tokens(), tokens()).loss
-    torch.testing.assert_close(found, wanted)
-    found.backward()
-    wanted.backward()
+    for layers in (
+        [block.attention.own for block in own.blocks],
+        [block.attention for block in model.blocks],
+    ):
+        for layer in layers:
+            layer.sinks.data = torch.tensor([-1.0, 2.0])
+    losses = [each(tokens(), tokens()).loss for each in (own, model)]
+    torch.testing.assert_close(*losses)
+    sum(losses).backward()
     for a, b in zip(own.blocks, model.blocks, strict=True):
         assert b.attention.sinks.grad.all()
         torch.testing.assert_close(a.attention.own.sinks.grad, b.attention.sinks.grad)
@@ -151,21 +166,3 @@ def test_a_plan_counts_them():
     planned = parameter_count(model.config, 61) + own_parameters(model.config, MIXED)
     assert planned == count_parameters(model)
     assert own_parameters(model.config, get_backend("naive")) == 0
-
-
-@pytest.mark.slow
-def test_a_compiled_model_trains_them():
-    """In one graph. `compiled = eager` of the properties is the cheap one."""
-    grads = []
-    for compiled in (False, True):
-        model = build(DIFFERENTIAL, num_layers=1)
-        run = (
-            FastGPT(model, compiled=True, backend="aot_eager", fullgraph=True)
-            if compiled
-            else model
-        )
-        run(tokens(), tokens()).loss.backward()
-        grads.append([p.grad for p in model.blocks[0].attention.own.parameters()])
-    torch.compiler.reset()
-    for eager, compiled in zip(*grads, strict=True):
-        torch.testing.assert_close(compiled, eager)
