@@ -16,31 +16,51 @@
 Dimensions: C hidden_size, F width of the MLP.
 """
 
+import json
 import logging
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attention import dtype_name
-from config import ModelConfig
-from model.gpt import NORM_EPS
+from model.gpt import NORM_EPS, mlp_width
 
 if TYPE_CHECKING:
     from model.gpt import GPT
 
 log = logging.getLogger("tilegpt")
 
-FIRST_NORM = "blocks.0.attention_norm.weight"
-OUTPUT_LAYER = "lm_head.weight"
+Settings = dict[str, Any]
+
+OUTPUT_LAYER, POSITIONS = "lm_head.weight", "wpe.weight"
 SLIDING, FULL = "sliding_attention", "full_attention"
 # parts of names that torch.compile, DDP, FSDP and recomputation add
 WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+# a name of theirs below any prefix
+NAME = re.compile(
+    r"(?:.*?\.)?((?:h|layers)\.\d+\..+|(?:wte|wpe|ln_f|embed_tokens|norm|lm_head)\.\w+)"
+)
 # tensors in older files that are not weights
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 # other names of one function
 SYNONYMS = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}
+# {our setting of windows: the key of config.json without which an architecture lacks it}
+WINDOW_KEYS = {"attention.window": "sliding_window", "attention.pattern": "layer_types"}
+# what our model always has, under the key of config.json
+CONSTANTS = {
+    "layer_norm_epsilon": NORM_EPS,
+    "rms_norm_eps": NORM_EPS,
+    "activation_function": "gelu_new",
+    "hidden_act": "silu",
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "rope_type": "default",
+}
+# what a config.json means that lacks the key
+DEFAULTS = {"rope_theta": 10000.0, "attention_bias": False, "mlp_bias": False, "bias": True}
 
 
 class Architecture(NamedTuple):
@@ -52,16 +72,12 @@ class Architecture(NamedTuple):
     # {part of our names: part of theirs}, applied in this order; several of theirs are rows of one
     # of our matrices
     names: dict[str, str]
-    # the values of ModelConfig that it implies; num_kv_heads None means as many as query heads
-    implied: dict[str, Any]
-    # {key of config.json: (field of ModelConfig, the value if config.json lacks the key)}
-    fields: dict[str, tuple[str, Any]]
-    # {key of config.json: (its required value, the value if config.json lacks the key)}
-    constants: dict[str, tuple[Any, Any]]
-    # further entries of the config.json that we write
-    more: Callable[["GPT"], dict[str, Any]]
+    # settings that it implies; model.num_kv_heads None means as many as query heads
+    implied: Settings
+    fields: dict[str, str]  # {key of config.json: our setting, which must have the same value}
+    written: dict[str, str]  # {further key that we write: our setting}
     # {key of config.json that tells its windows: the value if config.json lacks the key}
-    windows: dict[str, Any] = {}
+    windows: Settings = {}
     transposed: tuple[str, ...] = ()  # name endings of tensors stored as (in, out)
     ones: tuple[str, ...] = ()  # gains (head_dim,) in each layer that our model lacks
 
@@ -91,40 +107,32 @@ GPT2 = Architecture(
         "final_norm.": "ln_f.",
         "output_layer.": "lm_head.",
     },
-    implied=dict(
-        positions="learned",
-        norm="layernorm",
-        qk_norm=False,
-        activation="gelu",
-        bias=True,
-        num_kv_heads=None,
-    ),
+    implied={
+        "model.positions": "learned",
+        "model.norm": "layernorm",
+        "model.qk_norm": False,
+        "model.activation": "gelu",
+        "model.bias": True,
+        "model.num_kv_heads": None,
+    },
     fields={
-        "n_layer": ("num_layers", 12),
-        "n_head": ("num_heads", 12),
-        "n_embd": ("hidden_size", 768),
-        "tie_word_embeddings": ("tie_embeddings", True),
+        "vocab_size": "tokenizer.vocab_size",
+        "n_layer": "model.num_layers",
+        "n_head": "model.num_heads",
+        "n_embd": "model.hidden_size",
     },
-    constants={
-        "layer_norm_epsilon": (NORM_EPS, 1e-5),
-        "activation_function": ("gelu_new", "gelu_new"),
-        "scale_attn_weights": (True, True),
-        "scale_attn_by_inverse_layer_idx": (False, False),
-    },
-    more=lambda model: {
-        "n_positions": model.config.max_seq_len,
-        "resid_pdrop": model.config.dropout,
-        "embd_pdrop": model.config.dropout,
-        "attn_pdrop": 0.0,
+    written={
+        "n_positions": "model.max_seq_len",
+        "resid_pdrop": "model.dropout",
+        "embd_pdrop": "model.dropout",
+        "attn_pdrop": "attention dropout",
     },
     # Conv1D, where nn.Linear has (out, in)
     transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight"),
 )
 NANOGPT = GPT2._replace(
     model_type="nanogpt",
-    implied={field: value for field, value in GPT2.implied.items() if field != "bias"},
-    fields=GPT2.fields | {"bias": ("bias", True)},
-    constants={},
+    fields=GPT2.fields | {"bias": "model.bias"},
     transposed=(),
 )
 
@@ -144,29 +152,33 @@ LLAMA = Architecture(
         "final_norm.": "norm.",
         "output_layer.": "lm_head.",
     },
-    implied=dict(positions="rope", norm="rmsnorm", qk_norm=False, activation="swiglu"),
-    fields={
-        "num_hidden_layers": ("num_layers", 32),
-        "num_attention_heads": ("num_heads", 32),
-        "num_key_value_heads": ("num_kv_heads", None),
-        "hidden_size": ("hidden_size", 4096),
-        "rope_theta": ("rope_theta", 10000.0),
-        "tie_word_embeddings": ("tie_embeddings", False),
-        "attention_bias": ("bias", False),
-        "mlp_bias": ("bias", False),
+    implied={
+        "model.positions": "rope",
+        "model.norm": "rmsnorm",
+        "model.qk_norm": False,
+        "model.activation": "swiglu",
     },
-    constants={"rms_norm_eps": (NORM_EPS, 1e-6), "hidden_act": ("silu", "silu")},
-    more=lambda model: {
-        "max_position_embeddings": model.config.max_seq_len,
-        "head_dim": model.config.head_dim,
-        "intermediate_size": model.blocks[0].mlp.down.in_features,
+    fields={
+        "vocab_size": "tokenizer.vocab_size",
+        "num_hidden_layers": "model.num_layers",
+        "num_attention_heads": "model.num_heads",
+        "num_key_value_heads": "model.num_kv_heads",
+        "hidden_size": "model.hidden_size",
+        "rope_theta": "model.rope_theta",
+        "attention_bias": "model.bias",
+        "mlp_bias": "model.bias",
+        "rms_norm_eps": "rms_norm_eps",
+    },
+    written={
+        "max_position_embeddings": "model.max_seq_len",
+        "head_dim": "head_dim",
+        "intermediate_size": "width of the MLP",
     },
 )
 MISTRAL = LLAMA._replace(
     model_type="mistral",
     class_name="MistralForCausalLM",
-    implied=LLAMA.implied | {"bias": False},
-    fields=LLAMA.fields | {"num_key_value_heads": ("num_kv_heads", 8)},
+    implied=LLAMA.implied | {"model.bias": False},
     windows={"sliding_window": 4096},
 )
 MINISTRAL = MISTRAL._replace(
@@ -177,78 +189,44 @@ MINISTRAL = MISTRAL._replace(
 QWEN3 = MINISTRAL._replace(
     model_type="qwen3",
     class_name="Qwen3ForCausalLM",
-    implied=MISTRAL.implied | {"qk_norm": True},
-    fields=MISTRAL.fields | {"num_key_value_heads": ("num_kv_heads", 32)},
+    implied=MISTRAL.implied | {"model.qk_norm": True},
     windows=MINISTRAL.windows | {"use_sliding_window": False, "max_window_layers": 28},
     ones=("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
 )
-ARCHITECTURES = {
-    each.model_type: each for each in (GPT2, LLAMA, QWEN3, MISTRAL, MINISTRAL, NANOGPT)
-}
-# {ending of a name: what it tells where no config.json does}; the first that is there counts
-RUN = "a run's"
+EXPORTED = (GPT2, LLAMA, QWEN3, MISTRAL, MINISTRAL)  # the first that fits a model is its form
+ARCHITECTURES = {each.model_type: each for each in (*EXPORTED, NANOGPT)}
+# {name: the architecture where no config.json tells it}; the first that is there counts
 MARKS = {
     "h.0.ln_1.weight": "gpt2",
     "layers.0.self_attn.q_norm.weight": "qwen3",
     "layers.0.input_layernorm.weight": "llama",
-    FIRST_NORM: RUN,
 }
 
 
-def to_hugging_face(model: "GPT") -> tuple[dict[str, Any], dict[str, Tensor]]:
+def to_hugging_face(model: "GPT") -> tuple[Settings, dict[str, Tensor]]:
     """The config.json of a model, and its weights in Hugging Face's form.
 
     Raises ValueError with every reason if no architecture fits the model.
     """
-    config, widths = model.config, windows(model)
-    sizes = sorted(set(widths) - {None})
-    candidates = (GPT2, LLAMA, QWEN3)
-    if sizes:
-        candidates = (MISTRAL if all(widths) else MINISTRAL, QWEN3)
-    fitting = [each for each in candidates if not misfits(config, each.implied)]
-    if not fitting:
-        why = "; ".join(
-            f"{each.model_type} would need {in_words(misfits(config, each.implied))}"
-            for each in candidates
-        )
-        raise ValueError(f"transformers has no model with these settings and windows: {why}")
-    layers = [block.attention for block in model.blocks]
-    changes = sorted({name for layer in layers for name in layer.function} - {"window"})
-    # a module that holds nothing is not in the weights either
-    if any(".attention.own." in name for name in model.state_dict()):
-        changes.append("parameters of their own")
-    if len(sizes) > 1:
-        changes.append(f"windows of {', '.join(map(str, sizes))} tokens")
-    if changes:
+    ours = settings_of(model)
+    refusals = [refusal(each, ours, expressible(each, ours)) for each in EXPORTED]
+    if all(refusals):
         raise ValueError(
-            "these models of transformers have windows of one width and else plain attention, and "
-            f"the layers of this one have {', '.join(changes)}"
+            f"transformers has no model with these settings and windows: {'; '.join(refusals)}"
         )
-    architecture, fields = fitting[0], fields_of(config)
-    of_windows = {
-        "sliding_window": max(sizes, default=None),
-        "layer_types": [SLIDING if width else FULL for width in widths],
-        "use_sliding_window": bool(sizes),
-    }
+    architecture = EXPORTED[refusals.index("")]
     settings = {
         "architectures": [architecture.class_name],
         "model_type": architecture.model_type,
-        "vocab_size": model.vocab_size,
-        **{key: value for key, (value, _) in architecture.constants.items()},
-        **{key: fields[field] for key, (field, _) in architecture.fields.items()},
-        **{key: value for key, value in of_windows.items() if key in architecture.windows},
-        **architecture.more(model),
-        "initializer_range": config.init_std,
+        "tie_word_embeddings": model.config.tie_embeddings,
+        **{key: ours[name] for key, name in (architecture.fields | architecture.written).items()},
+        **{key: ours[key] for key in architecture.windows if key in ours},
+        "initializer_range": model.config.init_std,
         "dtype": "float32",
-    }
-    weights = their_tensors(model, architecture) | {
-        f"layers.{i}.{gain}": torch.ones(config.head_dim)
-        for gain in architecture.ones
-        for i in range(config.num_layers)
     }
     return settings, {
         name if name == OUTPUT_LAYER else architecture.prefix + name: tensor.contiguous()
-        for name, tensor in weights.items()
+        for name, tensor in their_tensors(model, architecture).items()
     }
 
 
@@ -261,63 +239,76 @@ def load_hugging_face(
     checked, because tensors do not show them. If the tensors have more learned positions than the
     model, it takes the first ones. Tensors beside the GPT, such as a classifier's, are left out.
 
-    Raises one ValueError that names every field of the model's config that differs, or every
-    tensor that is missing, unexpected, of another shape, or not of finite numbers in floating
-    point. The model is unchanged then.
+    Raises one ValueError that names every setting of the model that differs, or every tensor that
+    is missing, unexpected, of another shape, or not of finite numbers in floating point. The model
+    is unchanged then.
     """
+    settings = settings or {}
     architecture, theirs = recognise(tensors, settings)
-    embedding = architecture.names["token_embedding."] + "weight"
+    (embedding,) = architecture.their_names("token_embedding.weight")
     # a tied matrix may be in the file under either name, or twice
     ends = [theirs[name] for name in (embedding, OUTPUT_LAYER) if name in theirs]
     one = len(ends) < 2 or (ends[0].shape == ends[1].shape and bool((ends[0] == ends[1]).all()))
-    check_settings(model.config, architecture, settings, one_matrix=one)
-    check_windows(model, architecture, settings or {})
+    try:
+        required = required_settings(model, architecture, settings)
+    except TypeError as error:
+        raise ValueError(f"this config.json cannot be read: {error}") from error
+    # as in transformers, which does not tie two different matrices, whatever the config.json says
+    required["model.tie_embeddings"] = settings.get("tie_word_embeddings", True) and one
+    if why := refusal(architecture, settings_of(model), required):
+        raise ValueError(why)
     if model.config.tie_embeddings and ends:
         theirs.pop(OUTPUT_LAYER, None)
         theirs[embedding] = ends[0]
 
-    copies, problems = [], []
-    for name, ours in their_tensors(model, architecture).items():
-        found = theirs.pop(name, None)
-        if found is None:
-            problems.append(f"missing {name}")
-            continue
-        if name == "wpe.weight" and found.shape[1:] == ours.shape[1:]:
-            found = found[: len(ours)]
-        if found.shape != ours.shape:
-            shape = f"shape {tuple(found.shape)} instead of {tuple(ours.shape)}"
-            hint = f", as of tokenizer.vocab_size={found.shape[:1].numel()}"
-            problems.append(f"{name} has {shape}{hint if name == embedding else ''}")
-        if not found.is_floating_point():
-            problems.append(f"{name} is {dtype_name(found.dtype)}")
-        elif not found.to(ours.dtype).isfinite().all():
-            problems.append(f"{name} has NaN or inf")
-        copies.append((ours, found))
-    for name, gain in theirs.items():
-        if not name.endswith(architecture.ones):
-            problems.append(f"unexpected {name}")
-        elif (gain != 1).any():
-            problems.append(f"{name} is not 1, and QK-norm has no gain here")
+    wanted = their_tensors(model, architecture)
+    if POSITIONS in wanted and POSITIONS in theirs:
+        theirs[POSITIONS] = torch.atleast_1d(theirs[POSITIONS])[: model.config.max_seq_len]
+    problems = [
+        f"{name} is {found} and should be {needed}"
+        for name in wanted | theirs
+        if (found := described(theirs.get(name))) != (needed := described(wanted.get(name)))
+    ]
+    problems += [
+        f"{name} is not 1, and QK-norm has no gain here"
+        for name, gain in theirs.items()
+        if name.endswith(architecture.ones) and (gain != 1).any()
+    ]
     if problems:
         raise ValueError(
             f"these are not the weights of a {architecture.model_type} of this shape: "
             f"{'; '.join(problems)}"
         )
-    for ours, found in copies:
-        ours.copy_(found)
+    for name, tensor in wanted.items():
+        tensor.copy_(theirs[name])
+
+
+def described(tensor: Tensor | None) -> str:
+    """The shape of a tensor, or why it is no weight."""
+    if tensor is None:
+        return "absent"
+    if not tensor.is_floating_point():
+        return dtype_name(tensor.dtype)
+    if not tensor.float().isfinite().all():
+        return "NaN or infinite"
+    return f"{tuple(tensor.shape)}"
 
 
 def their_tensors(model: "GPT", architecture: Architecture) -> dict[str, Tensor]:
     """Our weights as views with the shapes and names, without the prefix, of their tensors.
 
     Sinks and the parameters of an attention's own module are left out: their models lack them, so
-    ours keeps the values that it has.
+    ours keeps the values that it has. Gains that our model lacks are tensors of ones.
     """
-    tensors = {}
+    tensors = {
+        f"layers.{i}.{gain}": torch.ones(model.config.head_dim)
+        for gain in architecture.ones
+        for i in range(model.config.num_layers)
+    }
     for name, tensor in model.state_dict().items():
-        if ".attention.own." in name or name.endswith(".attention.sinks"):
-            continue
         names = architecture.their_names(name)
+        if ".attention." in names[0]:  # no part of the table
+            continue
         layer = model.get_submodule(name.rpartition(".")[0])
         rows = list(layer.rows) if len(names) > 1 else [len(tensor)]
         for their, part in zip(names, tensor.split(rows), strict=True):
@@ -326,132 +317,128 @@ def their_tensors(model: "GPT", architecture: Architecture) -> dict[str, Tensor]
 
 
 def recognise(
-    tensors: Mapping[str, Tensor], settings: Mapping[str, Any] | None
+    tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
 ) -> tuple[Architecture, dict[str, Tensor]]:
     """The architecture, by the settings or else by the names; and the tensors without prefix.
 
-    The prefix is what stands before the name of the first norm. Raises ValueError for an unknown
-    architecture.
+    Raises ValueError for an unknown architecture, and for two tensors of one name.
     """
-    theirs = {
-        ".".join(part for part in name.split(".") if part not in WRAPPERS): tensor
-        for name, tensor in tensors.items()
-        if not name.endswith(BUFFERS)
-    }
-    model_type = (settings or {}).get("model_type")
-    if model_type is None:
-        marked = (kind for mark, kind in MARKS.items() if any(x.endswith(mark) for x in theirs))
-        model_type = next(marked, None)
-    if model_type == RUN:
-        raise ValueError("these are weights of a run; python -m scripts.export makes them readable")
+    theirs, beside = {}, []
+    for name, tensor in tensors.items():
+        plain = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+        if plain.endswith(BUFFERS):
+            continue
+        if not (match := NAME.fullmatch(plain)):
+            beside.append(name)
+        elif match[1] in theirs:
+            raise ValueError(f"these are the weights of several models, as {name} shows")
+        else:
+            theirs[match[1]] = tensor
+    marked = [kind for mark, kind in MARKS.items() if mark in theirs]
+    model_type = settings.get("model_type") or next(iter(marked), None)
     architecture = ARCHITECTURES.get(str(model_type))
     if architecture is None:
-        what = f"of model type {model_type}" if model_type else f"such as {min(theirs, default='')}"
         raise ValueError(
-            f"weights {what} cannot be loaded; those of {', '.join(ARCHITECTURES)} can"
+            f"weights of model type {model_type}, such as {min(tensors, default=None)}, cannot be "
+            f"loaded; those of {', '.join(ARCHITECTURES)} can, and a run's after scripts.export"
         )
-    first = architecture.their_names(FIRST_NORM)[0]
-    prefixes = [name.removesuffix(first) for name in theirs if f".{name}".endswith(f".{first}")]
-    if len(prefixes) > 1:
-        raise ValueError(f"these are the weights of several models: {', '.join(prefixes)}")
-    prefix, beside, unprefixed = "".join(prefixes), [], {}
-    for name, tensor in theirs.items():
-        if f".{name}".endswith(f".{OUTPUT_LAYER}"):
-            unprefixed[OUTPUT_LAYER] = tensor
-        elif name.startswith(prefix):
-            unprefixed[name.removeprefix(prefix)] = tensor
-        else:
-            beside.append(name)
     if beside:
         log.warning(f"left out, because a GPT has no such tensors: {', '.join(beside)}")
-    return architecture, unprefixed
+    return architecture, theirs
 
 
-def check_settings(
-    config: ModelConfig,
-    architecture: Architecture,
-    settings: Mapping[str, Any] | None,
-    *,
-    one_matrix: bool,
-) -> None:
-    """Raise ValueError if a model with this config.json would compute something else.
+def settings_of(model: "GPT") -> Settings:
+    """What tells one model from another, mostly as written on a command line.
 
-    As in transformers, embedding and output layer are not tied where their weights differ, whatever
-    the config.json says.
+    An attention. beside its window and pattern is there only if it changes a layer's function.
     """
-    required = dict(architecture.implied)
-    if settings is not None:
-        # transformers 5 has everything in rope_parameters; older releases keep theta outside, the
-        # rest in rope_scaling
-        rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
-        if not isinstance(rope, dict):
-            rope = {"type": rope}
-        theirs = {**settings, "rope_type": rope.get("type", "default"), **rope}
-        constants = architecture.constants | {"rope_type": ("default", "default")}
-        problems = []
-        for key, (value, default) in constants.items():
-            found = theirs.get(key, default)
-            if SYNONYMS.get(str(found), found) != value:
-                problems.append(f"{key}={found}, and here it is {value}")
-        if problems:
-            raise ValueError(
-                f"these {architecture.model_type} weights were trained with {'; '.join(problems)}"
-            )
-        for key, (field, default) in architecture.fields.items():
-            required[field] = theirs.get(key, default)
-    required["tie_embeddings"] = required.get("tie_embeddings", True) and one_matrix
-    if wanted := misfits(config, required):
-        actual = ", ".join(f"{field}={fields_of(config)[field]}" for field in wanted)
-        raise ValueError(
-            f"{architecture.model_type} weights do not fit this model, which has {actual}; add "
-            f"{in_words(wanted)}"
-        )
+    config = model.config
+    windows = [block.attention.function.get("window") for block in model.blocks]
+    sizes = set(windows) - {None}
+    changes = {name for block in model.blocks for name in block.attention.function} - {"window"}
+    # a module that holds nothing is not in the weights either
+    if any(".attention.own." in name for name in model.state_dict()):
+        changes.add("parameters")
+    settings = {f"model.{field}": value for field, value in vars(config).items()} | {
+        "model.num_kv_heads": config.kv_heads,
+        "tokenizer.vocab_size": model.vocab_size,
+        "head_dim": config.head_dim,
+        "width of the MLP": mlp_width(config),
+        "attention dropout": 0.0,
+        "attention.window": max(sizes, default=None),
+        "attention.pattern": pattern(windows),
+        "sliding_window": max(sizes, default=None),
+        "layer_types": [SLIDING if width else FULL for width in windows],
+        "use_sliding_window": bool(sizes),
+        **{f"attention.{name}": True for name in sorted(changes)},
+    }
+    if len(sizes) > 1:
+        settings |= {"attention.window": None, "attention.windows": windows}
+    return CONSTANTS | settings
 
 
-def windows(model: "GPT") -> list[int | None]:
-    """The window of each layer; None is no window."""
-    return [block.attention.function.get("window") for block in model.blocks]
+def pattern(slides: Sequence[Any]) -> str | None:
+    """attention.pattern with a letter for each layer; None if all layers are alike."""
+    letters = "".join("S" if each else "L" for each in slides)
+    return letters if len(set(letters)) > 1 else None
 
 
-def check_windows(model: "GPT", architecture: Architecture, settings: Mapping[str, Any]) -> None:
-    """Raise ValueError if the weights were trained with windows and the model has different ones.
+def expressible(architecture: Architecture, ours: Settings) -> Settings:
+    """The settings without which the architecture cannot express a model."""
+    return architecture.implied | {
+        key: None
+        for key in ours
+        if key.startswith("attention.") and WINDOW_KEYS.get(key) not in architecture.windows
+    }
 
-    Weights trained without windows may continue with windows.
+
+def required_settings(
+    model: "GPT", architecture: Architecture, settings: Mapping[str, Any]
+) -> Settings:
+    """The settings with which a model computes what this config.json says, which may be empty.
+
+    Weights trained without windows may continue with windows. Raises TypeError for values of
+    another type.
     """
-    theirs = {key: settings.get(key, default) for key, default in architecture.windows.items()}
-    width, kinds = theirs.get("sliding_window"), theirs.get("layer_types")
-    first = theirs.get("max_window_layers", 0)
-    if not (
-        isinstance(width, int | None) and isinstance(kinds, list | None) and isinstance(first, int)
-    ):
-        raise ValueError(f"these windows cannot be read: {theirs}")
-    if not theirs.get("use_sliding_window", True) or not width or width >= model.config.max_seq_len:
-        return
-    slides = [layer >= first for layer in range(len(model.blocks))]
-    if kinds:
-        slides = [kind == SLIDING for kind in kinds]
-    if any(slides) and windows(model) != [width if slide else None for slide in slides]:
-        letters = "".join("S" if slide else "L" for slide in slides)
-        pattern = "" if all(slides) else f" attention.pattern={letters}"
-        raise ValueError(
-            f"these {architecture.model_type} weights were trained with windows; add "
-            f"attention.window={width}{pattern}"
-        )
+    if not settings:
+        return architecture.implied.copy()
+    # transformers 5 has everything in rope_parameters; older releases keep theta outside, the rest
+    # in rope_scaling, whose kind was called type
+    rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+    theirs = {**DEFAULTS, **settings, **rope}
+    theirs.setdefault("rope_type", theirs.get("type", "default"))
+    required = (
+        architecture.implied
+        | {setting: theirs.get(key) for key, setting in architecture.fields.items()}
+        | {key: SYNONYMS.get(str(theirs[key]), theirs[key]) for key in CONSTANTS if key in theirs}
+    )
+    windows = {key: theirs.get(key, default) for key, default in architecture.windows.items()}
+    width, first = windows.get("sliding_window"), windows.get("max_window_layers", 0)
+    if windows.get("use_sliding_window", True) and width and width < model.config.max_seq_len:
+        slides = [layer >= first for layer in range(model.config.num_layers)]
+        if kinds := windows.get("layer_types"):
+            slides = [kind == SLIDING for kind in kinds]
+        if any(slides):
+            required |= {"attention.window": width, "attention.pattern": pattern(slides)}
+    return required
 
 
-def fields_of(config: ModelConfig) -> dict[str, Any]:
-    """The fields of the config, with the number of key and value heads in any case."""
-    return vars(config) | {"num_kv_heads": config.kv_heads}
+def refusal(architecture: Architecture, ours: Settings, required: Settings) -> str:
+    """A sentence with every setting of ours that is not as required; "" if there is none."""
+    required = dict(required)
+    if required.get("model.num_kv_heads", 0) is None:
+        required["model.num_kv_heads"] = required.get("model.num_heads", ours["model.num_heads"])
+    needs = {key: value for key, value in required.items() if ours.get(key) != value}
+    has = {key: ours.get(key) for key in needs}
+    if not needs:
+        return ""
+    return (
+        f"this model has {in_words(has)}, and {architecture.model_type} weights need "
+        f"{in_words(needs)}"
+    )
 
 
-def misfits(config: ModelConfig, required: Mapping[str, Any]) -> dict[str, Any]:
-    """The required values that this config does not have."""
-    wanted = dict(required)
-    if wanted.get("num_kv_heads", 0) is None:
-        wanted["num_kv_heads"] = wanted.get("num_heads", config.num_heads)
-    return {field: value for field, value in wanted.items() if fields_of(config)[field] != value}
-
-
-def in_words(values: Mapping[str, Any]) -> str:
-    """The values as written on a command line."""
-    return " ".join(f"model.{field}={str(value).lower()}" for field, value in values.items())
+def in_words(settings: Settings) -> str:
+    """The settings as written on a command line."""
+    words = {key: json.dumps(value, default=str).strip('"') for key, value in settings.items()}
+    return " ".join(f"{key}={word}" for key, word in words.items())

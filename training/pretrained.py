@@ -13,10 +13,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import NamedTuple
 
 import torch
@@ -39,7 +36,6 @@ WEIGHTS = (
     "pytorch_model.bin.index.json",
 )
 NANOGPT = {"n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout"}
-SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
@@ -56,7 +52,11 @@ class Pretrained(NamedTuple):
         file. Raises ValueError if they do not fit the model. A warning says if a tokenizer.json
         beside them gives other tokens than `tokenizer`.
         """
-        if self.tokenizer and tokenizer and not same_tokens(self.tokenizer, tokenizer):
+        if (
+            self.tokenizer
+            and tokenizer
+            and not has_vocabulary(read_json(self.tokenizer), tokenizer)
+        ):
             log.warning(
                 f"{self.tokenizer} gives other tokens than tokenizer={tokenizer.name}, so this run "
                 "begins with the weights of other words"
@@ -82,13 +82,12 @@ def read_weights(file: Path) -> Row:
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
-        # PyTorch refuses a file that would run code
+        # PyTorch refuses a file that would run code, and its message tells how to run it
         content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # an unpickler of any bytes fails with nearly any error
-        reason = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
-        if isinstance(error, UnpicklingError):  # its first line tells how to run the code
-            reason = "it is damaged, or of another kind, or would run code"
-        raise ValueError(f"{file} holds no weights: {reason}") from error
+        raise ValueError(
+            f"{file} is damaged, of another kind, or would run code: {type(error).__name__}"
+        ) from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds no weights by name, but a {type(content).__name__}")
     return content
@@ -120,75 +119,60 @@ def tensors_of(content: Row, file: Path) -> dict[str, Tensor]:
 
 def find_pretrained(name: str) -> Pretrained:
     """The files of init_from=NAME, downloaded if needed. Raises ValueError if there are none."""
-    path, candidates = Path(os.path.expanduser(name)), WEIGHTS
-    otherwise = f"there is none of {', '.join(WEIGHTS)}"
-    if os.path.isfile(path):
-        get, candidates = partial(local_file, path.parent), (path.name,)
-    elif os.path.isdir(path):
-        get = partial(local_file, path)
-    elif HUB_NAME.fullmatch(name) and path.suffix not in SUFFIXES:
-        get, why_not = hub_files(name)
-        otherwise = why_not or otherwise
-    else:
-        raise ValueError(f"init_from={name}: there is no such folder or file")
-    found = next(filter(None, map(get, candidates)), None)
+    path = Path(os.path.expanduser(name))
+    if not os.path.exists(path) and HUB_NAME.fullmatch(name):
+        path = hub_folder(name)
+    candidates = [path] if os.path.isfile(path) else [path / file for file in WEIGHTS]
+    found = next(filter(os.path.isfile, candidates), None)
     if found is None:
-        raise ValueError(f"init_from={name}: {otherwise}")
-    files = [found]
-    if found.suffix == ".json":
-        shards = shards_of(found)
-        files = [get(shard) for shard in shards]
-        if missing := [shard for shard, file in zip(shards, files, strict=True) if file is None]:
-            raise ValueError(f"init_from={name}: {found.name} names {missing[0]}, which is missing")
-    settings = get(SETTINGS)
-    return Pretrained(name, files, read_json(settings) if settings else None, get(TOKENIZER))
-
-
-def shards_of(index: Path) -> list[str]:
-    """The files that an index lists. Raises ValueError for none, or one outside the folder."""
-    where = read_json(index).get("weight_map")
-    shards = where.values() if isinstance(where, dict) else ()
-    if not shards or not all(isinstance(shard, str) for shard in shards):
         raise ValueError(
-            f"{index} lists no files of weights; name the folder, a file of weights or an index"
+            f"init_from={name}: there is no such file, and no folder with {' or '.join(WEIGHTS)}"
         )
-    for shard in shards:
-        if ".." in Path(shard).parts or Path(shard).is_absolute():
-            raise ValueError(f"{index} lists {shard}, which is outside its folder")
-    return sorted(set(shards))
-
-
-def local_file(folder: Path, file: str) -> Path | None:
-    path = folder / file
-    return path if os.path.isfile(path) else None
-
-
-def hub_files(name: str) -> tuple[Callable[[str], Path | None], str | None]:
-    """A function that finds a file of a model on the hub. If only the cache can be read, also the
-    error message for a model that is not in it.
-    """
-    import huggingface_hub
-    from huggingface_hub import constants
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    offline = bool(constants.HF_HUB_OFFLINE) or not answers(constants.ENDPOINT)
-    why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} is silent"
-    otherwise = (
-        f"it is no folder here, {why}, and this machine's cache has no such model; download it "
-        f"elsewhere (hf download {name} --local-dir FOLDER) and add init_from=FOLDER"
+    files = shards_of(found) if found.suffix == ".json" else [found]
+    settings, tokenizer = found.with_name(SETTINGS), found.with_name(TOKENIZER)
+    return Pretrained(
+        name,
+        files,
+        read_json(settings) if settings.is_file() else None,
+        tokenizer if tokenizer.is_file() else None,
     )
 
-    def get(file: str) -> Path | None:
-        try:
-            return Path(huggingface_hub.hf_hub_download(name, file, local_files_only=offline))
-        except (EntryNotFoundError, OSError, ValueError) as error:
-            in_cache = isinstance(error, LocalEntryNotFoundError)
-            if isinstance(error, EntryNotFoundError) and in_cache == offline:
-                return None
-            reason = " ".join(str(error).split())
-            raise ValueError(f"init_from={name}: {reason}") from error
 
-    return get, otherwise if offline else None
+def shards_of(index: Path) -> list[Path]:
+    """The files that an index lists. Raises ValueError for none, or one that is not beside it."""
+    where = read_json(index).get("weight_map")
+    shards = sorted(set(map(str, where.values()))) if isinstance(where, dict) else []
+    folder = {file.name for file in index.parent.iterdir()}
+    missing = [shard for shard in shards if shard not in folder]
+    if missing or not shards:
+        raise ValueError(f"{index} must list files of weights beside it, not {missing}")
+    return [index.with_name(shard) for shard in shards]
+
+
+def hub_folder(name: str) -> Path:
+    """The files of a model on the hub; those of this machine's cache if the hub is silent."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    offline = bool(constants.HF_HUB_OFFLINE) or not answers(constants.ENDPOINT)
+    try:
+        for weights in ("model*.safetensors*", "pytorch_model*.bin*"):
+            files = [weights, SETTINGS, TOKENIZER]
+            folder = huggingface_hub.snapshot_download(
+                name, allow_patterns=files, local_files_only=offline
+            )
+            if any(Path(folder).glob(weights)):
+                break
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        if offline:
+            reason = (
+                f"it is not in this machine's cache, and {constants.ENDPOINT} is silent or "
+                f"HF_HUB_OFFLINE is set; download it elsewhere (hf download {name} --local-dir "
+                "FOLDER) and add init_from=FOLDER"
+            )
+        raise ValueError(f"init_from={name}: it is no folder here; {reason}") from error
+    return Path(folder)
 
 
 def read_json(path: Path) -> Row:
@@ -199,11 +183,3 @@ def read_json(path: Path) -> Row:
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, and not settings by name")
     return content
-
-
-def same_tokens(file: Path, tokenizer: Tokenizer) -> bool:
-    """Whether a tokenizer.json is that of `tokenizer`; one that cannot be read is not."""
-    try:
-        return has_vocabulary(read_json(file), tokenizer)
-    except ValueError:
-        return False

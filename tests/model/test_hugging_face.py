@@ -136,16 +136,16 @@ def test_names_every_tensor_that_does_not_fit(gpt2, build_gpt):
 
 def test_refuses_another_architecture(gpt2, build_gpt, modern):
     for field, value in modern.items():
-        with pytest.raises(ValueError, match=re.escape(f"{field}={value}")):
+        with pytest.raises(ValueError, match=re.escape(f"{field}={str(value).lower()}")):
             load_hugging_face(build_gpt(**{field: value}), gpt2[2])
 
 
 OF_GPT2 = [
     ({"n_head": 8}, "model.num_heads=8"),
     ({"n_layer": 3}, "model.num_layers=3"),
-    ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06.* 1e-05"),
-    ({"activation_function": ["gelu_new"]}, r"activation_function=\['gelu_new'\]"),
-    ({"activation_function": "relu"}, "activation_function=relu.*gelu_new"),
+    ({"layer_norm_epsilon": 1e-6}, "=1e-05.* layer_norm_epsilon=1e-06"),
+    ({"activation_function": ["gelu_new"]}, r'activation_function=\["gelu_new"\]'),
+    ({"activation_function": "relu"}, "gelu_new.* activation_function=relu"),
     ({"model_type": ["gpt2"]}, "gpt2"),
     ({"model_type": "bert"}, "bert.*gpt2, llama, qwen3"),
 ]
@@ -153,9 +153,9 @@ OF_LLAMA = [
     ({"rope_theta": 5e5}, "model.rope_theta=500000.0"),
     ({"rope_parameters": {"rope_theta": 7.0}}, "model.rope_theta=7.0"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type=linear"),
-    ({"rope_scaling": [3]}, r"rope_type=\[3\]"),
+    ({"rope_scaling": [3]}, "config.json.*list"),
     ({"rope_parameters": {"rope_type": "llama3"}}, "rope_type=llama3"),
-    ({"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06.* 1e-05"),
+    ({"rms_norm_eps": 1e-6}, "=1e-05.* rms_norm_eps=1e-06"),
     ({"num_key_value_heads": None}, "model.num_kv_heads=4"),
     ({"model_type": "qwen3"}, "model.qk_norm=true"),
 ]
@@ -187,7 +187,7 @@ def test_takes_the_first_of_more_positions_but_not_of_tokens(gpt2, build_gpt, ra
     assert torch.equal(short(tokens).logits, whole(tokens).logits)
     with pytest.raises(ValueError, match=r"wpe.weight .*\(32, 32\).*\(64, 32\)"):
         load_hugging_face(build_gpt(max_seq_len=64), weights)
-    with pytest.raises(ValueError, match=f"wte.weight .*tokenizer.vocab_size={VOCAB_SIZE}"):
+    with pytest.raises(ValueError, match=rf"wte.weight .*\({VOCAB_SIZE}, 32\).*\(60, 32\)"):
         load_hugging_face(build_gpt(vocab_size=60), weights)
 
 
@@ -257,7 +257,7 @@ def test_windows_of_weights_are_asked_for(build_gpt, modern):
     with pytest.raises(ValueError, match="attention.window=8$"):
         load_hugging_face(model, weights, settings | sliding | {"max_window_layers": 0})
     for typed in ({"sliding_window": "8"}, {"max_window_layers": "1"}, {"layer_types": 2}):
-        with pytest.raises(ValueError, match=next(iter(typed))):
+        with pytest.raises(ValueError, match="config.json"):
             load_hugging_face(model, weights, settings | sliding | typed)
     longest = model.config.max_seq_len
     load_hugging_face(model, weights, settings | sliding | {"sliding_window": longest})
