@@ -25,9 +25,10 @@ import numpy as np
 
 from config import DataConfig
 from data.corpora import subject
-from data.interface import Batch, PackedBatch, Tokenizer, generator, to_batch
+from data.interface import Batch, PackedBatch, generator, to_batch
 from data.token_file import TokenFile
 from data.token_store import open_store
+from data.tokenizer import Tokenizer
 
 
 class TextData:

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from data.corpora import Corpus, subject
-from data.interface import Tokenizer
-from data.tokenizer import token_dtype
+from data.tokenizer import Tokenizer, token_dtype
 
 # this many are tokenized in parallel threads, because tiktoken releases the interpreter's lock
 DOCUMENTS_AT_ONCE = 32

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 from config import DataConfig
 from data.corpora import Corpus
 from data.halves import write_halves
-from data.interface import Tokenizer
 from data.token_file import TokenFile, check, entry, meta_checksum, sync
+from data.tokenizer import Tokenizer
 
 log = logging.getLogger("tilegpt")
 

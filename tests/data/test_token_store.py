@@ -24,13 +24,14 @@ from data.batches import TextData
 from data.corpora import Corpus
 from data.halves import hash_of_path
 from data.token_store import DamagedStore, cache_folder, load, open_store
+from data.tokenizer import Tokenizer
 from tests import processes
 from tests.command import checkpoint, computed, run, same, summary, tiny
 
 BYTE = build_tokenizer(TokenizerConfig("byte"))
 
 
-class Interrupted(type(BYTE)):
+class Interrupted(Tokenizer):
     """Ctrl-C comes in the middle of a build."""
 
     def encode(self, text):
@@ -39,7 +40,7 @@ class Interrupted(type(BYTE)):
         return super().encode(text)
 
 
-class Faster(type(BYTE)):
+class Faster(Tokenizer):
     """In the middle of a build another process builds the same store."""
 
     def encode(self, text):
@@ -49,8 +50,10 @@ class Faster(type(BYTE)):
         return super().encode(text)
 
 
-class Wide(type(BYTE)):
-    vocab_size, end_of_text, fingerprint = 100_000, 99_999, "wide"
+def wide():
+    tokenizer = Tokenizer(BYTE.encoding, "wide")
+    tokenizer.vocab_size, tokenizer.end_of_text = 100_000, 99_999
+    return tokenizer
 
 
 def text_config(tmp_path, **settings):
@@ -102,7 +105,7 @@ def test_both_halves_hold_the_corpus(config):
 
 def test_tokens_are_stored_in_the_smallest_type(config):
     assert tokens_of(open_store(config, BYTE).train).dtype == np.uint16
-    store = open_store(config, Wide())
+    store = open_store(config, wide())
     tokens = tokens_of(store.train)
     assert tokens.dtype == np.uint32 and tokens[-1] == 99_999
     assert (tokens == 99_999).sum() == store.meta["train_documents"]
@@ -244,7 +247,7 @@ def test_a_damaged_store_stays_until_another_is_built(config):
     flip(folder / "train.bin", 7)
     damaged = {file.name: file.read_bytes() for file in folder.iterdir()}
     with pytest.raises(KeyboardInterrupt):
-        open_store(config, Interrupted())
+        open_store(config, Interrupted(BYTE.encoding, "byte"))
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == damaged
     assert stores(config) == [folder.name]
 
@@ -311,7 +314,7 @@ def test_too_many_open_files_are_no_damage(config, caplog):
 
 def test_an_interrupted_build_leaves_nothing(config):
     with pytest.raises(KeyboardInterrupt):
-        open_store(config, Interrupted())
+        open_store(config, Interrupted(BYTE.encoding, "byte"))
     assert stores(config) == []
 
 
@@ -357,7 +360,7 @@ def test_two_processes_may_build_at_once(config, before):
         flip(folder / "train.bin", 7)
     else:
         shutil.rmtree(folder)
-    rival = Faster()
+    rival = Faster(BYTE.encoding, "byte")
     rival.config = config
     store = open_store(config, rival)
     assert [tokens_of(half).tolist() for half in store[:2]] == both_halves(config) == expected
