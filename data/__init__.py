@@ -46,9 +46,9 @@ def build_data(
     does not have the fingerprint in data.fingerprint.
     """
     if config.source in SYNTHETIC_SOURCES:
-        from data.synthetic import TASKS
+        from data.synthetic import SyntheticData
 
-        data = TASKS[config.source](config, seq_len=seq_len, seed=seed)
+        data = SyntheticData(config, seq_len=seq_len, seed=seed)
     else:
         from data.batches import TextData
 

@@ -56,12 +56,11 @@ class TextData:
         self.description = describe(config, meta) + ", documents kept apart" * apart
         longest = min(len(self.train), len(self.val)) - 1
         if seq_len > longest:
-            shorter = f"seq_len={longest} or less, " if longest > 0 else ""
             raise ValueError(
                 f"{subject(config)} is shorter than one sequence: seq_len={seq_len} needs "
                 f"{seq_len + 1} tokens in each half, and there are {len(self.train)} to train on "
-                f"and {len(self.val)} held out; give more text, {shorter}"
-                f"or another share than data.val_fraction={config.val_fraction}"
+                f"and {len(self.val)} held out; give more text, seq_len={longest} or "
+                f"less, or another share than data.val_fraction={config.val_fraction}"
             )
 
     def train_batch(self, step: int, num_sequences: int) -> Batch | PackedBatch:
@@ -70,23 +69,12 @@ class TextData:
         return self._windows(self.train, starts)
 
     def val_batch(self, num_sequences: int) -> Batch | PackedBatch:
-        if num_sequences > (most := len(self.val)):
-            raise ValueError(
-                f"{num_sequences} held-out sequences (eval_sequences=, or sequences= of a script) "
-                f"are more than the {most} held-out tokens; take {most} or fewer"
-            )
         last = len(self.val) - self.seq_len - 1
         starts = np.linspace(0, last, num_sequences).astype(np.int64)
         return self._windows(self.val, starts)
 
     def _windows(self, tokens: TokenFile, starts: np.ndarray) -> Batch | PackedBatch:
         rows = tokens.rows(starts, self.seq_len + 1)  # (B, N + 1)
-        # on a GPU, a token past the embedding's last row would end the process
-        if (largest := rows.max(initial=0)) >= self.vocab_size:
-            raise OSError(
-                f"{tokens.path} was altered: it holds token {largest}, and there are "
-                f"{self.vocab_size}; delete its folder, and the next start builds it again"
-            )
         return windows(rows, end_of_text=self.end_of_text)
 
 
@@ -107,9 +95,6 @@ def describe(config: DataConfig, meta: dict) -> str:
         f"{meta[f'{half}_tokens']:,} tokens of {meta[f'{half}_documents']:,} documents"
         for half in ("train", "val")
     )
-    if meta["held_out"] == "end":
-        train = f"{meta['train_tokens']:,} tokens"
-        held_out = f"the {meta['val_tokens']:,} at the end of the only document"
     return (
         f"{subject(config)}: {train} to train on, {held_out} held out; tokenizer "
         f"{meta['tokenizer']}, corpus {meta['corpus'][:8]}"

@@ -77,8 +77,6 @@ def load(folder: Path) -> TokenStore:
         meta = json.loads((folder / META).read_bytes())
         if not isinstance(meta, dict) or meta.get("sha256") != meta_checksum(meta):
             raise ValueError(f"{META} was altered")
-        if meta["name"] != folder.name:
-            raise ValueError(f"it is a copy of {meta['name']}")
         for name in FILES:
             check(folder / name, meta["files"][name])
         train, val = (TokenFile(folder / name, meta["dtype"]) for name in FILES)
@@ -94,7 +92,7 @@ def build(corpus: Corpus, tokenizer: Tokenizer, folder: Path) -> None:
     with TemporaryDirectory(prefix=f"{folder.name}.unfinished-", dir=cache) as temporary:
         unfinished = Path(temporary, folder.name)
         unfinished.mkdir()
-        meta = {"name": folder.name, **write_halves(corpus, tokenizer, unfinished)}
+        meta = write_halves(corpus, tokenizer, unfinished)
         meta["files"] = {name: entry(unfinished / name) for name in FILES}
         meta["sha256"] = meta_checksum(meta)
         (unfinished / META).write_text(json.dumps(meta, indent=1))
