@@ -56,11 +56,12 @@ class TextData:
         self.description = describe(config, meta) + ", documents kept apart" * apart
         longest = min(len(self.train), len(self.val)) - 1
         if seq_len > longest:
+            shorter = f"seq_len={longest} or less, " if longest > 0 else ""
             raise ValueError(
                 f"{subject(config)} is shorter than one sequence: seq_len={seq_len} needs "
                 f"{seq_len + 1} tokens in each half, and there are {len(self.train)} to train on "
-                f"and {len(self.val)} held out; give more text, seq_len={longest} or "
-                f"less, or another share than data.val_fraction={config.val_fraction}"
+                f"and {len(self.val)} held out; give more text, {shorter}"
+                f"or another share than data.val_fraction={config.val_fraction}"
             )
 
     def train_batch(self, step: int, num_sequences: int) -> Batch | PackedBatch:
@@ -69,6 +70,11 @@ class TextData:
         return self._windows(self.train, starts)
 
     def val_batch(self, num_sequences: int) -> Batch | PackedBatch:
+        if num_sequences > len(self.val):
+            raise ValueError(
+                f"{num_sequences} held-out sequences (eval_sequences=, or sequences= of a script) "
+                f"are more than the {len(self.val)} held-out tokens"
+            )
         last = len(self.val) - self.seq_len - 1
         starts = np.linspace(0, last, num_sequences).astype(np.int64)
         return self._windows(self.val, starts)

@@ -75,14 +75,14 @@ def load(folder: Path) -> TokenStore:
     """The store in that folder. Raises DamagedStore if it is not whole."""
     try:
         meta = json.loads((folder / META).read_bytes())
-        if not isinstance(meta, dict) or meta.get("sha256") != meta_checksum(meta):
+        if meta.get("sha256") != meta_checksum(meta):
             raise ValueError(f"{META} was altered")
         for name in FILES:
             check(folder / name, meta["files"][name])
         train, val = (TokenFile(folder / name, meta["dtype"]) for name in FILES)
         return TokenStore(train, val, meta)
     # another OSError, such as too many open files, says nothing about the store
-    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError) as error:
+    except (FileNotFoundError, NotADirectoryError, ValueError) as error:
         raise DamagedStore(f"the token store {folder} is damaged: {error}") from error
 
 

@@ -3,27 +3,21 @@
 A damaged store is never taken for a whole one, before a run nor under it.
 """
 
-import json
 import os
-import pty
 import random
 import resource
 import shutil
 import signal
-import sys
-import termios
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from config import DataConfig, TokenizerConfig
 from data import build_tokenizer
 from data.batches import TextData
 from data.corpora import Corpus
 from data.halves import hash_of_path
-from data.token_store import DamagedStore, cache_folder, load, open_store
+from data.token_store import cache_folder, open_store
 from data.tokenizer import Tokenizer
 from tests import processes
 from tests.command import checkpoint, computed, run, same, summary, tiny
@@ -240,31 +234,6 @@ def test_a_damaged_store_stays_until_another_is_built(config):
     assert stores(config) == [folder.name]
 
 
-@pytest.fixture(scope="session")
-def whole(tmp_path_factory):
-    """The folder of a store."""
-    folder = tmp_path_factory.mktemp("whole")
-    (folder / "corpus").mkdir()
-    (folder / "corpus/text.txt").write_text("0123456789" * 100)
-    config = text_config(folder)
-    open_store(config, BYTE)
-    return built(config)[0]
-
-
-@given(st.binary(max_size=12) | st.sampled_from([b"[" * 100_000, b"9" * 10_000]), st.data())
-def test_any_bytes_in_meta_load_or_are_damage(whole, some, draw):
-    file = whole / "meta.json"
-    before = file.read_bytes()
-    start, stop = sorted(draw.draw(st.tuples(*[st.integers(0, len(before))] * 2)))
-    try:
-        file.write_bytes(before[:start] + some + before[stop:])
-        assert load(whole).meta == json.loads(before)
-    except DamagedStore as damage:
-        assert str(whole) in str(damage) and "\n" not in str(damage)
-    finally:
-        file.write_bytes(before)
-
-
 def test_a_file_is_read_again_only_if_its_size_or_time_stamp_changed(config, caplog):
     """A copy without time stamps is not built again; a change that keeps both is not seen."""
     before = both_halves(config)
@@ -385,19 +354,6 @@ def test_a_corpus_without_text(config, tmp_path, path):
 def test_building_is_silent_without_a_terminal(config, capfd):
     open_store(config, BYTE)
     assert capfd.readouterr() == ("", "")
-
-
-def test_building_shows_one_progress_bar_on_a_terminal(config, monkeypatch):
-    master, terminal = pty.openpty()
-    termios.tcsetwinsize(terminal, (24, 100))
-    with os.fdopen(terminal, "w") as screen:
-        monkeypatch.setattr(sys, "stderr", screen)
-        open_store(config, BYTE)
-        monkeypatch.undo()
-        shown = os.read(master, 1 << 16).decode()
-    os.close(master)
-    assert "60 documents" in shown
-    assert shown.count("\n") == 1, shown
 
 
 # under a run
