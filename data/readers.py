@@ -76,7 +76,7 @@ def texts(rows: Iterable[Row], field: str) -> Iterator[str]:
             text.encode()  # half of a surrogate pair, as JSON can hold it, is no text
         except KeyError as error:
             raise ValueError(
-                f"row {number} has no data.field={field}; there are: {', '.join(row)}"
+                f"row {number} has no data.field={field}; there are: {', '.join(row or ())}"
             ) from error
         # TypeError and AttributeError: the row is no object, or the field no text
         except (OSError, ValueError, RecursionError, TypeError, AttributeError, csv.Error) as error:
