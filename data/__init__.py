@@ -14,7 +14,8 @@ Importing this package loads neither torch nor datasets nor tiktoken. Building l
 """
 
 from config import SYNTHETIC_SOURCES, DataConfig, TokenizerConfig
-from data.interface import Batch, PackedBatch, Tokenizer, TrainingData
+from data.interface import Batch, PackedBatch, TrainingData
+from data.tokenizer import BUILDERS, Tokenizer
 
 __all__ = ["Batch", "PackedBatch", "Tokenizer", "TrainingData", "build_data", "build_tokenizer"]
 
@@ -25,8 +26,6 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     Raises ValueError if vocab_size is too small, or if gpt2's vocabulary is neither cached nor
     within reach.
     """
-    from data.tokenizer import BUILDERS
-
     tokenizer = BUILDERS[config.name]()
     if config.vocab_size is not None:
         if config.vocab_size < tokenizer.vocab_size:
@@ -47,9 +46,9 @@ def build_data(
     does not have the fingerprint in data.fingerprint.
     """
     if config.source in SYNTHETIC_SOURCES:
-        from data.synthetic import TASKS
+        from data.synthetic import SyntheticData
 
-        data = TASKS[config.source](config, seq_len=seq_len, seed=seed)
+        data = SyntheticData(config, seq_len=seq_len, seed=seed)
     else:
         from data.batches import TextData
 

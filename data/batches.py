@@ -25,9 +25,10 @@ import numpy as np
 
 from config import DataConfig
 from data.corpora import subject
-from data.interface import Batch, PackedBatch, Tokenizer, generator, to_batch
+from data.interface import Batch, PackedBatch, generator, to_batch
 from data.token_file import TokenFile
 from data.token_store import open_store
+from data.tokenizer import Tokenizer
 
 
 class TextData:
@@ -69,10 +70,10 @@ class TextData:
         return self._windows(self.train, starts)
 
     def val_batch(self, num_sequences: int) -> Batch | PackedBatch:
-        if num_sequences > (most := len(self.val)):
+        if num_sequences > len(self.val):
             raise ValueError(
                 f"{num_sequences} held-out sequences (eval_sequences=, or sequences= of a script) "
-                f"are more than the {most} held-out tokens; take {most} or fewer"
+                f"are more than the {len(self.val)} held-out tokens"
             )
         last = len(self.val) - self.seq_len - 1
         starts = np.linspace(0, last, num_sequences).astype(np.int64)
@@ -80,12 +81,6 @@ class TextData:
 
     def _windows(self, tokens: TokenFile, starts: np.ndarray) -> Batch | PackedBatch:
         rows = tokens.rows(starts, self.seq_len + 1)  # (B, N + 1)
-        # on a GPU, a token past the embedding's last row would end the process
-        if (largest := rows.max(initial=0)) >= self.vocab_size:
-            raise OSError(
-                f"{tokens.path} was altered: it holds token {largest}, and there are "
-                f"{self.vocab_size}; delete its folder, and the next start builds it again"
-            )
         return windows(rows, end_of_text=self.end_of_text)
 
 
@@ -106,9 +101,6 @@ def describe(config: DataConfig, meta: dict) -> str:
         f"{meta[f'{half}_tokens']:,} tokens of {meta[f'{half}_documents']:,} documents"
         for half in ("train", "val")
     )
-    if meta["held_out"] == "end":
-        train = f"{meta['train_tokens']:,} tokens"
-        held_out = f"the {meta['val_tokens']:,} at the end of the only document"
     return (
         f"{subject(config)}: {train} to train on, {held_out} held out; tokenizer "
         f"{meta['tokenizer']}, corpus {meta['corpus'][:8]}"

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from config import DataConfig
 from data.hub import load_from_hub
 from data.local_files import list_files
-from data.readers import JSON, TABLES, kind_of, read_rows, read_text, texts
+from data.readers import TABLES, read_rows, read_text, texts
 
 
 class Document(NamedTuple):
@@ -79,21 +79,18 @@ class Corpus:
             for number, text in enumerate(texts(table, self.config.field)):
                 yield Document(str(number), text)
         except ValueError as error:
-            broke_off = isinstance(error.__cause__, OSError)
-            way_out = "; run it again, or use data.streaming=false" if broke_off else ""
-            raise ValueError(f"{subject(self.config)}: {error}{way_out}") from error
+            raise ValueError(f"{subject(self.config)}: {error}") from error
 
     def _local_documents(self) -> Iterator[Document]:
         """One document for each text file, and one for each row of a table."""
         field = self.config.field
         for file in self.files:
-            path, kind = file.relative_to(self.root).as_posix(), kind_of(file)
+            path = file.relative_to(self.root).as_posix()
             try:
-                if kind not in TABLES:
+                if file.suffix.lower() not in TABLES:
                     yield Document(path, read_text(file))
                     continue
-                column = texts(read_rows(file, field), field, may_lack=kind in JSON)
-                for number, text in enumerate(column):
+                for number, text in enumerate(texts(read_rows(file, field), field)):
                     yield Document(f"{path}:{number}", text)
             except (OSError, ValueError) as error:
                 # a package may hold a file in an old encoding; a file of the user is never dropped

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from data.corpora import Corpus, subject
-from data.interface import Tokenizer
-from data.tokenizer import token_dtype
+from data.tokenizer import Tokenizer, token_dtype
 
 # this many are tokenized in parallel threads, because tiktoken releases the interpreter's lock
 DOCUMENTS_AT_ONCE = 32
@@ -51,12 +50,11 @@ def write_halves(corpus: Corpus, tokenizer: Tokenizer, folder: Path) -> dict[str
             f"{subject(corpus.config)} holds no text: it is empty, or every document in it is; "
             "name a source with text in it"
         )
-    is_one_document = sum(documents.values()) == 1
     # a corpus so small that no hash is below val_fraction
     if not documents["val"]:
         tokens = np.fromfile(paths["train"], dtype)
         start, stop = (place // dtype.itemsize for place in lowest[1:])
-        if is_one_document:
+        if documents["train"] == 1:
             start = stop - max(1, round(stop * val_fraction))
         tokens[start:stop].tofile(paths["val"])
         np.delete(tokens, slice(start, stop)).tofile(paths["train"])
@@ -65,7 +63,6 @@ def write_halves(corpus: Corpus, tokenizer: Tokenizer, folder: Path) -> dict[str
         "corpus": digest.hexdigest(),
         "tokenizer": tokenizer.fingerprint,
         "dtype": dtype.name,
-        "held_out": "end" if is_one_document else "documents",
         **{f"{half}_tokens": paths[half].stat().st_size // dtype.itemsize for half in paths},
         **{f"{half}_documents": count for half, count in documents.items()},
     }

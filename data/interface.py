@@ -1,12 +1,13 @@
-"""What the rest of the project sees of the data: batches, a tokenizer, and both halves of a corpus.
+"""What the rest of the project sees of the data: batches for training and held-out ones.
 
 B sequences, N tokens of one sequence.
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
+
+from data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,27 +38,6 @@ class PackedBatch(NamedTuple):
     targets: "Tensor"  # (B, N) int64, on the CPU
     # (B, N) int32, on the CPU: 0 for the document a sequence begins in, 1 for the next, ...
     document_ids: "Tensor"
-
-
-class Tokenizer(Protocol):
-    name: str
-    vocab_size: int  # counts the end of text, and the unused tokens of tokenizer.vocab_size
-    end_of_text: int  # the token that follows every document
-    fingerprint: str  # equal fingerprints give equal tokens
-
-    def encode(self, text: str) -> np.ndarray:
-        """The tokens of any text; `<|endoftext|>` written in it is ordinary text."""
-        ...
-
-    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """The text of any tokens. Invalid UTF-8 becomes U+FFFD; unused tokens become nothing."""
-        ...
-
-    def count_bytes(self, tokens: np.ndarray) -> int:
-        """UTF-8 bytes that these tokens stand for. The end of text counts as one byte, as it does
-        for bytes as tokens, so that tokenizers compare.
-        """
-        ...
 
 
 class TrainingData(Protocol):

@@ -67,7 +67,6 @@ class Prefetcher:
 
     def __exit__(self, *_: object) -> None:
         self.executor.shutdown(cancel_futures=True)
-        self.pending.clear()
 
     def passes(self, step: int) -> list[Pass]:
         """The forward and backward passes of this step. Their losses, divided by their divisors,

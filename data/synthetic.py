@@ -3,7 +3,9 @@
 Only the answers are scored: every other target is ignored. Every step draws new sequences. A task
 also says where each answer stands, for accuracy by distance (scripts/recall.py).
 
-B sequences, N = seq_len.
+A task is a function of the settings, the random numbers and the shape (B, N): B sequences of
+N = seq_len tokens. It returns inputs, the answer that each position holds, and sources, all (B, N).
+The first sequences do not depend on how many follow.
 """
 
 from typing import NamedTuple
@@ -16,6 +18,9 @@ from data.interface import IGNORED, Batch, generator, to_batch
 VAL_SEED = 2**64 - 1  # the largest seed: held-out sequences have a random stream of their own
 POWER = 0.01  # exponent of the distribution of the gaps before recall's questions
 
+Shape = tuple[int, int]
+Sequences = tuple[np.ndarray, np.ndarray, np.ndarray]  # inputs, answers and sources
+
 
 class Drawn(NamedTuple):
     inputs: np.ndarray  # (B, N)
@@ -23,24 +28,24 @@ class Drawn(NamedTuple):
     sources: np.ndarray  # (B, N), the position where the answer stands; -1 where nothing is asked
 
 
-Sequences = tuple[np.ndarray, np.ndarray, np.ndarray]  # inputs, answers and sources
-
-
 class SyntheticData:
     """TrainingData that is drawn anew at every step. It has no text, hence no tokenizer."""
 
     tokenizer = None
     metric = "accuracy"
-    vocab_size: int
 
     def __init__(self, config: DataConfig, *, seq_len: int, seed: int) -> None:
-        self.num_keys, self.num_values = config.num_keys, config.num_values
+        keys, values = config.num_keys, config.num_values
+        self.config = config
         self.seq_len = seq_len
         self.seed = seed
-        self.fingerprint = f"{config.source}-{self.num_keys}x{self.num_values}"
+        self.vocab_size = (1 if config.source == "recall" else keys * values) + keys + values
+        self.fingerprint = f"{config.source}-{keys}x{values}"
+        if config.source == "recall":
+            self.fingerprint += f"-{config.pairs(seq_len)}"
         self.description = (
-            f"data={config.source}: {self.num_keys} keys, {self.num_values} values, new sequences "
-            f"at every step; chance accuracy {1 / self.num_values:.1%}"
+            f"data={config.source}: {keys} keys, {values} values, new sequences at every step; "
+            f"chance accuracy {1 / values:.1%}"
         )
 
     def train_batch(self, step: int, num_sequences: int) -> Batch:
@@ -53,19 +58,13 @@ class SyntheticData:
         return self.draw(generator(VAL_SEED, 0), num_sequences)
 
     def draw(self, random: np.random.Generator, num_sequences: int) -> Drawn:
-        inputs, answers, sources = self.sequences(random, num_sequences)
+        task, shape = TASKS[self.config.source], (num_sequences, self.seq_len)
+        inputs, answers, sources = task(self.config, random, shape)
         found = np.take_along_axis(answers, sources.clip(0), axis=1)
         return Drawn(inputs, np.where(sources >= 0, found, IGNORED), sources)
 
-    def sequences(self, random: np.random.Generator, num_sequences: int) -> Sequences:
-        """Inputs, the answer that each position holds, and sources: all (B, N).
 
-        The first sequences must not depend on how many follow.
-        """
-        raise NotImplementedError
-
-
-class LastWriteData(SyntheticData):
+def last_write(config: DataConfig, random: np.random.Generator, shape: Shape) -> Sequences:
     """Last-write recall: on it a broken softmax fails within a minute on a CPU.
 
     Every position either writes a value to a key or asks for a key, each with probability one half.
@@ -86,29 +85,22 @@ class LastWriteData(SyntheticData):
     If an answer were the token of a write, a model with tied embeddings would have to tell the two
     apart. Chance accuracy is 1 / num_values.
     """
-
-    def __init__(self, config: DataConfig, *, seq_len: int, seed: int) -> None:
-        super().__init__(config, seq_len=seq_len, seed=seed)
-        self.num_writes = self.num_keys * self.num_values
-        self.first_answer = self.num_writes + self.num_keys
-        self.vocab_size = self.first_answer + self.num_values
-
-    def sequences(self, random: np.random.Generator, num_sequences: int) -> Sequences:
-        # the lower half of the range is the writes; the upper half is divided evenly among
-        # questions
-        drawn = random.integers(2 * self.num_writes, size=(num_sequences, self.seq_len))  # (B, N)
-        is_write = drawn < self.num_writes
-        key, value = drawn // self.num_values % self.num_keys, drawn % self.num_values
-        sources, position = np.full_like(drawn, -1), np.arange(self.seq_len)
-        for k in range(self.num_keys):
-            writes = np.where(is_write & (key == k), position, -1)
-            last_write = np.maximum.accumulate(writes, axis=1)  # (B, N), -1 before the first
-            sources = np.where(~is_write & (key == k), last_write, sources)
-        inputs = np.where(is_write, drawn, self.num_writes + key)
-        return inputs, self.first_answer + value, sources
+    num_keys, num_values = config.num_keys, config.num_values
+    num_writes = num_keys * num_values
+    # the lower half of the range is the writes; the upper half is divided evenly among questions
+    drawn = random.integers(2 * num_writes, size=shape)
+    is_write = drawn < num_writes
+    key, value = drawn // num_values % num_keys, drawn % num_values
+    sources, position = np.full_like(drawn, -1), np.arange(shape[1])
+    for k in range(num_keys):
+        writes = np.where(is_write & (key == k), position, -1)
+        latest = np.maximum.accumulate(writes, axis=1)  # (B, N), -1 before the first
+        sources = np.where(~is_write & (key == k), latest, sources)
+    inputs = np.where(is_write, drawn, num_writes + key)
+    return inputs, num_writes + num_keys + value, sources
 
 
-class NeedleData(LastWriteData):
+def needle(config: DataConfig, random: np.random.Generator, shape: Shape) -> Sequences:
     """A needle in a haystack: the last token asks for a key that was written once, anywhere.
 
     All other positions write other keys, so every tile of the haystack holds distractors. The
@@ -122,25 +114,23 @@ class NeedleData(LastWriteData):
     This is a small version of the needle tests for long contexts, with distractors instead of
     prose, as in RULER's multi-key retrieval (Hsieh et al. 2024, arXiv:2404.06654).
     """
-
-    def sequences(self, random: np.random.Generator, num_sequences: int) -> Sequences:
-        haystack, others = self.seq_len - 1, self.num_keys - 1
-        # one draw for a sequence: the writes, the needle's position, and its key
-        highest = [others * self.num_values] * haystack + [haystack, self.num_keys]
-        drawn = random.integers(highest, size=(num_sequences, len(highest)))
-        writes, needle, asked = drawn[:, :-2], drawn[:, -2:-1], drawn[:, -1:]
-        is_needle = np.arange(haystack) == needle
-        # counted from the key that is asked for, so that the others differ from it
-        steps = np.where(is_needle, 0, 1 + writes // self.num_values)
-        key, value = (asked + steps) % self.num_keys, writes % self.num_values
-        inputs = np.hstack([key * self.num_values + value, self.num_writes + asked])
-        answers = np.hstack([self.first_answer + value, asked])  # nothing asks for the last
-        sources = np.full_like(inputs, -1)
-        sources[:, -1:] = needle
-        return inputs, answers, sources
+    num_keys, num_values = config.num_keys, config.num_values
+    num_writes, haystack = num_keys * num_values, shape[1] - 1
+    # one draw for a sequence: the writes, the needle's position, and its key
+    highest = [(num_keys - 1) * num_values] * haystack + [haystack, num_keys]
+    drawn = random.integers(highest, size=(shape[0], len(highest)))
+    writes, place, asked = drawn[:, :-2], drawn[:, -2:-1], drawn[:, -1:]
+    # counted from the key that is asked for, so that the others differ from it
+    steps = np.where(np.arange(haystack) == place, 0, 1 + writes // num_values)
+    key, value = (asked + steps) % num_keys, writes % num_values
+    inputs = np.hstack([key * num_values + value, num_writes + asked])
+    answers = np.hstack([num_writes + num_keys + value, asked])  # nothing asks for the last
+    sources = np.full_like(inputs, -1)
+    sources[:, -1:] = place
+    return inputs, answers, sources
 
 
-class RecallData(SyntheticData):
+def recall(config: DataConfig, random: np.random.Generator, shape: Shape) -> Sequences:
     """Multi-query associative recall, MQAR (Arora et al. 2023, "Zoology", arXiv:2312.04927).
 
     A sequence begins with num_pairs pairs of a key and its value, all different. Then each key is
@@ -161,29 +151,21 @@ class RecallData(SyntheticData):
     Unlike there, no sequence is seen twice: zoology trains 64 epochs on 100,000 sequences, and
     tests on 3,000 (eval_sequences=3000). Its model has 2 layers of 1 head, without MLPs.
     """
-
-    def __init__(self, config: DataConfig, *, seq_len: int, seed: int) -> None:
-        super().__init__(config, seq_len=seq_len, seed=seed)
-        self.num_pairs = config.pairs(seq_len)
-        self.vocab_size = 1 + self.num_keys + self.num_values
-        self.fingerprint += f"-{self.num_pairs}"
-        places = np.arange(1, (seq_len - 2 * self.num_pairs) // 2 + 1)
-        self.share = places ** (POWER - 1) / (places ** (POWER - 1)).sum()
-
-    def sequences(self, random: np.random.Generator, num_sequences: int) -> Sequences:
-        count = self.num_pairs
-        inputs = np.zeros((num_sequences, self.seq_len), dtype=np.int64)
-        sources = np.full_like(inputs, -1)
-        # one sequence at a time: numpy cannot draw several samples without replacement at once
-        for sequence, source in zip(inputs, sources, strict=True):
-            keys = 1 + random.choice(self.num_keys, count, replace=False)
-            values = 1 + self.num_keys + random.choice(self.num_values, count, replace=False)
-            places = random.choice(len(self.share), count, replace=False, p=self.share)
-            sequence[: 2 * count : 2], sequence[1 : 2 * count : 2] = keys, values
-            questions = 2 * count + 2 * places
-            sequence[questions] = keys
-            source[questions] = np.arange(1, 2 * count, 2)
-        return inputs, inputs, sources
+    pairs = config.pairs(shape[1])
+    weights = np.arange(1, (shape[1] - 2 * pairs) // 2 + 1) ** (POWER - 1)
+    share = weights / weights.sum()
+    inputs = np.zeros(shape, dtype=np.int64)
+    sources = np.full_like(inputs, -1)
+    # one sequence at a time: numpy cannot draw several samples without replacement at once
+    for sequence, source in zip(inputs, sources, strict=True):
+        keys = 1 + random.choice(config.num_keys, pairs, replace=False)
+        values = 1 + config.num_keys + random.choice(config.num_values, pairs, replace=False)
+        places = random.choice(len(share), pairs, replace=False, p=share)
+        sequence[: 2 * pairs : 2], sequence[1 : 2 * pairs : 2] = keys, values
+        questions = 2 * pairs + 2 * places
+        sequence[questions] = keys
+        source[questions] = np.arange(1, 2 * pairs, 2)
+    return inputs, inputs, sources
 
 
-TASKS = {"last_write": LastWriteData, "recall": RecallData, "needle": NeedleData}
+TASKS = {"last_write": last_write, "recall": recall, "needle": needle}

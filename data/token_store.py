@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 from config import DataConfig
 from data.corpora import Corpus
 from data.halves import write_halves
-from data.interface import Tokenizer
 from data.token_file import TokenFile, check, entry, meta_checksum, sync
+from data.tokenizer import Tokenizer
 
 log = logging.getLogger("tilegpt")
 
@@ -75,16 +75,14 @@ def load(folder: Path) -> TokenStore:
     """The store in that folder. Raises DamagedStore if it is not whole."""
     try:
         meta = json.loads((folder / META).read_bytes())
-        if not isinstance(meta, dict) or meta.get("sha256") != meta_checksum(meta):
+        if meta.get("sha256") != meta_checksum(meta):
             raise ValueError(f"{META} was altered")
-        if meta["name"] != folder.name:
-            raise ValueError(f"it is a copy of {meta['name']}")
         for name in FILES:
             check(folder / name, meta["files"][name])
         train, val = (TokenFile(folder / name, meta["dtype"]) for name in FILES)
         return TokenStore(train, val, meta)
     # another OSError, such as too many open files, says nothing about the store
-    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError) as error:
+    except (FileNotFoundError, NotADirectoryError, ValueError) as error:
         raise DamagedStore(f"the token store {folder} is damaged: {error}") from error
 
 
@@ -94,7 +92,7 @@ def build(corpus: Corpus, tokenizer: Tokenizer, folder: Path) -> None:
     with TemporaryDirectory(prefix=f"{folder.name}.unfinished-", dir=cache) as temporary:
         unfinished = Path(temporary, folder.name)
         unfinished.mkdir()
-        meta = {"name": folder.name, **write_halves(corpus, tokenizer, unfinished)}
+        meta = write_halves(corpus, tokenizer, unfinished)
         meta["files"] = {name: entry(unfinished / name) for name in FILES}
         meta["sha256"] = meta_checksum(meta)
         (unfinished / META).write_text(json.dumps(meta, indent=1))

@@ -8,16 +8,13 @@ gpt2   comparable with published GPT-2 losses; tiktoken downloads its vocabulary
 import base64
 import hashlib
 import itertools
-import os
 import re
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from data.interface import Tokenizer
 from data.network import answers
 
 if TYPE_CHECKING:
@@ -31,11 +28,6 @@ RANKS_FILE = Path(__file__).with_name("bpe_8192.tiktoken")
 # are one token
 PATTERN = r"[^\s\p{L}\p{N}]?\p{L}+| \p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"
 
-GPT2_FILES = tuple(
-    f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}"
-    for name in ("vocab.bpe", "encoder.json")
-)
-
 # tiktoken gets at most this many characters at once, because GPT-2's pattern looks ahead, and a
 # million spaces before a word overflow its stack. The cut falls between a character and the white
 # space after it, where every pattern here starts a new token anyway. Only a text without such a
@@ -48,47 +40,31 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
-class ByteTokenizer:
-    """256 byte values, and one token for the end of text."""
-
-    name = "byte"
-    vocab_size = 257
-    end_of_text = 256
-    fingerprint = "byte"
-
-    def encode(self, text: str) -> np.ndarray:
-        content = np.frombuffer(text.encode(errors="replace"), dtype=np.uint8)
-        return content.astype(token_dtype(self.vocab_size))
-
-    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        pieces = [*(bytes([value]) for value in range(256)), END_OF_TEXT.encode()]
-        used = [token for token in np.asarray(tokens).tolist() if token < len(pieces)]
-        return b"".join(pieces[token] for token in used).decode(errors="replace")
-
-    def count_bytes(self, tokens: np.ndarray) -> int:
-        return tokens.size
-
-
-class BytePairTokenizer:
-    """A tiktoken encoding with one special token, the end of text."""
+class Tokenizer:
+    """A tiktoken encoding with one special token, the end of text, which follows every document."""
 
     def __init__(self, encoding: "tiktoken.Encoding", fingerprint: str) -> None:
         self.encoding = encoding
         self.name = encoding.name
-        self.vocab_size = encoding.n_vocab
+        self.vocab_size = encoding.n_vocab  # tokenizer.vocab_size adds unused tokens
         self.end_of_text = encoding.eot_token
-        self.fingerprint = fingerprint
+        self.fingerprint = fingerprint  # equal fingerprints give equal tokens
 
     def encode(self, text: str) -> np.ndarray:
+        """The tokens of any text; `<|endoftext|>` written in it is ordinary text."""
         # not encode(), which refuses a text in which <|endoftext|> is written out
         chunks = map(self.encoding.encode_ordinary, CHUNK.findall(text))
         return np.fromiter(itertools.chain.from_iterable(chunks), token_dtype(self.vocab_size))
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """The text of any tokens. Invalid UTF-8 becomes U+FFFD; unused tokens become nothing."""
         used = [token for token in np.asarray(tokens).tolist() if token < self.encoding.n_vocab]
         return self.encoding.decode(used)
 
     def count_bytes(self, tokens: np.ndarray) -> int:
+        """UTF-8 bytes that these tokens stand for. The end of text counts as one byte, as it does
+        for bytes as tokens, so that tokenizers compare.
+        """
         distinct, counts = np.unique(tokens, return_counts=True)
         pieces = map(self.encoding.decode_single_token_bytes, distinct.tolist())
         lengths = np.fromiter(map(len, pieces), np.int64)
@@ -100,59 +76,63 @@ def read_ranks(file: Path) -> dict[bytes, int]:
 
     tiktoken's own reader caches by file name, and returns the old content after the file changed.
     """
-    way_out = "restore it from the repository, or learn another with python -m scripts.train_bpe"
     try:
-        lines = file.read_bytes().splitlines()
-        pairs = [line.split() for line in lines]
-        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+        pairs = map(bytes.split, file.read_bytes().splitlines())
+        return {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
     except (OSError, ValueError) as error:
-        raise ValueError(f"the vocabulary {file} cannot be read ({error}); {way_out}") from error
-    # tiktoken checks neither, and fails much later
-    is_gapless = sorted(ranks.values()) == list(range(len(ranks)))
-    if not is_gapless or not ranks.keys() >= {bytes([value]) for value in range(256)}:
         raise ValueError(
-            f"the vocabulary {file} is damaged: ranks must run from 0 without a gap and hold all "
-            f"256 bytes; {way_out}"
-        )
-    return ranks
+            f"the vocabulary {file} cannot be read ({error}); restore it from the repository, or "
+            "learn another with python -m scripts.train_bpe"
+        ) from error
 
 
-def bpe(ranks_file: Path = RANKS_FILE) -> BytePairTokenizer:
-    """The project's own vocabulary. The end of text is the rank after the last."""
+def own(name: str, pattern: str, ranks: dict[bytes, int], fingerprint: str) -> Tokenizer:
+    """A vocabulary of these ranks. The end of text is the rank after the last."""
     import tiktoken
 
-    ranks = read_ranks(ranks_file)
     encoding = tiktoken.Encoding(
-        "bpe", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: len(ranks)}
+        name,
+        pat_str=pattern,
+        mergeable_ranks=ranks,
+        special_tokens={END_OF_TEXT: max(ranks.values()) + 1},
+        explicit_n_vocab=len(ranks) + 1,  # tiktoken then refuses ranks with a gap
     )
+    return Tokenizer(encoding, fingerprint)
+
+
+def byte() -> Tokenizer:
+    return own("byte", r"[\s\S]+", {bytes([value]): value for value in range(256)}, "byte")
+
+
+def bpe(ranks_file: Path = RANKS_FILE) -> Tokenizer:
+    """The project's own vocabulary."""
+    ranks = read_ranks(ranks_file)
     learned = hashlib.sha256(PATTERN.encode() + ranks_file.read_bytes()).hexdigest()
-    return BytePairTokenizer(encoding, f"bpe-{learned[:16]}")
+    return own("bpe", PATTERN, ranks, f"bpe-{learned[:16]}")
 
 
-def gpt2_is_cached() -> bool:
-    """Whether GPT-2's two files are in tiktoken's cache, where the SHA-1 of a URL names a file."""
-    default = os.path.join(tempfile.gettempdir(), "data-gym-cache")
-    folder = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR", default))
-    return bool(folder) and all(
-        Path(folder, hashlib.sha1(url.encode()).hexdigest()).is_file() for url in GPT2_FILES
-    )
-
-
-def gpt2() -> BytePairTokenizer:
+def gpt2() -> Tokenizer:
     """GPT-2's vocabulary, from tiktoken's cache or from its server."""
-    import tiktoken
+    import tiktoken.load
+
+    download = tiktoken.load.read_file  # called for what is not cached; it has no timeout
+
+    def ask_first(url: str) -> bytes:
+        if not answers(url):
+            raise OSError("it is not on this machine and its server does not answer")
+        return download(url)
 
     try:
-        # tiktoken downloads without a timeout, so first see whether the server answers
-        if not gpt2_is_cached() and not answers(GPT2_FILES[0]):
-            raise OSError("it is not on this machine and its server does not answer")
-        return BytePairTokenizer(tiktoken.get_encoding("gpt2"), "gpt2")
+        tiktoken.load.read_file = ask_first
+        return Tokenizer(tiktoken.get_encoding("gpt2"), "gpt2")
     except (OSError, ValueError) as error:
         raise ValueError(
             f"tokenizer=gpt2: the vocabulary could not be loaded ({error}); use tokenizer=bpe or "
             "tokenizer=byte, which need no network, or set TIKTOKEN_CACHE_DIR to a folder in "
             "which tiktoken has already stored it"
         ) from error
+    finally:
+        tiktoken.load.read_file = download
 
 
-BUILDERS: dict[str, Callable[[], Tokenizer]] = {"byte": ByteTokenizer, "bpe": bpe, "gpt2": gpt2}
+BUILDERS = {"byte": byte, "bpe": bpe, "gpt2": gpt2}

@@ -8,8 +8,7 @@ ordinary text.
 import json
 from typing import Any
 
-from data.interface import Tokenizer
-from data.tokenizer import END_OF_TEXT, BytePairTokenizer
+from data.tokenizer import END_OF_TEXT, Tokenizer
 
 # in these files a byte that is not a visible Latin-1 character is a character from U+0100 on, as in
 # GPT-2 (Radford et al. 2019): " the\n" is "ĠtheĊ"
@@ -22,26 +21,17 @@ def as_characters(token: bytes) -> str:
     return "".join(CHARACTERS[byte] for byte in token)
 
 
-def ranks_of(tokenizer: Tokenizer) -> dict[bytes, int]:
-    if isinstance(tokenizer, BytePairTokenizer):
-        return tokenizer.encoding._mergeable_ranks
-    return {bytes([byte]): byte for byte in range(256)}
-
-
 def has_vocabulary(content: dict[str, Any], tokenizer: Tokenizer) -> bool:
-    """Whether a tokenizer.json, which may be of any kind, has exactly the tokens of `tokenizer`.
+    """Whether a tokenizer.json, which may be of any kind, splits a text as `tokenizer` does.
 
-    Special tokens that it adds to them are not in a plain text, so they do not count. A vocabulary
-    lists its tokens in the order of its merges, so equal ones split a word equally.
+    A vocabulary lists its tokens in the order of its merges, so equal ones split a word equally.
     """
-    ours = {as_characters(token): rank for token, rank in ranks_of(tokenizer).items()}
+    ours = {as_characters(x): rank for x, rank in tokenizer.encoding._mergeable_ranks.items()}
     try:
-        theirs, added = content["model"]["vocab"], content["added_tokens"]
-        ends = [each["id"] for each in added if each["content"] == END_OF_TEXT]
-        plain = {token: rank for token, rank in theirs.items() if token != END_OF_TEXT}
+        is_whole = ours.items() <= content["model"]["vocab"].items()
     except (KeyError, TypeError, AttributeError):
         return False
-    return (plain, ends, content.get("normalizer")) == (ours, [tokenizer.end_of_text], None)
+    return is_whole and content.get("normalizer") is None
 
 
 def tokenizer_files(tokenizer: Tokenizer, *, max_length: int) -> dict[str, str]:
@@ -56,10 +46,10 @@ def tokenizer_files(tokenizer: Tokenizer, *, max_length: int) -> dict[str, str]:
             f"transformers writes the tokenizer's files ({error}); pip install 'tilegpt[hf]'"
         ) from error
 
-    plain = isinstance(tokenizer, BytePairTokenizer)
-    pattern = tokenizer.encoding._pat_str if plain else r"[\s\S]+"
-    converter = TikTokenConverter(pattern=pattern, extra_special_tokens=[END_OF_TEXT])
-    converter.load_tiktoken_bpe = lambda _: ranks_of(tokenizer)  # it would read them from a file
+    encoding = tokenizer.encoding
+    converter = TikTokenConverter(pattern=encoding._pat_str, extra_special_tokens=[END_OF_TEXT])
+    # it would read them from a file
+    converter.load_tiktoken_bpe = lambda _: encoding._mergeable_ranks
     about = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_length,
