@@ -47,7 +47,7 @@ def read_rows(file: Path, field: str) -> Iterator[Row]:
         csv.field_size_limit(2**31 - 1)  # its default is 128 KiB
         with open(file, encoding="utf-8-sig", newline="") as lines:
             delimiter = "\t" if kind == ".tsv" else ","
-            yield from csv.DictReader(lines, delimiter=delimiter, strict=True)
+            yield from csv_rows(csv.reader(lines, delimiter=delimiter, strict=True))
 
 
 def json_rows(lines: BinaryIO) -> Iterator[Row]:
@@ -57,6 +57,20 @@ def json_rows(lines: BinaryIO) -> Iterator[Row]:
         yield from json.loads(first + lines.read())
     else:
         yield from map(json.loads, itertools.chain([first], filled))
+
+
+def csv_rows(lines: Iterable[list[str]]) -> Iterator[Row]:
+    """The rows under the first one, which names the columns. Raises csv.Error for a row with more
+    or fewer cells: an unquoted comma would cut a text off.
+    """
+    filled = (cells for cells in lines if cells)
+    names = next(filled, [])
+    if len(set(names)) < len(names):
+        raise csv.Error(f"two columns have one name: {', '.join(names)}")
+    for cells in filled:
+        if len(cells) != len(names):
+            raise csv.Error(f"{len(cells)} cells under {len(names)} columns")
+        yield dict(zip(names, cells, strict=True))
 
 
 def texts(rows: Iterable[Row], field: str) -> Iterator[str]:

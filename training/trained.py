@@ -1,10 +1,12 @@
 """Loads what a run has learned, its settings and its weights, from its directory."""
 
 from contextlib import AbstractContextManager
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from omegaconf import DictConfig, OmegaConf
 
 from attention import Backend
 from config import RunConfig
@@ -28,7 +30,6 @@ class Trained(NamedTuple):
 
 def read_run_config(run: Path) -> RunConfig:
     """The settings in RUN/config.yaml. Raises ValueError where there are none."""
-    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
@@ -37,11 +38,23 @@ def read_run_config(run: Path) -> RunConfig:
     if not path.is_file():
         raise ValueError(no_run(run, "config.yaml"))
     try:
-        settings = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.load(path))
-        return OmegaConf.to_object(settings)
+        known, settings = OmegaConf.structured(RunConfig), OmegaConf.load(path)
+        drop_unset(settings, known)
+        return OmegaConf.to_object(OmegaConf.merge(known, settings))
     except (OmegaConfBaseException, YAMLError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{path} is not the configuration of a run: {reason}") from error
+
+
+def drop_unset(settings: DictConfig, known: DictConfig) -> None:
+    """Take out keys that RunConfig no longer has, if the run did not use them: null or false."""
+    for name in list(settings):
+        if name in known:
+            groups = settings[name], known[name]
+            if all(isinstance(group, DictConfig) for group in groups):
+                drop_unset(*groups)
+        elif settings[name] in (None, False) and is_dataclass(OmegaConf.get_type(known)):
+            del settings[name]
 
 
 def data_of(config: RunConfig) -> TrainingData:

@@ -147,7 +147,7 @@ FORMS = {
     "JSONL": lines(*TABLE),
     "json": json.dumps(TABLE, indent=1),
     "csv": CSV,
-    "CSV": "\ufeff" + CSV.replace("\n", "\r\n"),
+    "CSV": "\ufeff\n" + CSV.replace("\n", "\r\n"),
     "tsv": "n\ttext\n1\tone\n2\t\n3\t\n4\ttwo, 2\n",
 }
 
@@ -224,6 +224,9 @@ BAD = {
     "bad-bytes": (dict(a_jsonl=GOOD.encode() + b'{"text": "\xff"}'), "", r"a\.jsonl.*row 1000 "),
     "half-a-pair": (dict(a_jsonl=GOOD + r'{"text": "\ud83d"}'), "", r"a\.jsonl.*row 1000 .*ud83d"),
     "deep": (dict(a_jsonl=GOOD + "[" * 100_000), "", r"a\.jsonl.*row 1000 "),
+    "unquoted-comma": (dict(a_csv="n,text\n1,x\n2,y, z\n"), "", r"a\.csv.*row 1 .*3 .* 2 "),
+    "missing-cell": (dict(a_csv="n,text\n1\n"), "", r"a\.csv.*row 0 .*1 .* 2 "),
+    "one-name-twice": (dict(a_csv="text,text\nx,y\n"), "", r"a\.csv.*text, text"),
     "open-quote": (dict(a_csv='text\nx\n"y\n'), "", r"a\.csv.*row 1 "),
     "broken-parquet": (dict(a_parquet="nonsense"), "", r"a\.parquet"),
     "empty-parquet": (dict(a_parquet=""), "", r"a\.parquet"),
