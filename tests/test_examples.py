@@ -55,6 +55,16 @@ def test_every_cell_runs(tmp_path):
     assert "attention=leaky_attention:BACKEND" in done.stdout
 
 
+def test_an_own_attention_lies_where_the_command_was_typed(tmp_path):
+    """A regression test: with hydra.job.chdir=true it was looked for in the run's folder."""
+    own = 'from attention import get_backend\n\nBACKEND = get_backend("tiled")\n'
+    (tmp_path / "own.py").write_text(own)
+    settings = tiny(tmp_path / "run", "attention=own:BACKEND", "hydra.job.chdir=true")
+    command = [sys.executable, NOTEBOOK.parents[1] / "train.py", *settings]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_no_outputs_are_committed():
     for cell in json.loads(NOTEBOOK.read_text())["cells"]:
         assert not cell.get("outputs") and cell.get("execution_count") is None

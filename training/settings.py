@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from attention import BACKENDS, Backend, get_backend
 from config import BACKEND_OPTIONS, SYNTHETIC_SOURCES, TEXT_SOURCES, AttentionConfig, RunConfig
-from training.command_line import asked_keys, cli_overrides
+from training.command_line import asked_keys, cli_overrides, where_it_was_typed
 from training.loggers import check_logger
 from training.names import attention_names
 from training.resume import check_resume
@@ -91,10 +91,12 @@ def check_settings(config: RunConfig, summary: dict[str, Any]) -> None:
     Raises ValueError for those on this command line, for a logger that is not installed, and for a
     resume under settings that nobody asked for.
     """
-    if left_out := settle(config, asked=asked_keys()):
+    with where_it_was_typed():  # an own attention's module may lie there
+        left_out = settle(config, asked=asked_keys())
+        summary["variant"] = attention_names(config.attention)[0][1]
+    if left_out:
         summary["left_out"] = left_out
         log.info("\n".join(f"without {key}: {why}" for key, why in left_out.items()))
-    summary["variant"] = attention_names(config.attention)[0][1]
     check_logger(config.logger)
     check_resume(config, asked=cli_overrides())
 
