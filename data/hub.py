@@ -26,12 +26,16 @@ def load_from_hub(config: DataConfig) -> "Dataset | IterableDataset":
         if not datasets.config.HF_HUB_OFFLINE and not answers(datasets.config.HF_ENDPOINT):
             raise OSError(
                 f"{datasets.config.HF_ENDPOINT} does not answer; HF_HUB_OFFLINE=1 reads what this "
-                "machine has cached; data=stdlib, data=torch_source and data=text data.path=FILE "
-                "need no network"
+                "machine has cached"
             )
         return datasets.load_dataset(
             config.name, config.subset, split=config.split, streaming=config.streaming
         )
     except (OSError, ValueError, RuntimeError) as error:
         chosen = f"data.name={config.name} data.subset={config.subset} data.split={config.split}"
-        raise ValueError(f"{chosen}: {error}") from error
+        way_out = ""
+        if isinstance(error, OSError):
+            way_out = (
+                "; data=stdlib, data=torch_source and data=text data.path=FILE need no network"
+            )
+        raise ValueError(f"{chosen}: {error}{way_out}") from error

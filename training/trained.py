@@ -3,7 +3,7 @@
 from contextlib import AbstractContextManager
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -39,22 +39,23 @@ def read_run_config(run: Path) -> RunConfig:
         raise ValueError(no_run(run, "config.yaml"))
     try:
         known, settings = OmegaConf.structured(RunConfig), OmegaConf.load(path)
-        drop_unset(settings, known)
+        for group in settings:
+            if group in known:
+                drop_unset(settings[group], known[group])
         return OmegaConf.to_object(OmegaConf.merge(known, settings))
     except (OmegaConfBaseException, YAMLError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{path} is not the configuration of a run: {reason}") from error
 
 
-def drop_unset(settings: DictConfig, known: DictConfig) -> None:
-    """Take out keys that RunConfig no longer has, if the run did not use them: null or false."""
-    for name in list(settings):
-        if name in known:
-            groups = settings[name], known[name]
-            if all(isinstance(group, DictConfig) for group in groups):
-                drop_unset(*groups)
-        elif settings[name] in (None, False) and is_dataclass(OmegaConf.get_type(known)):
-            del settings[name]
+def drop_unset(settings: Any, known: Any) -> None:
+    """Take out keys that a group of RunConfig no longer has, if the run did not use them: null or
+    false.
+    """
+    if isinstance(settings, DictConfig) and is_dataclass(OmegaConf.get_type(known)):
+        for name in settings.keys() - known.keys():
+            if settings[name] in (None, False):
+                del settings[name]
 
 
 def data_of(config: RunConfig) -> TrainingData:
