@@ -79,6 +79,14 @@ class Compiled(NamedTuple):
     warnings: list[str]  # ptxas' warning numbers for products that it serialises
 
 
+# arguments of the kernels that are float32 whatever the dtype of q
+STATISTICS = {
+    *("lse_ptr", "top_ptr", "max_ptr", "row_sum_ptr", "sinks_ptr"),  # of the forward pass
+    *("sum_ptr", "delta_ptr"),  # of the backward pass
+    "params_ptr",
+}
+
+
 def signature(
     kernel: str, function: Any, dtype: str, head_dim: int, variant: str, tile: Tile
 ) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any]]:
@@ -105,7 +113,7 @@ def signature(
         },
         **({} if variant == "intervals" else dict.fromkeys(("lo_ptr", "hi_ptr", "ranges_ptr"))),
         **({} if variant == "score_mod" else {"params_ptr": None}),
-        **({} if dtype == "fp32" else dict.fromkeys(("max_ptr", "log_sum_ptr"))),
+        **({} if dtype == "fp32" else dict.fromkeys(("max_ptr", "row_sum_ptr"))),
         **dict.fromkeys(("top_ptr", "sinks_ptr")),
         **({} if variant == "pages" else {"table_ptr": None}),
         **{"SPLITS": FIXED_SPLITS, "PAGE_SIZE": 64 if variant == "pages" else 0},
@@ -120,8 +128,7 @@ def signature(
                 f"{block_q if name in ('q_desc', 'do_desc') else block_kv}, {block_d}]>"
             )
         elif name.endswith("_ptr"):
-            statistics = ("lse_ptr", "top_ptr", "delta_ptr", "params_ptr")
-            wide = name in statistics or (kernel == "decoding" and name == "out_ptr")
+            wide = name in STATISTICS or (kernel == "decoding" and name == "out_ptr")
             types[name] = "*fp32" if wide else f"*{dtype}"
             if name in ("lo_ptr", "hi_ptr", "ranges_ptr", "lengths_ptr", "table_ptr"):
                 types[name] = "*i32"

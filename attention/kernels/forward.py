@@ -162,13 +162,13 @@ def with_sink(row_max, row_sum, sink):
 @triton.jit(do_not_specialize=["section"])  # it depends on the lengths; do not recompile for each
 def forward_kernel(
     q_desc, k_desc, v_desc, lo_ptr, hi_ptr, params_ptr, stride_interval, num_heads, section, N, M,
-    score_scale, out_ptr, lse_ptr, top_ptr, max_ptr, sum_ptr, sinks_ptr,
+    score_scale, out_ptr, lse_ptr, top_ptr, max_ptr, row_sum_ptr, sinks_ptr,
     CAUSAL: tl.constexpr, SCORE_MOD: tl.constexpr, MOVE_MAX: tl.constexpr, GROUPS: tl.constexpr,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """out_ptr: (B, N, H, D); top_ptr: receives each row's largest score; max_ptr, sum_ptr: its
-    row_max in base 2 and its row_sum, for the backward pass. sinks_ptr (H,): a logit of each head
-    in the denominator. All but out_ptr and lse_ptr may be None."""
+    """out_ptr: (B, N, H, D); top_ptr: receives each row's largest score; max_ptr,
+    row_sum_ptr: its row_max in base 2 and its row_sum, for the backward pass. sinks_ptr (H,): a
+    logit of each head in the denominator. All but out_ptr and lse_ptr may be None."""
     INTERVALS: tl.constexpr = lo_ptr is not None
     # the last query tiles run first: under a causal mask they are the longest, and short ones fill
     # the gaps at the end
@@ -230,6 +230,6 @@ def forward_kernel(
     tl.store(lse_ptr + statistics, lse, mask=rows < N)
     if max_ptr is not None:
         tl.store(max_ptr + statistics, row_max, mask=rows < N)
-        tl.store(sum_ptr + statistics, row_sum, mask=rows < N)
+        tl.store(row_sum_ptr + statistics, row_sum, mask=rows < N)
     if top_ptr is not None:
         tl.store(top_ptr + statistics, top * 0.6931471805599453, mask=rows < N)
