@@ -38,8 +38,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.serialization import config as serialization
 
 from attention import dtype_name
-from data.token_file import meta_checksum, sync
-from training.files import HashedFile, MetricsFile, Row, sha256_of
+from data.token_file import meta_checksum, sha256_of, sync
+from training.files import HashedFile, MetricsFile, Row
 from training.memory import GIB, is_out_of_memory
 from training.names import as_typed
 from training.phases import phase

@@ -140,11 +140,6 @@ def write_file(path: Path, content: str | bytes) -> None:
         raise OSError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 class HashedFile:
     """A new binary file whose SHA-256 is computed in another thread while it is written."""
 

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from data import Tokenizer
 from data.network import answers
+from data.token_file import sha256_of
 from data.tokenizer_json import has_vocabulary
 from model import GPT, load_hugging_face
-from training.files import Row, sha256_of
+from training.files import Row
 
 log = logging.getLogger("tilegpt")
 

@@ -32,8 +32,9 @@ import yaml
 
 from attention import BACKENDS
 from config import AttentionConfig, RunConfig
+from data.token_file import sha256_of
 from training.command_line import key_of, quoted
-from training.files import Row, sha256_of, write_file
+from training.files import Row, write_file
 from training.names import WATCHING, as_typed, attention_names, recorded_starts
 from training.retention import meta_of, newest_first
 
