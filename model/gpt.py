@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention import Backend, build_module
+from attention import Backend
 from config import AttentionConfig, ModelConfig
 from model.kv_cache import KVCache, LayerCache
-from model.layer_function import LayerFunction, layer_functions
+from model.layer_function import LayerFunction, layer_functions, own_module
 from model.loss import linear_cross_entropy
 from model.rope import apply_rope, rope_tables
 from model.seam import Seam, SeamedModel
@@ -159,10 +159,8 @@ class GPT(SeamedModel):
         self.output_layer = None if tied else nn.Linear(width, vocab_size, bias=False)
         self._initialise()
         # last, so that the other weights start as with any other attention of the same seed
-        if backend.module is not None:
-            sizes = config.attention_sizes | {"max_seq_len": config.max_seq_len}
-            for layer, block in enumerate(self.blocks):
-                block.attention.own = build_module(backend, **sizes, layer=layer)
+        for layer, block in enumerate(self.blocks):
+            block.attention.own = own_module(backend, config, layer)
 
     def _initialise(self) -> None:
         """As in GPT-2: from N(0, init_std), divided by sqrt(2 num_layers) where a branch ends."""

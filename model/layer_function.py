@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attention import get_score_mod
+from attention import Backend, build_module, get_score_mod
 from config import AttentionConfig, ModelConfig
 
 
@@ -64,6 +64,14 @@ class LayerFunction(nn.Module):
         # not a | b: graphs of torch 2.11 do not check the keys of a dict that stands left of |. The
         # graph of a layer without a window would serve a layer with one too
         return {**self._function, **{name: x for name, x in tensors.items() if x is not None}}
+
+
+def own_module(backend: Backend, model: ModelConfig, layer: int) -> nn.Module | None:
+    """The module that a backend brings for a layer; see Backend.module. None if it brings none."""
+    if backend.module is None:
+        return None
+    sizes = model.attention_sizes | {"max_seq_len": model.max_seq_len}
+    return build_module(backend, **sizes, layer=layer)
 
 
 def alibi_slopes(num_heads: int) -> Tensor:

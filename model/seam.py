@@ -1,5 +1,5 @@
-"""How the layers of a model compute their attention, which everybody but the GPT may change: the
-backend, ranks that share a sequence, and whoever wants to know the largest scores.
+"""How the layers of a model compute their attention: by which backend, on which ranks, and whether
+they keep their largest scores. The GPT itself knows nothing of these.
 """
 
 from collections.abc import Callable, Iterator

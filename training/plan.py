@@ -36,10 +36,11 @@ from typing import Any
 
 import torch
 
-from attention import Backend, build_module
+from attention import Backend
 from attention.kernels.tiles import shares_of
 from config import ModelConfig
 from model.gpt import mlp_width
+from model.layer_function import own_module
 from model.loss import chunk_rows, padded_vocab
 from training.schedule import run_compiles
 from training.throughput import count_parameters
@@ -88,10 +89,9 @@ def own_parameters(config: ModelConfig, backend: Backend) -> int:
     """Number of parameters that the attention modules of all layers have themselves."""
     if backend.module is None:
         return 0
-    shape = config.attention_sizes | {"max_seq_len": config.max_seq_len}
     with torch.random.fork_rng(devices=[]):
-        layers = (build_module(backend, **shape, layer=i) for i in range(config.num_layers))
-        return sum(map(count_parameters, layers))
+        layers = (own_module(backend, config, layer) for layer in range(config.num_layers))
+        return sum(count_parameters(layer) for layer in layers if layer is not None)
 
 
 def parameter_count(config: ModelConfig, vocab_size: int) -> int:

@@ -9,7 +9,6 @@ import torch
 from attention import (
     BACKENDS,
     Backend,
-    build_module,
     get_backend,
     get_score_mod,
     is_operator,
@@ -21,7 +20,7 @@ from attention.tiled import TiledAttention
 from config import AttentionConfig, RunConfig
 from model.fast import FastGPT
 from model.gpt import GPT, CausalSelfAttention
-from model.layer_function import layer_functions
+from model.layer_function import layer_functions, own_module
 from model.rope import rope_tables
 from model.seam import Seam
 from training.compiler import keep_compiled
@@ -161,10 +160,9 @@ def try_in_layer(
     sequences are enough: more have the same strides.
     """
     layer = CausalSelfAttention(config.model, Seam(backend), function).to(device)
-    module = None
-    if backend.module is not None:
-        sizes = config.model.attention_sizes | {"max_seq_len": config.model.max_seq_len}
-        module = build_module(backend, **sizes, layer=0).to(device)
+    module = own_module(backend, config.model, layer=0)
+    if module is not None:
+        module.to(device)
     sizes = min(config.batch_size, 2), config.seq_len, layer.qkv.out_features
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(sizes, generator=generator).to(device, dtype).requires_grad_()
