@@ -12,11 +12,10 @@ checkpoint.best/ and loss_curve.png.
 import time
 
 BEGAN = time.time()  # before the imports: they are a part of what a run costs
-from training.interrupt import hide_ctrl_c
+from training.launch.interrupt import hide_ctrl_c
 
 if __name__ == "__main__":
     hide_ctrl_c()
-import os
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,27 +23,24 @@ import hydra
 from omegaconf import DictConfig
 
 from config import RunConfig, register
-from training.command_line import launch
+from training.launch.command_line import launch
 
 register()
-# waiting threads must sleep: if another program shares a core, spinning makes a run several times
-# slower. The user's own values win
-os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"} | os.environ
 
 
 def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
     """One run, from settings to files. It fills `summary` as it goes, so an error loses nothing."""
     # imported here, so that --help and a mistyped key are answered without loading torch
-    from training.checkpoint import Checkpoints
-    from training.files import read_metrics
-    from training.health import AttentionMonitor
-    from training.interrupt import Interrupt
-    from training.memory import cpu_memory_limit
-    from training.recorder import Recorder
-    from training.resume import new_start
-    from training.run import build_run
-    from training.settings import check_settings
-    from training.step import Stepper
+    from training.launch.interrupt import Interrupt
+    from training.launch.settings import check_settings
+    from training.loop.build import build_run
+    from training.loop.health import AttentionMonitor
+    from training.loop.step import Stepper
+    from training.record.checkpoint import Checkpoints
+    from training.record.files import read_metrics
+    from training.record.memory import cpu_memory_limit
+    from training.record.recorder import Recorder
+    from training.record.starts import new_start
 
     # Build. What can be refused is refused here.
     check_settings(config, summary)
@@ -97,8 +93,8 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(cfg: DictConfig) -> float:
     """One job. Returns what a sweeper minimises: val/loss of a completed run, else infinity."""
-    from training.job import run_job
-    from training.outcome import Objective
+    from training.launch.job import run_job
+    from training.record.outcome import Objective
 
     summary, _ = run_job(train, cfg)
     return Objective(summary)

@@ -69,7 +69,7 @@ class GpusLauncher(Launcher):
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
-        from training.sweep import forget_sweep
+        from training.launch.sweep import forget_sweep
 
         self.hydra_context, self.config = hydra_context, config
         self.sweep_dir = Path(config.hydra.sweep.dir).absolute()
@@ -138,8 +138,8 @@ class GpusLauncher(Launcher):
 
     def run(self, waiting: list[Job]) -> dict[int, JobReturn]:
         """How each job ended. A signal ends the program, after the jobs that run have saved."""
-        from training.interrupt import Noted
-        from training.sweep import finish_sweep
+        from training.launch.interrupt import Noted
+        from training.launch.sweep import finish_sweep
 
         running: dict[Popen, Job] = {}
         ended: dict[int, JobReturn] = {}
@@ -173,7 +173,7 @@ class GpusLauncher(Launcher):
 
     def composed(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[Job]:
         """The jobs with their settings. `first` is the number of the first one."""
-        from training.command_line import as_written, options_first, quoted
+        from training.launch.command_line import as_written, options_first, quoted
 
         options, _ = options_first(sys.argv[1:])
         options = [option for option in options if option not in ("-m", "--multirun")]
@@ -221,8 +221,8 @@ class GpusLauncher(Launcher):
 
     def end(self, job: Job, code: int, stopped: bool) -> JobReturn:
         """Record and print how a job ended."""
-        from training.outcome import Objective
-        from training.sweep import read_run, record_job, remark
+        from training.launch.sweep import read_run, record_job, remark
+        from training.record.outcome import Objective
 
         seconds, how = time.monotonic() - job.began, {}
         row = read_run(job.folder)
@@ -243,7 +243,7 @@ class GpusLauncher(Launcher):
 
 def labelled(overrides: list[str], shared: set[str]) -> str:
     """A job's name in what is printed: the overrides that not all jobs share."""
-    from training.command_line import key_of, unescaped
+    from training.launch.command_line import key_of, unescaped
 
     own = [each for each in overrides if each not in shared] or overrides
     return unescaped(" ".join(each for each in own if key_of(each) != "left_out"))
@@ -251,8 +251,8 @@ def labelled(overrides: list[str], shared: set[str]) -> str:
 
 def resume_sweep(folder: Path) -> NoReturn:
     """Go on with the jobs of a sweep that did not begin or did not end; exit as the sweep would."""
-    from training.command_line import quoted
-    from training.sweep import (
+    from training.launch.command_line import quoted
+    from training.launch.sweep import (
         claim,
         exit_code,
         finish_sweep,

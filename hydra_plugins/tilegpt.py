@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 if TYPE_CHECKING:
     from config import RunConfig
-    from training.settings import Unread
+    from training.launch.settings import Unread
 
 
 class OwnAttention(ConfigSource):
@@ -94,7 +94,7 @@ class CheckedSweeper(Sweeper):
         )
 
     def sweep(self, arguments: list[str]) -> Any:
-        from training.sweep import begin_sweep, finish_sweep, forget_sweep
+        from training.launch.sweep import begin_sweep, finish_sweep, forget_sweep
 
         folder = Path(self.config.hydra.sweep.dir)
         try:
@@ -173,8 +173,8 @@ class CheckedSweeper(Sweeper):
         See begin_sweep() for the entries of a job. Ends the program with all reasons if a job
         cannot run.
         """
-        from training.command_line import key_of
-        from training.settings import is_asked, settle, unread
+        from training.launch.command_line import key_of
+        from training.launch.settings import is_asked, settle, unread
 
         problems: dict[int, str] = {}
         composed = self.composed(jobs, problems)
@@ -232,8 +232,8 @@ class CheckedSweeper(Sweeper):
 
         A job that cannot be composed goes into `problems` instead.
         """
-        from training.interrupt import Stopped
-        from training.settings import conditional_settings
+        from training.launch.interrupt import Stopped
+        from training.launch.settings import conditional_settings
 
         composed = {}
         for number, job in enumerate(jobs):
@@ -248,7 +248,7 @@ class CheckedSweeper(Sweeper):
         return composed
 
     def compose(self, job: list[str]) -> "RunConfig":
-        from training.command_line import one_sentence, read_config
+        from training.launch.command_line import one_sentence, read_config
 
         with one_sentence():
             composed = self.hydra_context.config_loader.load_sweep_config(self.config, job)
@@ -258,9 +258,9 @@ class CheckedSweeper(Sweeper):
 
     def check(self, config: "RunConfig") -> None:
         """Raise ValueError for all errors that can be found before the job begins."""
-        from training.device import pick_device, pick_dtype
-        from training.loggers import check_logger
-        from training.schedule import check_model, check_schedule
+        from training.loop.device import pick_device, pick_dtype
+        from training.loop.schedule import check_model, check_schedule
+        from training.record.loggers import check_logger
 
         check_logger(config.logger)
         schedule = check_schedule(config)
@@ -274,7 +274,7 @@ class CheckedSweeper(Sweeper):
 
 def named_by(config: "RunConfig") -> dict[str, Any]:
     """The entries of the sweep's index from which a job gets its name."""
-    from training.names import attention_names
+    from training.record.names import attention_names
 
     attentions = attention_names(config.attention)
     return {
@@ -292,7 +292,7 @@ def as_overrides(settings: DictConfig | dict[str, Any]) -> list[str]:
 
 def refusal(jobs: list[list[str]], problems: dict[int, str]) -> str:
     """error: 2 of 3 jobs cannot run, so none was started: attention=sdpa, attention=flex: ..."""
-    from training.command_line import unescaped
+    from training.launch.command_line import unescaped
 
     shared = set.intersection(*map(set, jobs))
     by_reason: dict[str, list[str]] = {}

@@ -39,9 +39,9 @@ from torch.utils._pytree import tree_flatten
 
 from scripts.arguments import Json, Natural, command
 from scripts.tables import Row
-from training.environment import ROOT, measured_on
-from training.files import read_metrics, write_json
-from training.retention import FRESH, LATEST, newest_first, step_of
+from training.record.environment import ROOT, measured_on
+from training.record.files import read_metrics, write_json
+from training.record.retention import FRESH, LATEST, newest_first, step_of
 
 STEPS, EVERY = 200, 10
 # everything that has state: dropout, two passes a step, rows, evaluations and checkpoints at

@@ -33,9 +33,9 @@ from model import GPT, generate
 from model.decoding import captured
 from scripts.arguments import Count, Device, Dtype, Json, command, default, parse_backend
 from scripts.tables import Row
-from training.device import pick_device, pick_dtype
-from training.environment import measured_on
-from training.files import write_json
+from training.loop.device import pick_device, pick_dtype
+from training.record.environment import measured_on
+from training.record.files import write_json
 
 PROMPT, FIRST, LAST = 16, 64, 512  # tokens; those between the first and the last are timed
 GPT2 = ModelConfig(

@@ -15,7 +15,7 @@ from lab.results import FOLDER, load
 from scripts.arguments import NoOptions, command
 from scripts.drawing import for_both_papers, new_figure, save_figure
 from scripts.tables import Row, by, grouped, values
-from training.palette import BACKENDS
+from training.record.palette import BACKENDS
 
 WORDS = {"triton": "exact"}
 

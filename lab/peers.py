@@ -40,9 +40,9 @@ from conformance.dialects import sequence_bounds
 from scripts.arguments import Count, Device, Dtype, Json, command, default, parse_backend
 from scripts.attention_call import Call, Measurement, attempt, take_turns
 from scripts.tables import Row, by, text_table
-from training.device import pick_device, pick_dtype
-from training.environment import measured_on
-from training.files import write_json
+from training.loop.device import pick_device, pick_dtype
+from training.record.environment import measured_on
+from training.record.files import write_json
 
 DIRECTIONS = ("forward", "backward")
 TOLERANCE = 2e-2  # between results in 16 bits

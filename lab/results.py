@@ -15,8 +15,8 @@ from statistics import median
 from lab.peers import DIRECTIONS, summary
 from scripts.arguments import NoOptions, command
 from scripts.tables import Row, by, grouped, mean_and_deviation
-from training.environment import ROOT
-from training.files import write_file
+from training.record.environment import ROOT
+from training.record.files import write_file
 
 FOLDER = ROOT / "results"
 PACKAGES = ("torch", "triton", "flash-attn-4", "python")

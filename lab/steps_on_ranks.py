@@ -60,16 +60,17 @@ from model.gpt import Block, Rope
 from model.kernels import add_norm
 from scripts.arguments import Count, Json, command, default
 from scripts.tables import Row
-from training.device import pick_device
-from training.environment import measured_on
-from training.files import write_json
-from training.memory import GIB
-from training.optimizer import set_learning_rate
-from training.ranks import ALONE, Ranks, leave, of_environment
-from training.run import Run, build_run, compose
-from training.schedule import prepare_model, run_compiles, will_graph
-from training.step import PendingStep, compute_gradients, queue_step
-from training.step_graph import WARM_UP, StepGraphs
+from training import build_run, compose
+from training.loop.device import pick_device
+from training.loop.graph import WARM_UP, StepGraphs
+from training.loop.optimizer import set_learning_rate
+from training.loop.ranks import ALONE, Ranks, leave, of_environment
+from training.loop.run import Run
+from training.loop.schedule import prepare_model, run_compiles, will_graph
+from training.loop.step import PendingStep, compute_gradients, queue_step
+from training.record.environment import measured_on
+from training.record.files import write_json
+from training.record.memory import GIB
 
 LOSS, ERROR = 1e-2, 2e-2  # bfloat16 alone causes errors of 0.003
 TIMEOUT = 60  # seconds that a rank waits for another

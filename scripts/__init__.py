@@ -3,7 +3,7 @@
 import os
 import sys
 
-from training.interrupt import hide_ctrl_c
+from training.launch.interrupt import hide_ctrl_c
 
 # read when torch is loaded: waiting threads sleep, as in train.py
 os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"} | os.environ

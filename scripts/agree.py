@@ -36,10 +36,10 @@ from attention.look.blame import is_foreign, with_place
 from model import GPT, KVCache, generate
 from scripts.arguments import Count, Device, Dtype, command, default, parse_backend
 from scripts.tables import Row, by, most, spread, table
-from training.device import pick_device
-from training.environment import environment
-from training.files import check_writable, write_json
-from training.trained import Trained, data_of, load_trained, read_run_config
+from training.loop.device import pick_device
+from training.loop.trained import Trained, data_of, load_trained, read_run_config
+from training.record.environment import environment
+from training.record.files import check_writable, write_json
 
 
 @dataclass

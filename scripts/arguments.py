@@ -18,10 +18,10 @@ import yaml
 
 from attention import BACKENDS, Backend, get_backend
 from config import SHORT_DTYPES, RunConfig, check_int64
-from training.command_line import check_keys, compose, key_of, split
-from training.files import check_writable
-from training.interrupt import one_line
-from training.settings import settle
+from training.launch.command_line import check_keys, compose, key_of, split
+from training.launch.interrupt import one_line
+from training.launch.settings import settle
+from training.record.files import check_writable
 
 Options = TypeVar("Options")
 Device = Literal["auto", "cpu", "cuda"]

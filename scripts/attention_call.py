@@ -20,7 +20,7 @@ from conformance.errors import in_one_line
 from conformance.memory_growth import LiveTensors
 from model.layer_function import alibi_slopes
 from scripts.tables import Row
-from training.memory import (
+from training.record.memory import (
     GIB,
     cpu_memory_limit,
     describe_out_of_memory,

@@ -80,9 +80,9 @@ from scripts.attention_call import (
     try_length,
 )
 from scripts.tables import Row
-from training.device import pick_device, pick_dtype
-from training.environment import first_difference, measured_on
-from training.files import write_json
+from training.loop.device import pick_device, pick_dtype
+from training.record.environment import first_difference, measured_on
+from training.record.files import write_json
 
 # parts of an environment that change a measurement
 DECISIVE = ("commit", "versions", "hardware")

@@ -36,16 +36,16 @@ from scripts.arguments import Count, Device, command, parse_backend
 from scripts.cross_eval_matrix import draw, in_text, read_rows
 from scripts.runs import runs_below
 from scripts.tables import Row
-from training.checkpoint import read_meta
-from training.device import pick_device
-from training.environment import environment
-from training.evaluate import evaluate_under, exact_attention
-from training.files import check_writable, write_json
-from training.memory import is_out_of_memory, release_memory
-from training.names import as_typed, differing_settings
-from training.schedule import chosen_attention, needed_features
-from training.sweep import remark
-from training.trained import Trained, data_of, load_trained, read_run_config
+from training.launch.sweep import remark
+from training.loop.device import pick_device
+from training.loop.evaluate import evaluate_under, exact_attention
+from training.loop.schedule import chosen_attention, needed_features
+from training.loop.trained import Trained, data_of, load_trained, read_run_config
+from training.record.checkpoint import read_meta
+from training.record.environment import environment
+from training.record.files import check_writable, write_json
+from training.record.memory import is_out_of_memory, release_memory
+from training.record.names import as_typed, differing_settings
 
 TILES = ("block_q", "block_kv")
 # the weights of a diverged run are those before its bad step

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from attention import BACKENDS
 from scripts.drawing import new_figure, save_figure
 from scripts.tables import Row, grouped, mean_and_deviation, text_table
-from training.palette import VERMILION
-from training.plot import plain_text
+from training.record.palette import VERMILION
+from training.record.plot import plain_text
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from data.network import answers
 from scripts.arguments import command
 from scripts.tables import Row
-from training.loggers import PROBE_TIMEOUT, installed, prepare_environment
+from training.record.loggers import PROBE_TIMEOUT, installed, prepare_environment
 
 SAVE_TIMEOUT = 60.0  # seconds; wandb itself would keep trying
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from training.plot import new_figure as new_figure
-from training.plot import save_figure as save_figure
+from training.record.plot import new_figure as new_figure
+from training.record.plot import save_figure as save_figure
 
 # CSS's invert(1) hue-rotate(180deg), with black replaced by the background of GitHub's dark pages
 HUES = ((-0.574, 1.43, 0.144), (0.426, 0.43, 0.144), (0.426, 1.43, -0.856))

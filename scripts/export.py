@@ -27,8 +27,8 @@ from data import build_tokenizer
 from data.tokenizer_json import tokenizer_files
 from model import to_hugging_face
 from scripts.arguments import command
-from training.checkpoint import read_meta
-from training.trained import load_trained, read_run_config
+from training.loop.trained import load_trained, read_run_config
+from training.record.checkpoint import read_meta
 
 
 @dataclass

@@ -13,7 +13,7 @@ experiment=, ...), and these:
                 prediction
     out         write everything to this JSON file
 
-The bytes are calculated from the code (training/plan.py says how exactly, and what is not
+The bytes are calculated from the code (scripts/memory_model.py says how exactly, and what is not
 modelled). A card loses 0.7 GiB to the CUDA context.
 """
 
@@ -26,14 +26,26 @@ import torch
 from attention import Backend, dtype_name
 from config import SYNTHETIC_SOURCES, RunConfig
 from model import GPT
+from scripts import traffic
 from scripts.arguments import Json, command, compose_new, default
+from scripts.memory_model import (
+    MATERIALISED,
+    RECOMPUTED,
+    TILE_LOOP,
+    StepBytes,
+    kind_of,
+    layer_sizes,
+    parameter_count,
+    predict_peak_bytes,
+)
 from scripts.tables import Row, text_table
-from training import traffic
-from training.command_line import compose
-from training.device import DTYPES, autocast_to, pick_device, pick_dtype
-from training.environment import measured_on
-from training.files import write_json
-from training.hardware import (
+from training.launch.command_line import compose
+from training.loop.device import DTYPES, autocast_to, pick_device, pick_dtype
+from training.loop.schedule import able, check_schedule, needed_features, run_compiles, suit_gpu
+from training.loop.trained import data_of
+from training.record.environment import measured_on
+from training.record.files import write_json
+from training.record.hardware import (
     BLOCK_DEFAULT_KIB,
     CARD_SIZES,
     CONTEXT_GIB,
@@ -44,19 +56,7 @@ from training.hardware import (
     SHARED_KIB,
     data_sheet,
 )
-from training.memory import GIB, MemoryMeter
-from training.plan import (
-    MATERIALISED,
-    RECOMPUTED,
-    TILE_LOOP,
-    StepBytes,
-    kind_of,
-    layer_sizes,
-    parameter_count,
-    predict_peak_bytes,
-)
-from training.schedule import able, check_schedule, needed_features, run_compiles, suit_gpu
-from training.trained import data_of
+from training.record.memory import GIB, MemoryMeter
 
 TILES = ((64, 64), (128, 64), (128, 128), (256, 64), (256, 256))
 

@@ -27,11 +27,11 @@ from scripts.arguments import command, parse_backend
 from scripts.drawing import new_figure, save_figure
 from scripts.plan import call_traffic
 from scripts.tables import Row, grouped
-from training.files import check_writable
-from training.hardware import PEAK_BANDWIDTH, PEAK_FLOPS, data_sheet
-from training.memory import GIB
-from training.palette import variant_colors
-from training.traffic import Call
+from scripts.traffic import Call
+from training.record.files import check_writable
+from training.record.hardware import PEAK_BANDWIDTH, PEAK_FLOPS, data_sheet
+from training.record.memory import GIB
+from training.record.palette import variant_colors
 
 MARKERS = "osv^D<>P*X"
 LOOK = {
@@ -286,7 +286,7 @@ def pick_baseline(curves: list[Variant], baseline: str | None) -> Variant:
 
 
 def intensity(row: Row, device: str) -> float | None:
-    """FLOPs per byte of device memory in the forward pass, by training.traffic; None for a backend
+    """FLOPs per byte of device memory in the forward pass, by scripts.traffic; None for a backend
     that is not in its table.
     """
     try:

@@ -31,10 +31,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from attention import Backend
 from config import RunConfig
 from scripts.arguments import Count, command, compose_new, default
-from training.files import check_writable
-from training.ranks import leave, of_environment
-from training.run import build_run
-from training.step import Stepper
+from training import build_run
+from training.loop.ranks import leave, of_environment
+from training.loop.step import Stepper
+from training.record.files import check_writable
 
 NEVER = 2**62  # an interval longer than any run
 ROWS = 25

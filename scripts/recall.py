@@ -36,13 +36,13 @@ from scripts.arguments import Count, Device, command, default
 from scripts.cross_eval import Checkpoint, load_checkpoints
 from scripts.drawing import for_both_papers, new_figure, save_figure
 from scripts.tables import Row, by, grouped, mean_and_deviation, text_table
-from training.device import pick_device
-from training.environment import measured_on
-from training.files import check_writable, write_json
-from training.memory import release_memory
-from training.names import name_runs
-from training.palette import INK, variant_colors
-from training.trained import Trained, load_trained
+from training.loop.device import pick_device
+from training.loop.trained import Trained, load_trained
+from training.record.environment import measured_on
+from training.record.files import check_writable, write_json
+from training.record.memory import release_memory
+from training.record.names import name_runs
+from training.record.palette import INK, variant_colors
 
 
 @dataclass

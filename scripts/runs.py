@@ -4,12 +4,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from scripts.tables import Row
-from training.sweep import read_sweep
+from training.launch.sweep import read_sweep
 
 
 def runs_below(folders: Iterable[Path]) -> dict[Path, Row]:
-    """What training.sweep.read_sweep() says about each run, by the run's folder. A run below two of
-    the folders counts once. Raises ValueError for a path that is not a folder.
+    """What read_sweep() says about each run, by the run's folder. A run below two of the folders
+    counts once. Raises ValueError for a path that is not a folder.
     """
     for folder in folders:
         if not folder.is_dir():

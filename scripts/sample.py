@@ -27,8 +27,8 @@ from config import SYNTHETIC_SOURCES
 from data import build_tokenizer
 from model import sample_text
 from scripts.arguments import Count, Device, Natural, command
-from training.text_table import printable
-from training.trained import load_trained, read_run_config
+from training.loop.trained import load_trained, read_run_config
+from training.record.text_table import printable
 
 
 @dataclass

@@ -5,8 +5,8 @@ from operator import itemgetter
 from statistics import fmean, stdev
 from typing import Any
 
-from training.files import Row as Row
-from training.text_table import text_table as text_table
+from training.record.files import Row as Row
+from training.record.text_table import text_table as text_table
 
 Cell = Callable[[list[Row]], str]  # the text of a table's cell, from the rows of its line
 

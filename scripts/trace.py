@@ -43,10 +43,10 @@ from attention.look.trace import Trace, trace
 from conformance.cases import ADVERSARIAL, Case
 from scripts.arguments import Count, Device, Natural, command
 from scripts.trace_page import render_page
-from training.device import DTYPES, pick_device
-from training.files import check_writable, write_file
-from training.memory import cpu_memory_limit, describe_out_of_memory, is_out_of_memory
-from training.trained import Trained, data_of, load_trained, read_run_config
+from training.loop.device import DTYPES, pick_device
+from training.loop.trained import Trained, data_of, load_trained, read_run_config
+from training.record.files import check_writable, write_file
+from training.record.memory import cpu_memory_limit, describe_out_of_memory, is_out_of_memory
 
 WORKED_Q = [
     [1.0, 0.0, 0.5, -0.3],

@@ -29,7 +29,7 @@ from typing import Annotated
 
 from data.tokenizer import PATTERN, RANKS_FILE
 from scripts.arguments import command
-from training.files import check_writable, write_file
+from training.record.files import check_writable, write_file
 
 Pair = tuple[int, int]
 BYTES = 256  # the first tokens, so that any text can be encoded

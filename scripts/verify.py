@@ -36,9 +36,9 @@ from conformance.fuzz import finite
 from conformance.properties import PROPERTIES, Cell, examine
 from scripts.arguments import Device, Dtype, Json, Natural, command, default, parse_backend
 from scripts.tables import Row
-from training.device import pick_device, pick_dtype
-from training.environment import measured_on
-from training.files import write_json
+from training.loop.device import pick_device, pick_dtype
+from training.record.environment import measured_on
+from training.record.files import write_json
 
 
 @dataclass

@@ -29,7 +29,7 @@ from hydra._internal.hydra import Hydra
 
 import config
 from tests.processes import ROOT, Process, python_path
-from training.checkpoint import Checkpoints
+from training.record.checkpoint import Checkpoints
 
 # the smallest run that does everything
 TINY = (
@@ -133,7 +133,9 @@ def shortcuts(curve: bool) -> Iterator[None]:
     with contextlib.ExitStack() as left_out:
         if not curve:
             for name in ("draw_loss_curve", "draw_max_scores"):
-                left_out.enter_context(mock.patch(f"training.recorder.{name}", return_value=None))
+                left_out.enter_context(
+                    mock.patch(f"training.record.recorder.{name}", return_value=None)
+                )
         if not any("experiment=" in each or "hydra.mode" in each for each in sys.argv):
             left_out.enter_context(mock.patch.object(Hydra, "get_mode", return_value=None))
         yield

@@ -162,8 +162,8 @@ def pytest_sessionfinish(session):
 
 
 def write_conformance(path: Path, rows: list[dict]) -> None:
-    from training.environment import measured_on
-    from training.files import write_json
+    from training.record.environment import measured_on
+    from training.record.files import write_json
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = [row for row in rows if row["device"] == device]

@@ -26,8 +26,8 @@ from tests.command import (
     tiny,
     tiny_sweep,
 )
-from training.command_line import compose
-from training.device import pick_dtype
+from training.launch.command_line import compose
+from training.loop.device import pick_dtype
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the obstacle is Linux's")
 

@@ -22,8 +22,8 @@ from config import (
     RunConfig,
 )
 from tests.command import register_once
-from training.command_line import check_keys, quoted, replay_overrides
-from training.schedule import suit_gpu
+from training.launch.command_line import check_keys, quoted, replay_overrides
+from training.loop.schedule import suit_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
 CHOICES = [

@@ -43,10 +43,10 @@ def send_at(monkeypatch, place: str, *signals: signal.Signals) -> None:
     monkeypatch.setattr(f"{module}.{name}", patched)
 
 
-STEP = "training.step.compute_gradients"
+STEP = "training.loop.step.compute_gradients"
 AFTER = {
-    "training.recorder.sample_text": ["SIGTERM"],
-    "training.outcome.write_json": ["SIGINT", "SIGINT"],
+    "training.record.recorder.sample_text": ["SIGTERM"],
+    "training.record.outcome.write_json": ["SIGINT", "SIGINT"],
 }
 
 
@@ -68,7 +68,7 @@ def test_a_signal_after_the_last_step_leaves_a_completed_run(monkeypatch, tmp_pa
 
 def test_ctrl_c_after_a_job_ends_its_sweep(monkeypatch, tmp_path):
     """That job counts as completed. One that runs later joins the table in its file."""
-    send_at(monkeypatch, "training.recorder.sample_text", signal.SIGINT)
+    send_at(monkeypatch, "training.record.recorder.sample_text", signal.SIGINT)
     done = run(*tiny_sweep(tmp_path, "seed=0,1,2", "eval_every=0", "sample_tokens=4"))
     statuses = [row["status"] for row in index(tmp_path)]
     assert done.code == 130 and statuses == ["completed", "not started", "not started"]
@@ -111,7 +111,7 @@ def test_under_nohup_a_run_goes_on(monkeypatch, tmp_path):
 def test_a_summary_is_written_before_the_logger_ends(monkeypatch, tmp_path):
     """An upload may take minutes, and a job scheduler kills without asking."""
     seen = []
-    finish = "training.loggers.Logger.finish"
+    finish = "training.record.loggers.Logger.finish"
     monkeypatch.setattr(finish, lambda *_, **__: seen.append(summary(tmp_path)["status"]))
     assert run(*tiny(tmp_path, "steps=1", "eval_every=0")).code == 0 and seen == ["completed"]
 
@@ -170,7 +170,7 @@ def test_a_world_of_one_process_trains(tmp_path, value):
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 def test_triton_says_nothing_at_the_exit():
     """A regression test: it printed a line for each object that Python left where it was."""
-    code = "import atexit, triton\nfrom training.command_line import leave_garbage\n"
+    code = "import atexit, triton\nfrom training.launch.command_line import leave_garbage\n"
     code += "atexit.register(leave_garbage)"
     done = processes.run("-c", code)
     assert (done.returncode, done.stderr) == (0, "")

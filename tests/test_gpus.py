@@ -26,7 +26,7 @@ from tests.command import (
     wait_for_rows,
 )
 from tests.test_resume import send_at_step
-from training.sweep import read_sweep
+from training.launch.sweep import read_sweep
 
 LAUNCHER = "hydra/launcher=gpus"
 TWO = (LAUNCHER, "hydra.launcher.slots=2")
@@ -203,7 +203,7 @@ def test_an_error_of_the_launcher_leaves_no_job_behind(tmp_path, monkeypatch):
     def full(*arguments, **more):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("training.sweep.record_job", full)
+    monkeypatch.setattr("training.launch.sweep.record_job", full)
     done = run(*tiny_sweep(tmp_path, "steps=1,100000", "eval_every=0", *TWO))
     assert "No space left" in done.complaint()
     assert summary(tmp_path / "1")["status"] == "interrupted"

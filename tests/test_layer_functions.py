@@ -27,19 +27,19 @@ from tests.command import (
     tiny,
     tiny_sweep,
 )
-from training.command_line import compose
-from training.device import autocast_to
-from training.names import name_runs
-from training.run import build_run
-from training.schedule import (
+from training import build_run
+from training.launch.command_line import compose
+from training.launch.sweep import read_run, read_sweep
+from training.loop.device import autocast_to
+from training.loop.schedule import (
     check_model,
     check_schedule,
     kernel_inputs,
     schedule_summary,
     will_compile,
 )
-from training.sweep import read_run, read_sweep
-from training.trained import load_trained, read_run_config
+from training.loop.trained import load_trained, read_run_config
+from training.record.names import name_runs
 
 FUNCTION = ("attention.window=9", "attention.pattern=SL", "attention.softcap=1")
 ALIBI = (*FUNCTION, "model.positions=alibi", "model.num_layers=2")

@@ -30,8 +30,8 @@ from tests.command import (
     wait_for_rows,
 )
 from tests.training.test_checkpoint import file_size, truncate
-from training.checkpoint import read_meta
-from training.trained import load_trained, read_run_config
+from training.loop.trained import load_trained, read_run_config
+from training.record.checkpoint import read_meta
 
 # everything that has state: two passes a step, dropout, and rows, evaluations and checkpoints out
 # of step with one another

@@ -31,7 +31,7 @@ from tests.command import (
     tiny_sweep,
     wait_for_rows,
 )
-from training.sweep import read_sweep
+from training.launch.sweep import read_sweep
 
 needs_wandb = pytest.mark.skipif(
     importlib.util.find_spec("wandb") is None, reason="wandb is not installed"
@@ -316,7 +316,7 @@ def test_out_of_memory_is_a_result_and_leaves_nothing_behind(tmp_path):
     before, failed, after = index(tmp_path)
     assert [row["status"] for row in (before, failed, after)] == ["completed", "oom", "completed"]
     assert failed["oom"]["asked_gib"] == pytest.approx(8 * 200_000**2 * 4 / 1024**3, rel=0.01)
-    assert failed["oom"]["free_gib"] < failed["oom"]["asked_gib"] < failed["oom"]["predicted_gib"]
+    assert failed["oom"]["free_gib"] < failed["oom"]["asked_gib"]
     assert "memory/peak_gib" not in failed  # no step was done, so none was measured
     # when it failed, the job held 0.1 GiB each of position embeddings, residual stream, q, k and v
     assert failed["memory/at_start_gib"] > 0

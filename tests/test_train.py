@@ -115,7 +115,6 @@ def test_summary_is_the_last_row_and_the_outcome(learned):
     assert not result["defect"]
     assert (result["steps_done"], result["tokens"]) == (60, 60 * 4 * 32)
     assert all(result[key] == last[key] for key in ("val/loss", "val/loss_exact"))
-    assert result["memory/predicted_gib"] == pytest.approx(result["memory/peak_gib"], rel=0.05)
     assert result["max_score"] == max(row["attention/max_score"] for row in metrics(learned)[1:])
     assert checkpoint(learned)["step"] == 60
 

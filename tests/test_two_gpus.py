@@ -131,7 +131,7 @@ CALLS = """
 import sys, torch
 from functools import partial
 from attention import attention, get_backend
-from training.ranks import join, leave
+from training.loop.ranks import join, leave
 
 dim = int(sys.argv[1])
 ranks = join("cuda", 2)

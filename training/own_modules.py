@@ -46,7 +46,7 @@ def own_modules() -> Iterator[None]:
 
 
 def _loaded() -> list[str]:
-    # a list first: another thread may be importing, as training.plot does beside a checkpoint
+    # a list first: another thread may be importing, as the plot does beside a checkpoint
     return [name for name in list(sys.modules) if name.partition(".")[0] in OURS]
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from training.palette import ON_DARK, mixed
+from training.record.palette import ON_DARK, mixed
 
 
 @dataclass

@@ -9,10 +9,10 @@ from typing import Any
 
 from scripts.runs import runs_below
 from scripts.tables import Row
-from training.files import read_metrics
-from training.names import attention_steps, name_runs
-from training.resume import load_yaml
-from training.sweep import is_stale, load_json
+from training.launch.sweep import is_stale, load_json
+from training.record.files import read_metrics
+from training.record.names import attention_steps, name_runs
+from training.record.starts import load_yaml
 
 MIN_POINTS = 2  # least points of a curve
 
@@ -27,7 +27,7 @@ class Run:
     eval_sequences: int = 0  # held-out sequences behind its losses; 0 is unknown
     damage: str = ""  # what its files lack
     place: str = ""  # its folder, relative to the report's folder
-    variant: str = ""  # the variant's name; see training.names
+    variant: str = ""  # the variant's name; see training.record.names
     name: str = ""  # variant, seq_len and seed; unique in a report
 
     @property

@@ -23,9 +23,9 @@ from scripts.report.page import Card, Figure, Table, Text
 from scripts.report.ranking import Ranking, answer
 from scripts.report.runs import Run, ended, measured
 from scripts.tables import grouped, mean_and_deviation
-from training.evaluate import belies_exact
-from training.resume import changes_in_words
-from training.sweep import COLUMNS, in_order, remark
+from training.launch.sweep import COLUMNS, in_order, remark
+from training.loop.evaluate import belies_exact
+from training.record.starts import changes_in_words
 
 SPEEDS = (
     "The speed drawn is that of the steps alone, without warm-up, metrics, evaluation and "
@@ -260,10 +260,9 @@ def oom_table(runs: list[Run]) -> Table:
     rows = []
     for run in runs:
         oom = run.summary.get("oom", {})
-        gib = [oom.get(f"{key}_gib") for key in ("asked", "free", "total", "predicted")]
-        gib[-1] = gib[-1] or run.figure("memory/predicted_gib")
+        gib = [oom.get(f"{key}_gib") for key in ("asked", "free", "total")]
         rows.append([run.name, *(_cell(value, "{:.2f} GiB") for value in gib), remark(run.summary)])
-    head = ["run", "asked", "free", "total", "predicted", "message"]
+    head = ["run", "asked", "free", "total", "message"]
     return _without_empty(Table(head, rows, notes=True))
 
 

@@ -10,8 +10,8 @@ from conformance.cases import SHORT
 from conformance.properties import PROPERTIES, SLOW
 from tests.conformance.gallery import ROOMS, gallery
 from tests.conformance.mutation import Mutant
-from training.environment import measured_on
-from training.files import write_json
+from training.record.environment import measured_on
+from training.record.files import write_json
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where it is measured

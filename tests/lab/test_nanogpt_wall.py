@@ -9,8 +9,8 @@ import pytest
 from lab import nanogpt_wall
 from scripts.arguments import read_settings
 from tests.command import environment
-from training.command_line import compose
-from training.optimizer import learning_rate
+from training.launch.command_line import compose
+from training.loop.optimizer import learning_rate
 
 TRAIN = """
 import sys, time

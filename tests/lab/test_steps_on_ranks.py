@@ -9,8 +9,8 @@ import pytest
 
 from tests import processes
 from tests.command import TINY, environment
-from training.run import build_run, compose
-from training.step import compute_gradients
+from training import build_run, compose
+from training.loop.step import compute_gradients
 
 FOR_CPU = """
 from lab import steps_on_ranks

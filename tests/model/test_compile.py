@@ -14,7 +14,7 @@ from config import AttentionConfig, ModelConfig
 from model import GPT
 from model.fast import FastGPT
 from model.seam import LOOKING
-from training.schedule import will_compile
+from training.loop.schedule import will_compile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTH = 40

@@ -15,9 +15,9 @@ from data.batches import windows
 from model import GPT
 from model.fast import FastGPT
 from model.seam import LOOKING
-from training.evaluate import evaluate, evaluate_under
-from training.health import diagnose
-from training.schedule import attention_schedule
+from training.loop.evaluate import evaluate, evaluate_under
+from training.loop.health import diagnose
+from training.loop.schedule import attention_schedule
 
 END = 0
 # small tiles: documents begin inside a tile, at its edge, and are longer than one

@@ -14,9 +14,9 @@ from model import GPT, generate
 from model.fast import FastGPT
 from model.layer_function import alibi_slopes
 from model.seam import LOOKING
-from training.evaluate import evaluate, exact_attention
-from training.health import compare_layers, diagnose
-from training.throughput import flops_per_token
+from training.loop.evaluate import evaluate, exact_attention
+from training.loop.health import compare_layers, diagnose
+from training.record.throughput import flops_per_token
 
 LENGTH = 40
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter")

@@ -19,10 +19,10 @@ from examples import (
 )
 from model import GPT, KVCache
 from model.fast import FastGPT
-from training.health import diagnose
-from training.optimizer import build_optimizer
-from training.plan import own_parameters, parameter_count
-from training.throughput import count_parameters
+from scripts.memory_model import own_parameters, parameter_count
+from training.loop.health import diagnose
+from training.loop.optimizer import build_optimizer
+from training.record.throughput import count_parameters
 
 EXAMPLES = [differential_attention, learnable_sinks, linear_attention, sigmoid_attention]
 DIFFERENTIAL = differential_attention.BACKEND

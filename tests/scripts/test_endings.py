@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from training.files import check_writable, write_file
-from training.interrupt import one_line
+from training.launch.interrupt import one_line
+from training.record.files import check_writable, write_file
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 

@@ -11,8 +11,8 @@ import torch
 from config import AttentionConfig
 from scripts import export
 from tests.command import run, tiny
-from training.pretrained import find_pretrained
-from training.trained import load_trained, read_run_config
+from training.loop.pretrained import find_pretrained
+from training.loop.trained import load_trained, read_run_config
 
 transformers = pytest.importorskip("transformers")
 

@@ -10,8 +10,7 @@ import torch
 
 from config import ModelConfig, RunConfig
 from scripts import plan
-from training.command_line import compose
-from training.traffic import (
+from scripts.traffic import (
     Call,
     fused,
     naive,
@@ -20,6 +19,7 @@ from training.traffic import (
     tile_bytes,
     visited_keys,
 )
+from training.launch.command_line import compose
 
 
 @pytest.fixture

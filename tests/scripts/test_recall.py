@@ -13,7 +13,7 @@ from data import build_data
 from model.gpt import ModelOutput
 from scripts import recall
 from tests.command import run, summary, tiny
-from training.trained import Trained
+from training.loop.trained import Trained
 
 
 class Within(nn.Module):

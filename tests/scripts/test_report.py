@@ -18,7 +18,7 @@ from scripts.report.page import Table
 from scripts.report.ranking import rank
 from scripts.report.runs import load_runs
 from scripts.report.sections import provenance, variant_table, warnings
-from training.palette import BACKENDS
+from training.record.palette import BACKENDS
 
 ENV = {
     "commit": "c0ffee",
@@ -30,7 +30,6 @@ ENV = {
 OOM = {
     "asked_gib": 64.0,
     "free_gib": 8.5,
-    "predicted_gib": 70.25,
     "message": "CUDA out of memory",
 }
 DIAGNOSIS = {

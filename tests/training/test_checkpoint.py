@@ -21,12 +21,12 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
-import training.checkpoint
+import training.record.checkpoint
 from config import OptimConfig
 from data.token_file import meta_checksum
 from tests.command import load_checkpoint, same, save_checkpoint
-from training.checkpoint import CheckpointError, Checkpoints, load_model_state, read_meta
-from training.optimizer import build_optimizer
+from training.loop.optimizer import build_optimizer
+from training.record.checkpoint import CheckpointError, Checkpoints, load_model_state, read_meta
 
 CONFIG = {
     "seed": 0,
@@ -185,7 +185,9 @@ def test_a_last_state_that_is_not_saved_leaves_nothing(tmp_path):
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_save_that_a_second_ctrl_c_ends_leaves_nothing(tmp_path, monkeypatch, background):
-    monkeypatch.setattr(training.checkpoint, "rotate", mock.Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(
+        training.record.checkpoint, "rotate", mock.Mock(side_effect=KeyboardInterrupt)
+    )
     with (
         pytest.raises(KeyboardInterrupt),
         Checkpoints(tmp_path, **new_parts(), background=background) as checkpoints,

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from training import compiler
+from training.loop import compiler
 
 
 @pytest.mark.parametrize("wanted", [True, False])
@@ -72,7 +72,7 @@ def test_changed_operators_are_traced_again(tmp_path, monkeypatch):
 PROGRAM = """
 import torch
 from torch._dynamo.utils import counters
-from training.compiler import keep_compiled
+from training.loop.compiler import keep_compiled
 
 class Double(torch.autograd.Function):
     @staticmethod

@@ -6,8 +6,8 @@ import sys
 
 import torch
 
-import training.environment as environment_module
-from training.environment import environment
+import training.record.environment as environment_module
+from training.record.environment import environment
 
 
 def test_environment_says_where_the_run_ran():
@@ -22,7 +22,7 @@ def test_environment_says_where_the_run_ran():
 
 def test_environment_imports_no_package_to_ask_its_version():
     code = (
-        "import sys; from training.environment import environment; environment('', 'cpu'); "
+        "import sys; from training.record.environment import environment; environment('', 'cpu'); "
         "print({'wandb', 'datasets'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

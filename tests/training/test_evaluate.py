@@ -8,7 +8,7 @@ from attention import get_backend
 from config import ModelConfig
 from data.interface import IGNORED
 from model import GPT
-from training.evaluate import evaluate_under
+from training.loop.evaluate import evaluate_under
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 4])

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from training.files import MetricsFile, layout, read_metrics, write_json
+from training.record.files import MetricsFile, layout, read_metrics, write_json
 
 
 def strict_loads(text: str):

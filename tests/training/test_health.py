@@ -22,9 +22,9 @@ from config import AttentionConfig, Due, ModelConfig
 from data.prefetch import Pass
 from model import GPT
 from model.seam import LOOKING
-from training import health
-from training.health import AttentionMonitor, compare_layers, diagnose
-from training.step import StepResult, compute_gradients
+from training.loop import health
+from training.loop.health import AttentionMonitor, compare_layers, diagnose
+from training.loop.step import StepResult, compute_gradients
 
 TILES = {"block_q": 8, "block_kv": 4}
 
@@ -377,11 +377,11 @@ def test_of_a_long_sequence_the_beginning_is_compared(monkeypatch):
     model, (inputs, targets) = build("tiled"), batch(3)
     seen = []
     monkeypatch.setattr(
-        "training.health.compare_layers",
+        "training.loop.health.compare_layers",
         lambda model, *tensors, loss_scale: seen.append((tensors[0].shape, loss_scale)) or {},
     )
     length = inputs.shape[1]
-    monkeypatch.setattr("training.health.MAX_INSPECTED", length // 2)
+    monkeypatch.setattr("training.loop.health.MAX_INSPECTED", length // 2)
     result = looked_at(model, (inputs, targets), compare=True)._replace(loss_scale=8.0)
     row = AttentionMonitor(model, contextlib.nullcontext()).inspect(result)
     assert row["attention/max_score"] == max(max_scores(model, (inputs, targets)))

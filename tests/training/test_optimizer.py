@@ -11,8 +11,8 @@ from config import ModelConfig, OptimConfig
 from model import GPT
 from model.seam import LOOKING
 from tests.command import checkpoint, load_checkpoint, run, same, save_checkpoint, summary, tiny
-from training.checkpoint import CheckpointError
-from training.optimizer import build_optimizer, clip_heads, learning_rate
+from training.loop.optimizer import build_optimizer, clip_heads, learning_rate
+from training.record.checkpoint import CheckpointError
 
 MUON = OptimConfig(name="muon", lr=0.01)
 

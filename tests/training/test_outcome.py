@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from training import outcome
-from training.interrupt import Ending, Stopped
-from training.outcome import Objective, close_run, outcome_outside_training
+from training.launch.interrupt import Ending, Stopped
+from training.record import outcome
+from training.record.outcome import Objective, close_run, outcome_outside_training
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@
 import json
 
 from attention import BACKENDS as TABLE
-from training import plot
-from training.palette import BACKENDS, ON_DARK, OTHERS, mixed, variant_colors
+from training.record import plot
+from training.record.palette import BACKENDS, ON_DARK, OTHERS, mixed, variant_colors
 
 
 def luminance(color: str) -> float:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.command import ROOT, environment, index, run, summary, tiny, tiny_sweep
-from training import phases
-from training.phases import Phases, doing, in_words, phase
+from training.record import phases
+from training.record.phases import Phases, doing, in_words, phase
 
 
 class Clock:
@@ -165,7 +165,7 @@ def test_a_run_that_compiles_nothing_loads_no_compiler(tmp_path):
     has AdamW beside it. 5 s: a process that has imported nothing.
     """
     code = (
-        "import sys; from training.run import run; run(*sys.argv[1:]); "
+        "import sys; from training import run; run(*sys.argv[1:]); "
         "assert 'torch._dynamo' not in sys.modules and 'torch._inductor' not in sys.modules"
     )
     done = subprocess.run(

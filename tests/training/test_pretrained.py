@@ -17,8 +17,8 @@ from data.tokenizer import BUILDERS, END_OF_TEXT
 from data.tokenizer_json import tokenizer_files
 from model import GPT, to_hugging_face
 from tests.command import run, summary, tiny
-from training.pretrained import find_pretrained
-from training.run import build_run, compose
+from training import build_run, compose
+from training.loop.pretrained import find_pretrained
 
 SHAPE = dict(num_layers=1, num_heads=2, hidden_size=32, max_seq_len=32)
 

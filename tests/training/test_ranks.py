@@ -32,9 +32,9 @@ from tests.command import (
     tiny,
     wait_for_rows,
 )
-from training.command_line import compose
-from training.ranks import GradientSum, Ranks, join
-from training.sharing import check_context, check_shares
+from training.launch.command_line import compose
+from training.loop.ranks import GradientSum, Ranks, join
+from training.loop.sharing import check_context, check_shares
 
 # the ranks of a step share four sequences; dropout would differ
 KEPT = ("model.checkpoint=attention",)

@@ -18,8 +18,8 @@ from tests.training.test_checkpoint import (
     file_size,
     rewrite,
 )
-from training.checkpoint import CheckpointError, Checkpoints, load_model_state, read_meta
-from training.retention import newest_first, rotate
+from training.record.checkpoint import CheckpointError, Checkpoints, load_model_state, read_meta
+from training.record.retention import newest_first, rotate
 
 
 def checkpoints(

@@ -9,11 +9,11 @@ import pytest
 
 from tests import processes
 from tests.command import TINY
-from training.run import build_run, compose, run
+from training import build_run, compose, run
 
 CALLS = """
 import config  # the user's own, imported first
-from training.run import build_run, compose, run
+from training import build_run, compose, run
 
 tiny = {tiny!r}
 summary = run(*tiny, "attention=tiled", "hydra.run.dir=first")

@@ -4,8 +4,8 @@ import pytest
 
 from attention import get_backend
 from attention.tiled import tile_loop_backend
-from training.run import compose
-from training.schedule import GPU_BLOCK_Q, chosen_attention, needed_features, suit_gpu
+from training import compose
+from training.loop.schedule import GPU_BLOCK_Q, chosen_attention, needed_features, suit_gpu
 
 
 def on_gpu(*overrides: str) -> dict:

@@ -15,7 +15,7 @@ from config import (
     OptimConfig,
     RunConfig,
 )
-from training.settings import READ_UNDER, conditional_settings, settle, unread, value_of
+from training.launch.settings import READ_UNDER, conditional_settings, settle, unread, value_of
 
 
 def test_a_setting_is_read_under_some_choices_alone():

@@ -8,8 +8,8 @@ import pytest
 
 import tests.user_backends  # noqa: F401  code_of() finds it
 from config import AttentionConfig
-from training.names import attention_in_words
-from training.resume import changes_in_words, code_of, differences, resumed_starts
+from training.record.names import attention_in_words
+from training.record.starts import changes_in_words, code_of, differences, resumed_starts
 
 
 def start(step: int, *attention: tuple[int, str], **changed: list) -> dict:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from data.prefetch import Pass
 from tests.command import TINY
-from training import step
-from training.interrupt import Interrupt
-from training.run import build_run, compose
-from training.step import (
+from training import build_run, compose
+from training.launch.interrupt import Interrupt
+from training.loop import step
+from training.loop.step import (
     PendingStep,
     Stepper,
     compute_gradients,
@@ -197,7 +197,7 @@ def test_an_update_counts_as_time_of_the_step_and_what_is_due_does_not(monkeypat
     config = compose(*TINY, "steps=8", "log_every=1", "eval_every=0", "diagnose_every=0")
     now = 0.0
     with Stepper(build_run(config)) as stepper:
-        monkeypatch.setattr("training.throughput.perf_counter", lambda: now)
+        monkeypatch.setattr("training.record.throughput.perf_counter", lambda: now)
         move_weights = stepper.run.scaler.step
 
         def slow_update(optimizer):

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from attention import get_backend
-from training.command_line import compose
-from training.run import build_run
-from training.step import Stepper
-from training.step_graph import reason_against
+from training import build_run
+from training.launch.command_line import compose
+from training.loop.graph import reason_against
+from training.loop.step import Stepper
 
 SMALL = ("model.num_layers=2", "model.hidden_size=128", "model.num_heads=2", "seq_len=128")
 SMALL += ("batch_size=4", "steps=12", "log_every=3", "eval_every=0", "diagnose_every=0")

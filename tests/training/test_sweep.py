@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import processes
-from training.names import name_runs
-from training.sweep import (
+from training.launch.sweep import (
     SweepSummary,
     begin_sweep,
     exit_code,
@@ -28,12 +27,13 @@ from training.sweep import (
     summary_table,
     write_index_row,
 )
+from training.record.names import name_runs
 
 CONFIG = """
 attention: tiled
 hydra:
   sweep: {dir: out/sweep, subdir: "${hydra.job.num}"}
-  callbacks: {sweep: {_target_: training.sweep.SweepSummary}}
+  callbacks: {sweep: {_target_: training.launch.sweep.SweepSummary}}
 """
 
 # each attention stands for one way in which a job can end
@@ -42,7 +42,7 @@ import json, os, signal
 from pathlib import Path
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from training.outcome import Objective
+from training.record.outcome import Objective
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(config):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from training.throughput import Progress, Throughput, WallClock, peak_flops
+from training.record.throughput import Progress, Throughput, WallClock, peak_flops
 
 
 class Clock:
@@ -21,7 +21,7 @@ class Clock:
 def clock(monkeypatch) -> Clock:
     """A clock that a test moves."""
     clock = Clock()
-    monkeypatch.setattr("training.throughput.perf_counter", clock)
+    monkeypatch.setattr("training.record.throughput.perf_counter", clock)
     return clock
 
 

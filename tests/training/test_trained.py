@@ -4,7 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from config import RunConfig
-from training.trained import read_run_config
+from training.loop.trained import read_run_config
 
 
 def written(folder, *settings):

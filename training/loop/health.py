@@ -1,0 +1,322 @@
+"""Watches a model's attention while it trains: largest score, error, and where a run broke."""
+
+import contextlib
+import logging
+import math
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attention import (
+    BACKENDS,
+    LIMITS,
+    Backend,
+    Breakdown,
+    Recorder,
+    compare_with_exact,
+    dtype_name,
+    find_breakdown,
+)
+from data.prefetch import Pass
+from model.gpt import GPT
+from training.record.files import Row
+from training.record.memory import is_out_of_memory
+from training.record.phases import phase
+
+if TYPE_CHECKING:
+    from training.loop.step import StepResult
+
+log = logging.getLogger("tilegpt")
+# compare and diagnose at most this many tokens: the tile loop is quadratic in length, and under a
+# causal mask a prefix has the same scores as in the full sequence
+MAX_INSPECTED = 8192
+
+
+class AttentionMonitor:
+    """Looks at a run's attention, step by step.
+
+    `rows` are the rows of metrics.jsonl that a resumed run continues.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        autocast: AbstractContextManager,
+        rows: Iterable[Row] = (),
+    ) -> None:
+        self.model = model
+        self.autocast = autocast  # of the training steps
+        self.scores = {  # the largest attention score of each logged step
+            row["step"]: row["attention/max_score"]
+            for row in rows
+            if row.get("attention/max_score") is not None
+        }
+        self.has_room = True  # enough memory for compare_layers()
+
+    @phase("looking", "looking at the attention")
+    def inspect(self, result: "StepResult") -> Row:
+        """The attention's part of a row of metrics: the largest scores and compare_layers(), each
+        if it is due.
+
+        attention/max_score is the largest finite score of the step's whole batch, and
+        attention/max_score_by_head that of each layer and head, None if it is not finite.
+        """
+        # an attention that computes another function cannot be compared with softmax attention
+        compares = self.has_room and self.model.backend.claims_softmax
+        row = self._compare(result) if result.due.compare and compares else {}
+        if result.max_scores:
+            largest = largest_finite(chain(*result.max_scores))
+            self._note(result.step, largest)
+            by_head = [
+                [float(f"{score:.6g}") if math.isfinite(score) else None for score in layer]
+                for layer in result.max_scores
+            ]
+            row |= {"attention/max_score": largest, "attention/max_score_by_head": by_head}
+        return row
+
+    def _compare(self, result: "StepResult") -> dict[str, float]:
+        """compare_layers() on at most MAX_INSPECTED tokens of the step's first sequence."""
+        batch = result.sequences()[0].tensors
+        num_tokens = batch[0].shape[1]
+        loss_scale = result.loss_scale * min(MAX_INSPECTED, num_tokens) / num_tokens
+        batch = tuple(x[:1, :MAX_INSPECTED] for x in batch)
+        try:
+            with self.autocast:
+                return compare_layers(self.model, *batch, loss_scale=loss_scale)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        # the run itself fits, so it must not end because of its inspection
+        self.has_room = False
+        log.warning(
+            f"step {result.step}: no memory left to compare the attention with exact attention; "
+            "diagnose_every=0 does not try"
+        )
+        return {}
+
+    @phase("looking", "looking for what diverged")
+    def diagnose(self, step: int, passes: Iterable[Pass]) -> Row:
+        """How this step diverged, for summary.json: diagnose() and the history of the scores."""
+        with self.autocast:
+            diagnosis, score = diagnose(self.model, [each.tensors for each in passes])
+        self._note(step, score)
+        history = [list(item) for item in self.scores.items()]
+        scores = {"max_score": score, **self.overflow_steps(), "history": history}
+        return {"step": step} | diagnosis | scores
+
+    def summary(self) -> Row:
+        if not self.scores:
+            return {}
+        return {"max_score": max(self.scores.values()), **self.overflow_steps()}
+
+    def overflow_steps(self) -> dict[str, int | None]:
+        """The first logged step where exp(score) would have overflowed each dtype."""
+        return {
+            f"{dtype_name(dtype)}_overflow_step": next(
+                (step for step, score in self.scores.items() if score > limit), None
+            )
+            for dtype, limit in LIMITS.items()
+        }
+
+    def _note(self, step: int, score: float) -> None:
+        """Record the score; warn where it is the first to pass a limit of exp."""
+        previous = max(self.scores.values(), default=-math.inf)
+        passed = [
+            f"{limit:.2f} ({dtype_name(dtype)})"
+            for dtype, limit in LIMITS.items()
+            if previous <= limit < score
+        ]
+        if passed:
+            log.warning(
+                f"step {step}: attention/max_score {score:.2f} passed {', '.join(passed)}: "
+                "exp(score) overflows there unless the maximum is subtracted"
+            )
+        if math.isfinite(score):
+            self.scores[step] = max(score, self.scores.get(step, -math.inf))
+
+
+class _Stop(Exception):
+    """Ends a forward pass whose remaining part would tell nothing more."""
+
+
+@contextmanager
+def without_dropout(model: GPT) -> Iterator[None]:
+    """Switch dropout off: an inspection that drew random numbers would change the run."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def to_blame(diagnoses: list[Row]) -> Row:
+    """The diagnosis of the rank whose own sequences broke. Gradients are summed over the ranks, so
+    they are bad on every rank.
+    """
+    if len(diagnoses) == 1:
+        return diagnoses[0]
+    order = [
+        (0 if "head" in each else 1 if each.get("tensor") == "loss" else 2) for each in diagnoses
+    ]
+    rank = order.index(min(order))
+    found = diagnoses[rank]
+    max_score = max(each["max_score"] for each in diagnoses)
+    message = f"rank {rank}: {found['message']}"
+    return found | {"rank": rank, "message": message, "max_score": max_score}
+
+
+def largest_finite(scores: Iterable[float]) -> float:
+    return max((score for score in scores if math.isfinite(score)), default=-math.inf)
+
+
+def compare_layers(
+    model: GPT,
+    inputs: Tensor,
+    targets: Tensor,
+    document_ids: Tensor | None = None,
+    *,
+    loss_scale: float = 1.0,
+) -> dict[str, float]:
+    """attention/{out,dq,dk,dv}_{error,cosine} of the worst layer, against float64 attention.
+
+    Each layer is compared on its own q, k, v and gradient of the output, for the loss of inputs,
+    targets and document_ids (B, N); see compare_with_exact(). float16 needs loss_scale, which
+    multiplies the loss. Takes the memory of an uncompiled forward and backward pass. Gradients of
+    parameters do not change.
+    """
+    recorder = Recorder(model.backend, keep_calls=True)
+    with without_dropout(model), torch.enable_grad():
+        with model.using(backend=recorder.backend):
+            loss = model(inputs, targets, document_ids).loss
+        d_outs = torch.autograd.grad(loss * loss_scale, [call.out for call in recorder.calls])
+    layers = [
+        compare_with_exact(call.q, call.k, call.v, d_out, backend=model.backend, **call.arguments)
+        for call, d_out in zip(recorder.calls, d_outs, strict=True)
+    ]
+    row = {}
+    for name in layers[0]:
+        # NaN counts as the worst, and both functions return it
+        worst = torch.amin if name.endswith("cosine") else torch.amax
+        row[f"attention/{name}"] = worst(
+            torch.tensor([layer[name] for layer in layers], dtype=torch.float64), 0
+        ).item()
+    return row
+
+
+@torch.no_grad()
+def diagnose(model: GPT, batches: Iterable[tuple[Tensor, ...]]) -> tuple[Row, float]:
+    """Finds what first became non-finite in a diverged step. Returns a diagnosis, and the largest
+    finite score until then.
+
+    The diagnosis has a one-sentence message. If an attention layer is to blame, it also has layer,
+    head, sequence (of the step), tensor, queries and keys (of the tile), row (the query),
+    tile_max_score and fate (the output); see attention.Breakdown. batches: the inputs, targets and,
+    with documents, document_ids of the step, each (B, N).
+    """
+    batches = list(batches)
+    twin = _observable_twin(model.backend)
+    # a kernel only shows that its output is bad; the tile loop that computes the same shows where
+    looped = [twin] if twin and batches[0][0].shape[1] <= MAX_INSPECTED else []
+    for backend in (*looped, model.backend):
+        recorder = Recorder(backend)
+        loss_is_finite = True
+        watched = _until_breakdown(recorder, twin)
+        with model.using(backend=watched), without_dropout(model), contextlib.suppress(_Stop):
+            loss_is_finite = all([bool(model(*batch).loss.isfinite()) for batch in batches])
+        if any(recorder.breakdowns):
+            break
+    sizes = [len(batch[0]) for batch in batches]
+    diagnosis = _first_failure(model, recorder, sizes, loss_is_finite)
+    return diagnosis, largest_finite(torch.stack(recorder.max_scores).tolist())
+
+
+def _observable_twin(backend: Backend) -> Backend | None:
+    """If `backend` is a kernel, the tile loop with its name and options; else None."""
+    twin = BACKENDS.get(backend.name)
+    if backend.observable or twin is None or not twin.observable:
+        return None
+    options = {name: value for name, value in backend.options.items() if name in twin.options}
+    return twin.configured(**options)
+
+
+def _until_breakdown(recorder: Recorder, twin: Backend | None) -> Backend:
+    """The recorder's backend, which ends the forward pass at the first breakdown."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
+        output = recorder.backend.fn(q, k, v, **arguments)
+        breakdown = recorder.breakdowns[-1]
+        if breakdown is None:
+            return output
+        if twin is not None and breakdown.tensor == "out":
+            for name in recorder.backend.options:
+                arguments.pop(name, None)
+            recorder.breakdowns[-1] = _in_its_tile(breakdown, q, k, v, twin, **arguments)
+        raise _Stop
+
+    return replace(recorder.backend, fn=attend)
+
+
+def _in_its_tile(
+    breakdown: Breakdown, q: Tensor, k: Tensor, v: Tensor, twin: Backend, **arguments: Any
+) -> Breakdown:
+    """Run the tile loop on the tile of queries where a kernel failed; returns its breakdown.
+
+    Returns `breakdown` unchanged if the tile loop shows nothing.
+    """
+    if not arguments["causal"] or arguments.get("document_ids") is not None:
+        return breakdown  # these queries cannot be computed alone
+    block_q = twin.options["block_q"]
+    first = breakdown.row // block_q * block_q
+    rows = slice(first, first + block_q)
+    # a causal mask is aligned with the last key
+    keys = slice(min(rows.stop, q.shape[2]) + k.shape[2] - q.shape[2])
+    tile = find_breakdown(q[:, :, rows], k[:, :, keys], v[:, :, keys], backend=twin, **arguments)
+    if tile is None or tile.queries is None:
+        return breakdown
+    start, stop = tile.queries
+    return replace(tile, queries=(first + start, first + stop), row=first + tile.row)
+
+
+def _first_failure(model: GPT, recorder: Recorder, sizes: list[int], loss_is_finite: bool) -> Row:
+    for call, breakdown in enumerate(recorder.breakdowns):
+        if breakdown is not None:
+            num_passes, layer = divmod(call, len(model.blocks))
+            output = f"; out is {breakdown.fate} there" if breakdown.queries is not None else ""
+            place = asdict(breakdown)
+            place["tile_max_score"] = place.pop("max_score")
+            place["sequence"] += sum(sizes[:num_passes])
+            message = f"layer {layer}, head {breakdown.head}: {breakdown}{output}"
+            return {"message": message, "layer": layer} | place
+    if not loss_is_finite:
+        return {
+            "message": "the loss is not finite, though the output of every attention layer is",
+            "tensor": "loss",
+        }
+    bad = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and not parameter.grad.isfinite().all()
+    ]
+    if bad:
+        # backward starts at the end of the model, so the last of them is nearest to the cause
+        layer = re.match(r"blocks\.(\d+)\.", bad[-1])
+        return {
+            "message": f"the loss is finite, the gradient is not: {len(bad)} "
+            f"tensor{'s' * (len(bad) > 1)}, {bad[-1]} nearest to the loss",
+            "tensor": f"gradient of {bad[-1]}",
+            "layer": int(layer[1]) if layer else None,
+        }
+    device = next(model.parameters()).device.type
+    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
+        # the gradients of the last try are gone
+        message = "the loss scale fell below 1: gradients overflowed float16 at every step"
+    else:
+        message = "the loss and every gradient are finite, the sum of the gradients' squares is not"
+    return {"message": message}

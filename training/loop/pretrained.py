@@ -1,0 +1,186 @@
+"""init_from=: the weights that a run begins with.
+
+    init_from=gpt2                      a name on the Hugging Face hub, or in this machine's cache
+    init_from=FOLDER                    model.safetensors, shards with their index, or
+                                        pytorch_model.bin; and config.json
+    init_from=FILE                      one file; a config.json beside it is read too. Files of a
+                                        training tool are .pt or .ckpt, such as nanoGPT's ckpt.pt
+
+First a connection to the hub is tried, because huggingface_hub alone would wait much longer.
+"""
+
+import json
+import logging
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from data import Tokenizer
+from data.network import answers
+from data.token_file import sha256_of
+from data.tokenizer_json import has_vocabulary
+from model import GPT, load_hugging_face
+from training.record.files import Row
+
+log = logging.getLogger("tilegpt")
+
+SETTINGS, TOKENIZER = "config.json", "tokenizer.json"
+# the first of these that exists holds the weights, or lists the files that do
+WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+NANOGPT = {"n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout"}
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+
+class Pretrained(NamedTuple):
+    """Weights on this machine that no model has loaded yet."""
+
+    name: str
+    files: list[Path]
+    settings: Row | None  # config.json
+    tokenizer: Path | None  # tokenizer.json
+
+    def load_into(self, model: GPT, tokenizer: Tokenizer | None = None) -> Row:
+        """Load the weights; returns what a run records of them: their name, and the SHA-256 of each
+        file. Raises ValueError if they do not fit the model. A warning says if a tokenizer.json
+        beside them gives other tokens than `tokenizer`.
+        """
+        if (
+            self.tokenizer
+            and tokenizer
+            and not has_vocabulary(read_json(self.tokenizer), tokenizer)
+        ):
+            log.warning(
+                f"{self.tokenizer} gives other tokens than tokenizer={tokenizer.name}, so this run "
+                "begins with the weights of other words"
+            )
+        tensors, settings = {}, self.settings
+        try:
+            for file in self.files:
+                content = read_weights(file)
+                if isinstance(content.get("model_args"), dict):
+                    settings = settings_of_nanogpt(content["model_args"], file)
+                tensors |= tensors_of(content, file)
+            load_hugging_face(model, tensors, settings)
+        except ValueError as error:
+            raise ValueError(f"init_from={self.name}: {error}") from error
+        log.info(f"beginning with the weights of {self.name}")
+        return {"name": self.name, "sha256": {path.name: sha256_of(path) for path in self.files}}
+
+
+def read_weights(file: Path) -> Row:
+    """The content of a file of weights. Raises ValueError if it cannot be read."""
+    from safetensors.torch import load_file
+
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        # PyTorch refuses a file that would run code, and its message tells how to run it
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # an unpickler of any bytes fails with nearly any error
+        raise ValueError(
+            f"{file} is damaged, of another kind, or would run code: {type(error).__name__}"
+        ) from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds no weights by name, but a {type(content).__name__}")
+    return content
+
+
+def settings_of_nanogpt(model_args: Row, file: Path) -> Row:
+    """What nanoGPT's ckpt.pt says in place of a config.json. Raises ValueError for that of a model
+    which goes further than nanoGPT.
+    """
+    if others := model_args.keys() - NANOGPT:
+        raise ValueError(f"{file} is not nanoGPT's: model_args has {min(map(str, others))}")
+    log.warning(
+        f"{file}: nanoGPT computes GELU by erf and this model by tanh, so the loss differs a little"
+    )
+    return {"model_type": "nanogpt"} | model_args
+
+
+def tensors_of(content: Row, file: Path) -> dict[str, Tensor]:
+    """The tensors by name, also where a training tool has put them one level down."""
+    for key in ("state_dict", "model", "module"):
+        if isinstance(content.get(key), dict):
+            content = content[key]
+    for name, tensor in content.items():
+        is_plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided
+        if not isinstance(name, str) or not is_plain or tensor.is_meta or tensor.is_nested:
+            raise ValueError(f"{file} holds {name!r:.80}, which is no name of a dense tensor")
+    return content
+
+
+def find_pretrained(name: str) -> Pretrained:
+    """The files of init_from=NAME, downloaded if needed. Raises ValueError if there are none."""
+    path = Path(os.path.expanduser(name))
+    if not os.path.exists(path) and HUB_NAME.fullmatch(name):
+        path = hub_folder(name)
+    candidates = [path] if os.path.isfile(path) else [path / file for file in WEIGHTS]
+    found = next(filter(os.path.isfile, candidates), None)
+    if found is None:
+        raise ValueError(
+            f"init_from={name}: there is no such file, and no folder with {' or '.join(WEIGHTS)}"
+        )
+    files = shards_of(found) if found.suffix == ".json" else [found]
+    settings, tokenizer = found.with_name(SETTINGS), found.with_name(TOKENIZER)
+    return Pretrained(
+        name,
+        files,
+        read_json(settings) if settings.is_file() else None,
+        tokenizer if tokenizer.is_file() else None,
+    )
+
+
+def shards_of(index: Path) -> list[Path]:
+    """The files that an index lists. Raises ValueError for none, or one that is not beside it."""
+    where = read_json(index).get("weight_map")
+    shards = sorted(set(map(str, where.values()))) if isinstance(where, dict) else []
+    folder = {file.name for file in index.parent.iterdir()}
+    missing = [shard for shard in shards if shard not in folder]
+    if missing or not shards:
+        raise ValueError(f"{index} must list files of weights beside it, not {missing}")
+    return [index.with_name(shard) for shard in shards]
+
+
+def hub_folder(name: str) -> Path:
+    """The files of a model on the hub; those of this machine's cache if the hub is silent."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    offline = bool(constants.HF_HUB_OFFLINE) or not answers(constants.ENDPOINT)
+    try:
+        for weights in ("model*.safetensors*", "pytorch_model*.bin*"):
+            files = [weights, SETTINGS, TOKENIZER]
+            folder = huggingface_hub.snapshot_download(
+                name, allow_patterns=files, local_files_only=offline
+            )
+            if any(Path(folder).glob(weights)):
+                break
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        if offline:
+            reason = (
+                f"it is not in this machine's cache, and {constants.ENDPOINT} is silent or "
+                f"HF_HUB_OFFLINE is set; download it elsewhere (hf download {name} --local-dir "
+                "FOLDER) and add init_from=FOLDER"
+            )
+        raise ValueError(f"init_from={name}: it is no folder here; {reason}") from error
+    return Path(folder)
+
+
+def read_json(path: Path) -> Row:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, and not settings by name")
+    return content

@@ -1,0 +1,118 @@
+"""A run as an object: its parts on their device, ready for the first step."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from training.loop.ranks import ALONE, Ranks
+from training.record.files import Row
+from training.record.phases import phase
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from attention import Backend
+    from config import RunConfig
+    from data.interface import TrainingData
+    from data.prefetch import Prefetcher
+    from model import GPT
+    from training.loop.optimizer import MuonAndAdamW
+
+
+@dataclass
+class Run:
+    """The parts of a run, on its device and in its precision, ready for the first step."""
+
+    config: "RunConfig"
+    device: "torch.device"
+    dtype: "torch.dtype"  # of the matrix products
+    schedule: "dict[int, Backend]"  # the attention by the step after which it is used
+    data: "TrainingData"
+    model: "GPT"
+    optimizer: "torch.optim.Optimizer | MuonAndAdamW"
+    scaler: "torch.amp.GradScaler"
+    ranks: Ranks = ALONE  # the processes that train it together
+    # the name and the SHA-256 of the weights of init_from=, once they are loaded
+    init_from: Row | None = None
+
+    @cached_property
+    def autocast(self) -> AbstractContextManager:
+        """The context of every forward pass."""
+        from training.loop.device import autocast_to
+
+        return autocast_to(self.dtype, self.device)
+
+    @property
+    def state(self) -> Row:
+        """What a checkpoint holds, besides the random number generators."""
+        return {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
+
+    @cached_property
+    def settings(self) -> Row:
+        """The settings as nested dictionaries, for files and loggers."""
+        return asdict(self.config)
+
+    @cached_property
+    def environment(self) -> Row:
+        """Commit, versions, hardware, command and data."""
+        from training.record.environment import environment
+
+        return environment(self.data.fingerprint, self.device)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.sequences_per_step * self.config.seq_len
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences of one pass on this rank. Without tokens_per_step the ranks divide one pass."""
+        size = self.config.batch_size
+        return size if self.config.tokens_per_step else size // self.ranks.data
+
+    @cached_property
+    def held_out(self) -> "tuple[Tensor, ...]":
+        return self.data.val_batch(self.config.eval_sequences)
+
+    @cached_property
+    def bytes_per_token(self) -> float | None:
+        """The mean over the held-out targets; None if the tokens are not text."""
+        if self.data.tokenizer is None:
+            return None
+        targets = self.held_out[1].numpy()  # in text, every target counts
+        return self.data.tokenizer.count_bytes(targets) / targets.size
+
+    def batches(self, *, whole: bool = False) -> "Prefetcher":
+        """The batches of each step, read ahead; a context manager. `whole` gives whole sequences
+        where ranks share them, not read ahead.
+        """
+        from data.prefetch import Prefetcher
+
+        count = self.config.sequences_per_step
+        return Prefetcher(
+            self.data,
+            count,
+            self.batch_size,
+            self.device,
+            rows=self.ranks.rows(count),
+            columns=slice(None) if whole else self.ranks.columns(self.config.seq_len),
+            ahead=0 if whole else None,
+        )
+
+    @phase("evaluating")
+    def evaluate(self, also: "Mapping[str, Backend] | None" = None) -> dict[str, float]:
+        """val/loss and the like on the held-out sequences, by loop/evaluate.py."""
+        from training.loop.evaluate import evaluate
+
+        return evaluate(
+            self.model,
+            *self.held_out,
+            batch_size=self.batch_size,
+            autocast=self.autocast,
+            accuracy=self.data.metric == "accuracy",
+            bytes_per_token=self.bytes_per_token,
+            ranks=self.ranks,
+            also=also,
+        )

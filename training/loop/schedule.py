@@ -1,0 +1,310 @@
+"""Which attention a run trains with, and from which step on."""
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from attention import (
+    BACKENDS,
+    Backend,
+    get_backend,
+    get_score_mod,
+    is_operator,
+    kernel_choice,
+)
+from attention.kernels.select import SOFTCAP
+from attention.look.try_out import check_score_mod, try_out
+from attention.tiled import TiledAttention
+from config import AttentionConfig, RunConfig
+from model.fast import FastGPT
+from model.gpt import GPT, CausalSelfAttention
+from model.layer_function import layer_functions, own_module
+from model.rope import rope_tables
+from model.seam import Seam
+from training.loop.compiler import keep_compiled
+from training.loop.device import autocast_to
+from training.loop.graph import PYTHON, reason_against
+from training.record.names import as_typed
+from training.record.phases import count_compiling
+
+log = logging.getLogger("tilegpt")
+
+# block_q of an exact tile loop on a GPU: the Python loop launches 32 times fewer kernels than with
+# the 128 that suit a CPU, and memory stays linear in the length
+GPU_BLOCK_Q = 4096
+
+
+def chosen_attention(chosen: AttentionConfig) -> dict[int, Backend]:
+    """The attention by the step after which it is used: {0: first, switch_at: second}.
+
+    Raises ValueError for an unknown name or option.
+    """
+    schedule = {0: get_backend(chosen.backend_name, **chosen.backend_options())}
+    if chosen.switch_at is not None:
+        try:
+            schedule[chosen.switch_at] = get_backend(chosen.switch_to, **chosen.switch_options)
+        except ValueError as error:
+            raise ValueError(f"attention.switch_to={chosen.switch_to}: {error}") from error
+    return schedule
+
+
+# what error messages call a feature
+IN_WORDS = {
+    "document_ids": "document masks",
+    "window": "windows",
+    "softcap": "a softcap",
+    "alibi_slopes": "ALiBi",
+    "score_mod": "changes of the scores",
+    "lse": "a log-sum-exp",
+}
+
+
+def needed_features(config: RunConfig) -> dict[str, str]:
+    """The features that a run's attention must have, each with the setting that needs it."""
+    chosen, asked = config.attention, {}
+    settings = {key: f"attention.{key}={as_typed(x)}" for key, x in chosen.function().items()}
+    if config.data.documents:
+        asked["document_ids"] = "data.documents=true"
+    if any(chosen.layer_windows(config.model.num_layers)):
+        asked["window"] = settings.get("window") or settings["windows"]
+    if chosen.sinks:
+        asked["lse"] = settings["sinks"]
+    if config.model.positions == "alibi":
+        asked["alibi_slopes"] = "model.positions=alibi"
+    return asked | {key: settings[key] for key in ("softcap", "score_mod") if key in settings}
+
+
+def check_schedule(config: RunConfig) -> dict[int, Backend]:
+    """chosen_attention() of a run. Raises ValueError for one that lacks what the data or the
+    layers need.
+
+    The device does not matter yet; see check_model().
+    """
+    schedule = chosen_attention(config.attention)
+    needed = needed_features(config)
+    for backend in schedule.values():
+        for feature, setting in needed.items():
+            if feature not in backend.features:
+                raise ValueError(
+                    f"{setting} needs {IN_WORDS[feature]}, which attention={backend.name} does not "
+                    f"have; these do: {', '.join(able(needed))}"
+                )
+        if backend.module is not None and len(schedule) > 1:
+            raise ValueError(
+                f"attention.switch_at={config.attention.switch_at}: attention={backend.name} has "
+                "parameters of its own, which the other attention would not train; leave the "
+                "switch out"
+            )
+    return schedule
+
+
+def able(features: Collection[str]) -> list[str]:
+    """The exact attentions with all of these features."""
+    return [
+        name
+        for name, backend in BACKENDS.items()
+        if backend.exact and backend.features.issuperset(features)
+    ]
+
+
+def suit_gpu(backend: Backend, options: Mapping[str, Any], needed: Collection[str]) -> Backend:
+    """The attention as a GPU runs it best, without changing `options`, which the user set.
+
+    A defect that also exists as Triton kernels runs those, if they have the needed features and the
+    options that are set. An exact tile loop takes larger tiles.
+    """
+    kernels = backend.implementations.get("triton")
+    if kernels is not None and "impl" not in options:
+        able = kernels.features.issuperset(needed) and kernels.options.keys() >= options.keys()
+        return kernels.configured(**options) if able else backend
+    # a loop that recomputes keeps a whole row of tiles, so it takes smaller ones
+    is_loop = backend.name in BACKENDS and isinstance(backend.fn, TiledAttention)
+    closed = backend.exact and options.get("softmax_dtype") != "input"
+    if is_loop and closed and "block_q" not in options:
+        return backend.configured(block_q=GPU_BLOCK_Q)
+    return backend
+
+
+def check_model(
+    config: RunConfig, schedule: dict[int, Backend], *, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise ValueError for an attention that cannot train this model on this device, or not in the
+    way that compile and cuda_graph ask for.
+
+    A user's own attention or score_mod is run to find out.
+    """
+    shape = config.model.attention_sizes
+    functions = layer_functions(config.attention, config.model)
+    functions = {function.get("window"): function for function in functions}
+    if name := config.attention.score_mod:
+        check_score_mod(get_score_mod(name), name, config.model.num_heads, device)
+    for backend in schedule.values():
+        backend.check_model(**shape, dtype=dtype, device=device)
+        will_graph(config, backend, dtype=dtype, device=device)
+        for function in functions.values():
+            if ":" in backend.name or "score_mod" in function:  # pkg.module:NAME
+                try_in_layer(config, backend, function, dtype=dtype, device=device)
+
+
+def try_in_layer(
+    config: RunConfig,
+    backend: Backend,
+    function: dict[str, Any],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """try_out() with what a layer of the model hands to its attention in the first step. Two
+    sequences are enough: more have the same strides.
+    """
+    layer = CausalSelfAttention(config.model, Seam(backend), function).to(device)
+    module = own_module(backend, config.model, layer=0)
+    if module is not None:
+        module.to(device)
+    sizes = min(config.batch_size, 2), config.seq_len, layer.qkv.out_features
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(sizes, generator=generator).to(device, dtype).requires_grad_()
+    rope = None
+    if config.model.positions == "rope":
+        tables = {"head_dim": config.model.head_dim, "theta": config.model.rope_theta}
+        rope = rope_tables(torch.arange(config.seq_len, device=device), **tables)
+    with autocast_to(dtype, device):
+        heads = layer.heads(qkv, rope)
+    try_out(backend, *heads, module=module, **layer.function)
+
+
+def attention_schedule(
+    config: RunConfig, *, dtype: torch.dtype, device: torch.device
+) -> dict[int, Backend]:
+    """chosen_attention() of a run, checked. Warns of an attention that is broken on purpose."""
+    chosen = config.attention
+    schedule = check_schedule(config)
+    asked = {0: chosen.backend_options(), chosen.switch_at: chosen.switch_options}
+    for step, backend in schedule.items() if device.type == "cuda" else ():
+        suited = suit_gpu(backend, asked[step], needed_features(config))
+        if suited is backend:
+            continue
+        try:
+            check_model(config, {step: suited}, dtype=dtype, device=device)
+        except ValueError as error:
+            log.info(f"attention={backend.name} runs as on a CPU: {error}")
+        else:
+            schedule[step] = suited
+    if chosen.switch_to is not None and chosen.switch_at is None:
+        log.info(
+            f"attention.switch_to={chosen.switch_to} without attention.switch_at=STEP: this run "
+            "keeps its attention"
+        )
+    check_model(config, schedule, dtype=dtype, device=device)
+    inputs = kernel_inputs(config, dtype=dtype, device=device)
+    for backend in schedule.values():
+        kernel = kernel_choice(backend, **inputs)
+        if kernel is not None and device.type == "cuda":
+            log.info(f"attention={backend.name} runs the {kernel.kernel} kernels: {kernel.reason}")
+        if backend.defect is not None:
+            log.warning(f"attention={backend.name} is broken on purpose: {backend.defect}")
+            if backend.name == "no_rescale" and backend.options["block_kv"] >= config.seq_len:
+                log.warning(
+                    f"one tile of block_kv={backend.options['block_kv']} covers "
+                    f"seq_len={config.seq_len}: no_rescale is exact here"
+                )
+    return schedule
+
+
+def kernel_inputs(config: RunConfig, *, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """The inputs that decide the choice of kernels; see kernel_choice()."""
+    chosen = config.attention
+    kernel = (chosen.score_mod and get_score_mod(chosen.score_mod).kernel) or ""
+    if chosen.softcap is not None:
+        kernel = SOFTCAP
+    sizes = {"head_dim": config.model.head_dim, "score_mod": kernel}
+    return {"dtype": dtype, "device": device, **sizes}
+
+
+def backend_after(schedule: dict[int, Backend], step: int) -> Backend:
+    """The attention that is used after `step` steps."""
+    return schedule[max(start for start in schedule if start <= step)]
+
+
+def prepare_model(model: GPT, backend: Backend, *, compile_mode: str) -> GPT:
+    """Give the model this attention; returns its form for training, compiled if will_compile()."""
+    model.backend = backend
+    device = next(model.parameters()).device.type
+    score_mod = "score_mod" in model.attention_features
+    compiled = will_compile(backend, device, compile_mode=compile_mode, score_mod=score_mod)
+    if compiled or device == "cuda":
+        count_compiling()
+    if compiled:
+        keep_compiled()
+    return FastGPT(model, compiled=compiled)
+
+
+def will_compile(
+    backend: Backend, device: str, *, compile_mode: str, score_mod: bool = False
+) -> bool:
+    """Whether to use torch.compile: compile_mode is true, false or auto.
+
+    auto compiles on a GPU, unless the attention does not fit into a graph. compile=true raises
+    ValueError where it cannot.
+    """
+    fits = backend.traceable or is_operator(backend)
+    # an operator takes no function as an argument, nor does the one that finds the largest score
+    if score_mod and not (backend.traceable and "max_score" in backend.features):
+        fits = False
+        if compile_mode == "true":
+            raise ValueError(
+                f"attention={backend.name} takes no attention.score_mod into a compiled graph; add "
+                "compile=false"
+            )
+    return compile_mode == "true" or (compile_mode == "auto" and device == "cuda" and fits)
+
+
+def run_compiles(config: RunConfig, backend: Backend, device: str) -> bool:
+    """will_compile() under the settings of a run."""
+    how = {"compile_mode": config.compile, "score_mod": config.attention.score_mod is not None}
+    return will_compile(backend, device, **how)
+
+
+def will_graph(
+    config: RunConfig, backend: Backend, *, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether to launch steps as CUDA graphs. Raises ValueError for cuda_graph=true where there can
+    be no graph, and as will_compile() does.
+    """
+    reason = reason_against(
+        backend,
+        device,
+        compiled=run_compiles(config, backend, device.type),
+        scaled=dtype == torch.float16,
+        score_mod=config.attention.score_mod is not None,
+    )
+    if config.cuda_graph == "true" and reason not in (None, PYTHON):
+        raise ValueError(f"cuda_graph=true: {reason}; leave it at auto")
+    return config.cuda_graph == "true" or (config.cuda_graph == "auto" and reason is None)
+
+
+def schedule_summary(schedule: dict[int, Backend], **inputs: Any) -> dict[str, Any]:
+    """The schedule for summary.json: attention, defect, exact, options; for a switch also
+    switch_at, ...
+
+    defect: whether an attention of it is broken on purpose; exact: whether all claim softmax.
+    With kernel_inputs(): also the kernels of the first attention, if it has several.
+    """
+    (_, first), *later = schedule.items()
+    row = {
+        "attention": first.name,
+        "defect": any(backend.defect is not None for backend in schedule.values()),
+        "exact": all(backend.exact for backend in schedule.values()),
+        "options": dict(first.options),
+    }
+    if inputs and (kernel := kernel_choice(first, **inputs)):
+        row |= {"kernel": kernel.kernel, "kernel_reason": kernel.reason}
+    for step, backend in later:
+        row |= {
+            "switch_at": step,
+            "switch_to": backend.name,
+            "switch_options": dict(backend.options),
+        }
+    return row

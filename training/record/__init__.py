@@ -1,0 +1,1 @@
+"""What a run leaves: metrics, checkpoints, names, pictures, and how it ended. It knows no model."""
