@@ -27,7 +27,7 @@ from attention.interface import AttentionOutput, Output, ScoredOutput, ScoreMod
 class Shards:
     """The ranks that share a sequence. Rank r has its tokens r n to (r + 1) n."""
 
-    group: Any  # their ProcessGroup
+    group: str  # the name of their process group
     rank: int  # of this process among them
     size: int  # W, which divides H and H_kv
 
@@ -80,7 +80,7 @@ class Shards:
         """
         counts = [x.shape[1] // self.size for x in tensors]
         by_rank = [x.unflatten(1, (self.size, -1)).permute(1, 0, 3, 2, 4) for x in tensors]
-        arrived = AllToAll.apply(torch.cat(by_rank, 3), self.group)  # (W, B, n, sum of H / W, D)
+        arrived = all_to_all(torch.cat(by_rank, 3), self.group)  # (W, B, n, sum of H / W, D)
         packed = arrived.transpose(0, 1).flatten(1, 2)  # a copy only where B > 1
         # split before transposing: Inductor copies to make the gradient of a transposed tensor's
         # parts
@@ -89,32 +89,13 @@ class Shards:
     def to_tokens(self, x: Tensor) -> Tensor:
         """From (B, H / W, N, D), this rank's heads, to (B, H, n, D), its tokens."""
         by_rank = x.unflatten(2, (self.size, -1)).permute(2, 0, 3, 1, 4)  # (W, B, n, H / W, D)
-        arrived = AllToAll.apply(by_rank, self.group)
+        arrived = all_to_all(by_rank, self.group)
         return arrived.permute(1, 2, 0, 3, 4).flatten(2, 3).transpose(1, 2)
 
     def own_positions(self, tokens: Tensor) -> Tensor:
         """The positions of this rank's tokens (B, n) in the whole sequence, (n,)."""
         count = tokens.shape[1]
         return torch.arange(count, device=tokens.device) + self.rank * count
-
-
-class AllToAll(torch.autograd.Function):
-    """Send x[i] to rank i; return what all ranks sent here, in their order."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        from torch import distributed
-
-        ctx.group = group
-        received = torch.empty_like(x, memory_format=torch.contiguous_format)
-        distributed.all_to_all_single(received, x.contiguous(), group=group)
-        return received
-
-    @staticmethod
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, gradient: Tensor
-    ) -> tuple[Tensor, None]:
-        return AllToAll.apply(gradient, ctx.group), None
 
 
 def share(rank: int, world: int, context: int, timeout: timedelta | None = None) -> Shards:
@@ -129,4 +110,44 @@ def share(rank: int, world: int, context: int, timeout: timedelta | None = None)
         distributed.new_group(list(range(first, first + context)), timeout=timeout)
         for first in range(0, world, context)
     ]
-    return Shards(groups[rank // context], rank % context, context)
+    return Shards(name_of(groups[rank // context]), rank % context, context)
+
+
+# ProcessGroups by name, because an operator cannot take one
+_groups: dict[str, Any] = {}
+
+
+def name_of(group: Any) -> str:
+    """The name by which all_to_all() finds this ProcessGroup."""
+    _groups[group.group_name] = group
+    return group.group_name
+
+
+@torch.library.custom_op("tilegpt::all_to_all", mutates_args=())
+def all_to_all(x: Tensor, group: str) -> Tensor:
+    """Send x[i] to rank i of the group; return what all ranks sent here, in their order.
+
+    An operator, which torch.compile does not trace into. On two GPUs the graph that it traced
+    through the exchange gave wrong gradients.
+    """
+    from torch import distributed
+
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    distributed.all_to_all_single(received, x.contiguous(), group=_groups[group])
+    return received
+
+
+@all_to_all.register_fake
+def _(x: Tensor, group: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def keep_group(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+    ctx.group = inputs[1]
+
+
+def send_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return all_to_all(gradient, ctx.group), None
+
+
+all_to_all.register_autograd(send_back, setup_context=keep_group)

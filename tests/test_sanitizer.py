@@ -19,7 +19,7 @@ from attention import attention, get_backend
 from attention.kernels.select import why_not_hopper
 
 ROOT = Path(__file__).parents[1]
-MODEL, HOPPER = ROOT / "model", ROOT / "attention" / "kernels" / "hopper"
+MODEL, HOPPER = ROOT / "model" / "kernels", ROOT / "attention" / "kernels" / "hopper"
 CALLS = [
     {},
     {"num_keys": 200, "num_queries": 130, "causal": False},

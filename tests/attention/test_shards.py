@@ -5,13 +5,14 @@ Dimensions: B batch, H heads, n tokens of a rank, N of all, W ranks, D head dim.
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, local
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import distributed
 
 from attention import attention, get_backend
-from attention.ranks import Shards
+from attention.ranks import Shards, name_of
 
 BF16 = torch.bfloat16
 
@@ -28,7 +29,7 @@ def played(monkeypatch, world: int, run):
 
     def start(rank):
         here.rank = rank
-        return run(Shards(None, rank, world))
+        return run(Shards(name_of(SimpleNamespace(group_name="threads")), rank, world))
 
     monkeypatch.setattr(distributed, "all_to_all_single", all_to_all)
     with ThreadPoolExecutor(world) as pool:
@@ -80,7 +81,7 @@ def test_every_number_arrives(monkeypatch, world, batch, counts, dim, dtype):
 def alone():
     """A group that torch.compile can trace: this rank sends to itself."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield Shards(distributed.group.WORLD, 0, 1)
+    yield Shards(name_of(distributed.group.WORLD), 0, 1)
     distributed.destroy_process_group()
 
 
