@@ -436,16 +436,11 @@ class LoggerConfig:
 
     # wandb, tensorboard or none
     name: str = "wandb"
-    # wandb: auto (online where a key is configured, else offline), online, offline or disabled
-    mode: str = "auto"
     # wandb: the project that the run belongs to
     project: str = "tilegpt"
-    # wandb: user or team; None is the account's default
-    entity: str | None = None
 
     def __post_init__(self) -> None:
         _check_choice(self, "logger.name", "wandb", "tensorboard", "none")
-        _check_choice(self, "logger.mode", "auto", "online", "offline", "disabled")
 
 
 @dataclass

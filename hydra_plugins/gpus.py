@@ -243,7 +243,8 @@ class GpusLauncher(Launcher):
 
 def labelled(overrides: list[str], shared: set[str]) -> str:
     """A job's name in what is printed: the overrides that not all jobs share."""
-    from training.launch.command_line import key_of, unescaped
+    from training.launch.command_line import key_of
+    from training.record.names import unescaped
 
     own = [each for each in overrides if each not in shared] or overrides
     return unescaped(" ".join(each for each in own if key_of(each) != "left_out"))

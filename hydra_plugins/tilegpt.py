@@ -292,7 +292,7 @@ def as_overrides(settings: DictConfig | dict[str, Any]) -> list[str]:
 
 def refusal(jobs: list[list[str]], problems: dict[int, str]) -> str:
     """error: 2 of 3 jobs cannot run, so none was started: attention=sdpa, attention=flex: ..."""
-    from training.launch.command_line import unescaped
+    from training.record.names import unescaped
 
     shared = set.intersection(*map(set, jobs))
     by_reason: dict[str, list[str]] = {}

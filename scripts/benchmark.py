@@ -81,8 +81,9 @@ from scripts.attention_call import (
 )
 from scripts.tables import Row
 from training.loop.device import pick_device, pick_dtype
-from training.record.environment import first_difference, measured_on
+from training.record.environment import measured_on
 from training.record.files import write_json
+from training.record.starts import differences
 
 # parts of an environment that change a measurement
 DECISIVE = ("commit", "versions", "hardware")
@@ -178,11 +179,14 @@ def kept_rows(path: Path, where: Row) -> list[Row]:
     try:
         data = json.loads(path.read_text())
         before, rows = data["environment"], data["rows"]
-        difference = first_difference(before, {key: where[key] for key in DECISIVE})
+        changed = differences(before, {key: where[key] for key in DECISIVE})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"append=true: {path} is not a file of scripts.benchmark") from error
-    if difference:
-        raise ValueError(f"append=true: in {path} {difference}; write to a new file")
+    if changed:
+        key, (then, now) = next(iter(changed.items()))
+        raise ValueError(
+            f"append=true: in {path} {key} was {then} and is {now}; write to a new file"
+        )
     return rows
 
 

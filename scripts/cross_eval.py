@@ -45,7 +45,7 @@ from training.record.checkpoint import read_meta
 from training.record.environment import environment
 from training.record.files import check_writable, write_json
 from training.record.memory import is_out_of_memory, release_memory
-from training.record.names import as_typed, differing_settings
+from training.record.names import differing_settings, name_runs
 
 TILES = ("block_q", "block_kv")
 # the weights of a diverged run are those before its bad step
@@ -67,8 +67,7 @@ class Checkpoint(NamedTuple):
     folder: Path
     config: RunConfig
     summary: Row
-    # what differs from the other runs, besides attention and seed
-    setting: dict[str, str]
+    variant: str  # with its seq_len, if the runs differ in it
     backends: dict[int, Backend]  # attention by the step after which it was used
 
 
@@ -123,10 +122,13 @@ def load_checkpoints(folders: Sequence[Path]) -> list[Checkpoint]:
     """
     summaries = list(runs_below(folders).values())
     checkpoints = []
-    for summary, setting in zip(summaries, differing_settings(summaries), strict=True):
-        folder = Path(summary["dir"])
+    settings = differing_settings(summaries)
+    for summary, names, setting in zip(summaries, name_runs(summaries), settings, strict=True):
+        folder, variant = Path(summary["dir"]), names.variant
+        if "seq_len" in setting:
+            variant += f" seq_len={setting['seq_len']}"
         try:
-            checkpoints.append(load_checkpoint(folder, summary, setting))
+            checkpoints.append(load_checkpoint(folder, summary, variant))
         except (ValueError, OSError) as error:
             leave_out(folder, error)
     if not checkpoints:
@@ -134,7 +136,7 @@ def load_checkpoints(folders: Sequence[Path]) -> list[Checkpoint]:
     return checkpoints
 
 
-def load_checkpoint(folder: Path, summary: Row, setting: dict[str, str]) -> Checkpoint:
+def load_checkpoint(folder: Path, summary: Row, variant: str) -> Checkpoint:
     files = ("summary.json", "metrics.jsonl", "checkpoint")
     if not any((folder / name).exists() for name in files):
         missing = "no run directory: without summary.json, metrics.jsonl and checkpoint"
@@ -145,13 +147,7 @@ def load_checkpoint(folder: Path, summary: Row, setting: dict[str, str]) -> Chec
     config = read_run_config(folder)
     backends = chosen_attention(config.attention)
     read_meta(folder)
-    others = {
-        key: value
-        for key, value in setting.items()
-        if key != "seed" and key.partition(".")[0] != "attention"
-    }
-    others |= {key: as_typed(value) for key, value in config.attention.function().items()}
-    return Checkpoint(folder, config, summary, others, backends)
+    return Checkpoint(folder, config, summary, variant, backends)
 
 
 def leave_out(folder: Path, error: Exception) -> None:
@@ -224,7 +220,7 @@ def judge(
     common = {
         "run": checkpoint.folder.name if folder == base else str(folder.relative_to(base)),
         "trained_under": trained_under,
-        "setting": checkpoint.setting,
+        "variant": checkpoint.variant,
         "seed": config.seed,
         "step": trained.step,
         "trained": checkpoint.summary["status"],

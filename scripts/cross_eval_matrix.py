@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from attention import BACKENDS
 from scripts.drawing import new_figure, save_figure
-from scripts.tables import Row, grouped, mean_and_deviation, text_table
+from scripts.tables import Row, by, grouped, mean_and_deviation, text_table
+from training.record.names import attention_name
 from training.record.palette import VERMILION
 from training.record.plot import plain_text
 
@@ -20,8 +21,7 @@ def read_rows(path: Path) -> list[Row]:
     try:
         rows = json.loads(path.read_text())["rows"]
         if rows and all(
-            row["trained_under"]["name"] and row["evaluated_under"]["name"] and row["status"]
-            for row in rows
+            row["variant"] and row["evaluated_under"]["name"] and row["status"] for row in rows
         ):
             return rows
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -83,19 +83,19 @@ def build_matrices(rows: list[Row]) -> list[Matrix]:
 
 
 def build_matrix(metric: str, rows: list[Row]) -> Matrix:
-    names = labels([attention for row in rows for attention in parts(row)])
-    by_judge = grouped(rows, lambda row: names[key(row["evaluated_under"])])
+    by_judge = by_judges(rows)
     cells, own = {}, {}
-    for label, group in grouped(rows, lambda row: trained_label(row, names)).items():
-        label = f"{label} ({count_of_runs(group)})"
-        own_rows = grouped(group, lambda row: names[key(row["evaluated_under"])])
+    for variant, group in by(rows, "variant").items():
+        label = f"{variant} ({count_of_runs(group)})"
+        own_rows = by_judges(group)
         cells[label] = []
         for judge in by_judge:
             statuses = grouped(own_rows.get(judge, ()), lambda row: row["status"] == "ok")
             values = [row[metric] for row in statuses.get(True, ())]
             others = [row["status"].partition(":")[0] for row in statuses.get(False, ())]
             cells[label].append(Cell(values, others))
-        last = parts(group[0])[-1]
+        last = group[0]["trained_under"]
+        last = last.get("switch_to", last)
         own[label] = {
             place
             for place, judged in enumerate(by_judge.values())
@@ -115,56 +115,14 @@ def count_of_runs(group: list[Row]) -> str:
     return count
 
 
-def _is_exact(name: str) -> bool:
-    return name in BACKENDS and BACKENDS[name].exact
+def by_judges(rows: list[Row]) -> dict[str, list[Row]]:
+    return grouped(rows, lambda row: attention_name(**row["evaluated_under"]))
 
 
 def is_same(a: Row, b: Row) -> bool:
     """Whether both are the same attention; tile sizes do not matter for an exact one."""
-    return key(a) == key(b) or (a["name"] == b["name"] and _is_exact(a["name"]))
-
-
-def parts(row: Row) -> list[Row]:
-    """Every attention that a row names."""
-    trained = row["trained_under"]
-    switched = [trained["switch_to"]] if "switch_to" in trained else []
-    return [row["evaluated_under"], trained, *switched]
-
-
-def key(attention: Row) -> tuple[Any, ...]:
-    return attention["name"], *sorted(
-        (name, str(value)) for name, value in attention["options"].items()
-    )
-
-
-def labels(attentions: list[Row]) -> dict[tuple[Any, ...], str]:
-    """A label for each attention: its name, with options that differ from the defaults or among
-    attentions of that name.
-    """
-    names = {}
-    for attention in attentions:
-        name, options = attention["name"], attention["options"]
-        same = [other["options"] for other in attentions if other["name"] == name]
-        usual = BACKENDS[name].options if name in BACKENDS else {}
-        words = [name]
-        for option, value in options.items():
-            varied = len({str(other.get(option)) for other in same}) > 1
-            # tiles matter only if the attention is broken, and then only those of keys
-            is_tile = option == "block_q" or (option == "block_kv" and _is_exact(name))
-            if varied or (not is_tile and value != usual.get(option, value)):
-                words.append(f"{option}={value}")
-        names[key(attention)] = " ".join(words)
-    return names
-
-
-def trained_label(row: Row, names: dict[tuple[Any, ...], str]) -> str:
-    """The label of a row: the attention of the training, and the settings in which runs differ."""
-    trained = row["trained_under"]
-    label = names[key(trained)]
-    if "switch_to" in trained:
-        label += f", from step {trained['switch_at']} {names[key(trained['switch_to'])]}"
-    setting = row["setting"].items()
-    return ", ".join([label, *(f"{name.rpartition('.')[2]}={value}" for name, value in setting)])
+    exact = a["name"] in BACKENDS and BACKENDS[a["name"]].exact
+    return a["name"] == b["name"] and (exact or a["options"] == b["options"])
 
 
 def in_text(rows: list[Row]) -> str:
@@ -229,7 +187,7 @@ def draw_matrix(axes: Any, matrix: Matrix) -> Any:
             axes.text(x, y, text, ha="center", va="center", fontsize=8, **look)
             if x in matrix.own[label]:
                 axes.add_patch(Rectangle((x - 0.47, y - 0.47), 0.94, 0.94, **framed))
-    rows = [label.replace(" (", "\n(").replace(", from", "\nfrom") for label in matrix.cells]
+    rows = [label.replace(" (", "\n(") for label in matrix.cells]
     axes.set_xticks(range(len(matrix.judges)), [x.replace(" ", "\n") for x in matrix.judges])
     axes.set_yticks(range(len(rows)), rows)
     axes.tick_params(length=0, labelsize=8.5)

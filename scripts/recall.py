@@ -35,13 +35,12 @@ from data.synthetic import SyntheticData
 from scripts.arguments import Count, Device, command, default
 from scripts.cross_eval import Checkpoint, load_checkpoints
 from scripts.drawing import for_both_papers, new_figure, save_figure
-from scripts.tables import Row, by, grouped, mean_and_deviation, text_table
+from scripts.tables import Row, by, mean_and_deviation, text_table
 from training.loop.device import pick_device
 from training.loop.trained import Trained, load_trained
 from training.record.environment import measured_on
 from training.record.files import check_writable, write_json
 from training.record.memory import release_memory
-from training.record.names import name_runs
 from training.record.palette import INK, variant_colors
 
 
@@ -64,12 +63,11 @@ def main(options: Options) -> None:
     lengths = sorted(set(options.lengths))
     # check all runs before the first one answers
     configs = [[config_at(each, length) for length in lengths] for each in checkpoints]
-    names = name_runs([each.summary for each in checkpoints])
     rows = []
-    for checkpoint, at_lengths, name in zip(checkpoints, configs, names, strict=True):
+    for checkpoint, at_lengths in zip(checkpoints, configs, strict=True):
         print(checkpoint.folder, flush=True)
         for row in measure(checkpoint, at_lengths, options.sequences, device):
-            rows.append({"variant": name.variant} | row)
+            rows.append({"variant": checkpoint.variant} | row)
         release_memory(device)
     runs = [
         {key: each.summary.get(key) for key in ("variant", "seed", "data", "overrides")}
@@ -144,16 +142,6 @@ def ask(trained: Trained, data: SyntheticData, *, sequences: int, batch_size: in
     return {"accuracy": right.mean().item(), "asked": asked.tolist(), "right": answered.tolist()}
 
 
-def variants(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The rows by variant. Names include the training length if there are several."""
-    several = len({row["trained_at"] for row in rows}) > 1
-
-    def name(row: Row) -> str:
-        return row["variant"] + (f" trained at {row['trained_at']}" if several else "")
-
-    return grouped(rows, name)
-
-
 def accuracies(rows: Sequence[Row]) -> dict[int, list[float]]:
     """The accuracy of each seed, by length."""
     by_length = by(sorted(rows, key=itemgetter("length")), "length")
@@ -169,7 +157,7 @@ def lost_at(rows: Sequence[Row]) -> int | None:
 def in_text(rows: Sequence[Row]) -> str:
     lengths = sorted({row["length"] for row in rows})
     lines = [["accuracy at", *map(str, lengths), "below one half at"]]
-    for name, own in variants(rows).items():
+    for name, own in by(rows, "variant").items():
         by_length = accuracies(own)
         cells = [mean_and_deviation(by_length.get(x, []), "{:.1%}") for x in lengths]
         lines.append([name, *cells, str(lost_at(own) or "none of them")])
@@ -181,7 +169,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     Lines are means over seeds, dots are single seeds.
     """
     longest = max(row["length"] for row in rows)
-    by_variant = variants(rows)
+    by_variant = by(rows, "variant")
     colors = variant_colors({name: own[0]["attention"] for name, own in by_variant.items()})
     figure, (by_length, by_distance) = new_figure(1, 2, size=(10, 4), sharey=True)
     for name, own in by_variant.items():

@@ -210,7 +210,7 @@ REFUSED = {
     "init_from=./nowhere": "init_from=./nowhere",
     # the machine and its packages
     "device=cuda": "device=cuda device=cpu",
-    "logger=wandb logger.mode=offline logger.project=a/b": "logger.project=a/b 128",
+    "logger=wandb logger.project=a/b": "logger.project=a/b 128",
     "logger=wandb WANDB_MODE=bogus": "WANDB_MODE=bogus",
     "logger=wandb WANDB_MODE=shared": "WANDB_MODE=shared",
     "compile=true TORCHINDUCTOR_CACHE_DIR=/dev/null/x": "TORCHINDUCTOR_CACHE_DIR=/dev/null/x",
@@ -245,7 +245,6 @@ SETTINGS = {
     "optim.name=sgd": "optim.name=sgd adamw",
     "optim.schedule=linear": "optim.schedule=linear cosine constant",
     "logger.name=mlflow": "logger.name=mlflow wandb",
-    "logger.mode=on": "logger.mode=on auto",
     "device=tpu": "device=tpu auto cpu cuda",
     "dtype=fp8": "dtype=fp8 bf16",
     "compile=maybe": "compile=maybe auto true false",

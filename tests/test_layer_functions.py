@@ -29,7 +29,7 @@ from tests.command import (
 )
 from training import build_run
 from training.launch.command_line import compose
-from training.launch.sweep import read_run, read_sweep
+from training.launch.sweep import read_sweep
 from training.loop.device import autocast_to
 from training.loop.schedule import (
     check_model,
@@ -118,10 +118,6 @@ def test_a_run_says_what_its_layers_compute(trained):
     assert row["variant"].split() == VARIANT
     assert last["val/loss"] == pytest.approx(last["val/loss_exact"], abs=1e-5)
     assert last["attention/out_error"] < 1e-5 and last["attention/dk_error"] < 1e-4
-    (trained / "summary.json").rename(trained / "kept.json")
-    unfinished = read_run(trained)
-    (trained / "kept.json").rename(trained / "summary.json")
-    assert name_runs([unfinished])[0].variant == row["variant"]
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(trained, tmp_path):
@@ -136,7 +132,8 @@ def test_another_attention_takes_over_the_function(trained, tmp_path):
     """A window belongs to the model, so another backend on resume keeps it."""
     run_dir = Path(shutil.copytree(trained, tmp_path / "run"))
     assert run(f"resume={run_dir}", "attention=naive", "steps=8").code == 0
-    assert summary(run_dir)["variant"].split() == ["naive", "window=9", "pattern=SL", "softcap=1"]
+    variant = summary(run_dir)["variant"]
+    assert variant.endswith("naive window=9 pattern=SL softcap=1 after step 6")
     done = run(f"resume={run_dir}", "attention=sdpa", "steps=9")
     assert "attention.window=9" in done.complaint()
 
@@ -176,7 +173,7 @@ def test_scripts_read_the_weights_as_they_were_trained(trained, monkeypatch, tmp
     cross_eval.main([str(trained), "device=cpu", "sequences=4", f"out={tmp_path}/table.json"])
     (row,) = json.loads((tmp_path / "table.json").read_text())["rows"]
     assert row["loss"] == metrics(trained)[-1]["val/loss_exact"]
-    assert "window=9, pattern=SL, softcap=1" in capsys.readouterr().out
+    assert "window=9 pattern=SL softcap=1" in capsys.readouterr().out
     written = []
     for name, cache in (("tiled", "true"), ("naive", "false")):
         asked = [f"run={trained}", "tokens=40", "temperature=0", "device=cpu"]

@@ -349,11 +349,13 @@ def test_wandb_has_the_whole_sweep(tmp_path):
     seen = inspect_summary(sweep, "1")
     assert (seen["state"], seen["summary"]["status"]) == ("failed", "oom") and "oom" in seen["tags"]
 
-    # one of them goes on alone, in a folder that has all of it
+    # one of them goes on alone, as a second part of the same run
     assert finish(start(f"resume={sweep / '0'}", "steps=3", WANDB_MODE="offline")).code == 0
-    assert len(list((sweep / "wandb").glob("offline-run-*"))) == 3
-    history = of_type(records_of(sweep, "0"), "history")
-    assert [each["history"]["item"]["_step"] for each in history] == [0, 1, 2, 3]
+    assert len(list((sweep / "wandb").glob("offline-run-*"))) == 4
+    records = records_of(sweep, "0")
+    assert started(records)[0]["display_name"] == f"{began['display_name'][:-2]}32"
+    history = of_type(records, "history")
+    assert [each["history"]["item"]["_step"] for each in history] == [3]
 
 
 def test_shell_completion():
@@ -435,19 +437,18 @@ def test_wandb_names_and_shows_what_a_sweep_compares(tmp_path):
     assert started(tiled)[1]["left_out"] == ""
 
     # every metric over tokens; of the evaluations the lowest too
-    options = {record["metric"]["name"]: record["metric"] for record in of_type(tiled, "metric")}
-    assert options.pop("tokens")["options"]["hidden"] is True
-    assert {each["step_metric"] for each in options.values()} == {"tokens"}
-    lowest = {name for name, each in options.items() if (each.get("summary") or {}).get("min")}
+    options = [record["metric"] for record in of_type(tiled, "metric")]
+    assert [each["options"].get("hidden") for each in options] == [True, None, None, None]
+    assert {each["step_metric"] for each in options[1:]} == {"tokens"}
+    lowest = {each["name"] for each in options if (each.get("summary") or {}).get("min")}
     assert lowest == {"val/loss", "val/loss_exact"}
-    # sorted by name, as wandb and leet sort: losses, memory, speed
-    first = ["loss", "loss_exact", "memory_gib", "tokens_per_sec"]
-    assert sorted(options)[:4] == [f"Compare/{name}" for name in first]
-
     history = [record["history"]["item"] for record in of_type(tiled, "history")]
     rows = metrics(sweep / "2")
     assert [item["_step"] for item in history] == [row["step"] for row in rows]
     assert [metrics_of(item) for item in history] == [as_wandb_has_it(row) for row in rows]
+    # sorted by name, as wandb and leet sort: losses, memory, speed
+    first = ["loss", "loss_exact", "memory_gib", "tokens_per_sec"]
+    assert sorted(history[-1])[:4] == [f"Compare/{name}" for name in first]
     assert history[-1]["sample._type"] == "table-file"
     assert history[-1]["loss_curve._type"] == "image-file"
     result = inspect_summary(sweep, "2")
@@ -478,8 +479,7 @@ def started(records: list[dict]) -> tuple[dict, dict]:
 
 def offline_log(sweep: Path, job: str) -> Path:
     run_id = (sweep / job / "wandb_id.txt").read_text().strip()
-    (log,) = (sweep / "wandb").glob(f"offline-run-*-{run_id}")
-    return log
+    return max((sweep / "wandb").glob(f"offline-run-*-{run_id}"))
 
 
 def leet(*arguments: str) -> str:

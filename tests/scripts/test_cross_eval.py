@@ -103,13 +103,13 @@ def test_the_matrix_exposes_the_defect(table):
 
 def test_the_heat_map_shows_means_over_seeds_and_frames_the_own_attention(table, sweep):
     (matrix,) = build_matrices(table["rows"])
-    variants = ["tiled (2 runs)", "no_rescale block_kv=4 (2 runs)"]
+    variants = ["tiled block_kv=4 (2 runs)", "no_rescale block_kv=4 (2 runs)"]
     assert matrix.metric == "loss" and list(matrix.cells) == variants
     broken = [f"no_rescale block_kv={size}" for size in (2, 4, 8)]
-    assert matrix.judges == ["sdpa", "tiled", *broken]
+    assert matrix.judges == ["sdpa", "tiled block_kv=4", *broken]
     assert [matrix.own[label] for label in matrix.cells] == [{1}, {3}]
     two = [cell(table, job, "no_rescale", block_kv=8)["loss"] for job in "01"]
-    found = matrix.cells["tiled (2 runs)"][4]
+    found = matrix.cells["tiled block_kv=4 (2 runs)"][4]
     assert found.values == two and found.text("{:.3f}").startswith(f"{sum(two) / 2:.3f} ± ")
     assert (sweep / "cross_eval.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 

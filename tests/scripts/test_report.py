@@ -253,9 +253,9 @@ def test_metrics_of_any_name_are_drawn(tmp_path):
 
 
 def test_a_switch_of_attention_names_its_variant(tmp_path):
-    switched = {"switch_at": 300, "switch_to": "tiled", "extra": ("attention.switch_at=300",)}
-    write_run(tmp_path / "0", "no_rescale", extra=("attention.switch_at=null",))
-    write_run(tmp_path / "1", "no_rescale", **switched)
+    switched = [{"step": 0, "attention": [[0, "no_rescale"], [300, "tiled"]], "changed": {}}]
+    write_run(tmp_path / "0", "no_rescale")
+    write_run(tmp_path / "1", "no_rescale", starts=switched)
     plain, other = load_runs([tmp_path])
     assert plain.variant == "no_rescale" and not plain.switches
     assert re.findall(r"no_rescale|tiled|\d+", other.variant) == ["no_rescale", "tiled", "300"]
@@ -272,7 +272,7 @@ def test_a_run_that_was_resumed_under_another_attention_is_named(tmp_path):
         {"step": 300, "attention": [[300, "sdpa"]], "changed": changed},
     ]
     write_run(tmp_path / "0", "sdpa", starts=starts)
-    write_run(tmp_path / "1", "naive", starts=[{"step": 0, "attention": "all", "changed": 3}])
+    write_run(tmp_path / "1", "naive")
     runs = load_runs([tmp_path])
     resumed, plain = (run.variant for run in runs)
     assert re.findall(r"tiled|sdpa|\d+", resumed) == ["tiled", "sdpa", "300"] and plain == "naive"
@@ -324,37 +324,21 @@ def test_a_failed_job_is_told_once(tmp_path):
     assert "unknown" not in page.text and page.text.count("no kernel") == 1
 
 
-def test_variants_name_only_what_differs(tmp_path):
-    write_run(tmp_path / "0", "tiled", extra=("attention.block_kv=16", "steps=5"))
-    write_run(tmp_path / "1", "tiled", seed=1, extra=("attention.block_kv=128", "steps=5"))
-    runs = load_runs([tmp_path])
+def test_variants_name_only_what_differs_and_a_run_given_twice_is_one(tmp_path):
+    for seed, size in enumerate((16, 128)):
+        named = {"variant": f"tiled block_kv={size}", "extra": ("steps=5",)}
+        write_run(tmp_path / str(seed), "tiled", seed=seed, **named)
+    runs = load_runs([tmp_path, tmp_path / "0"])
     assert list(variant_styles(runs)) == ["tiled block_kv=16", "tiled block_kv=128"]
     assert [run.name for run in runs] == ["tiled block_kv=16 seed=0", "tiled block_kv=128 seed=1"]
-
-
-def test_resumed_runs_stay_with_their_variant(tmp_path):
-    write_run(tmp_path / "0", "tiled", extra=("steps=600",))
-    write_run(tmp_path / "1", "tiled", seed=1, extra=("steps=1200", f"resume='{tmp_path}/1'"))
-    assert [run.variant for run in load_runs([tmp_path])] == ["tiled", "tiled"]
-    # steps that were a choice from the start tell runs apart
-    write_run(tmp_path / "2", "tiled", extra=("steps=100",))
-    names = ["tiled steps=600", "tiled steps=1200", "tiled steps=100"]
-    assert [run.variant for run in load_runs([tmp_path])] == names
-
-
-def test_runs_that_are_the_same_are_told_apart_and_one_given_twice_is_one(tmp_path):
-    for job in ("a", "b"):
-        write_run(tmp_path / job, "tiled")
-    runs = load_runs([tmp_path, tmp_path / "a"])
-    assert [run.name for run in runs] == ["tiled (a)", "tiled (b)"]
 
 
 def test_each_attention_has_its_colour_whatever_ran_beside_it(tmp_path):
     """A regression test: tiled was orange in reports, which is no_rescale's colour elsewhere."""
     write_run(tmp_path / "a/0", "tiled")
     write_run(tmp_path / "b/0", "naive")
-    write_run(tmp_path / "b/1", "no_rescale", extra=("attention.block_kv=8",))
-    write_run(tmp_path / "b/2", "no_rescale", extra=("attention.block_kv=16",))
+    write_run(tmp_path / "b/1", "no_rescale", variant="no_rescale block_kv=8")
+    write_run(tmp_path / "b/2", "no_rescale", variant="no_rescale block_kv=16")
     write_run(tmp_path / "b/3", "tiled")
     alone, beside = (variant_styles(load_runs([tmp_path / each])) for each in "ab")
     assert alone["tiled"].color == beside["tiled"].color == BACKENDS["tiled"]

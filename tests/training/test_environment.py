@@ -40,7 +40,6 @@ def git(folder, *arguments):
 
 
 def test_commit_and_uncommitted_changes(tmp_path, monkeypatch):
-    monkeypatch.delenv("TILEGPT_COMMIT", raising=False)
     git(tmp_path, "init", "-q")
     (tmp_path / "copy").mkdir()
     (tmp_path / "file").write_text("one")
@@ -62,6 +61,5 @@ def test_commit_and_uncommitted_changes(tmp_path, monkeypatch):
 
 
 def test_without_git(monkeypatch):
-    monkeypatch.delenv("TILEGPT_COMMIT", raising=False)
     monkeypatch.setenv("PATH", "")
     assert environment("", "cpu")["commit"] is None

@@ -1,6 +1,5 @@
 """Names of variants and runs: from settings, and from summaries."""
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,13 @@ import pytest
 from attention import BACKENDS
 from config import BACKEND_OPTIONS
 from training.launch.command_line import compose
-from training.record.names import attention_in_words, attention_names, name_run, name_runs
+from training.record.names import (
+    attention_in_words,
+    attention_names,
+    belies_exact,
+    name_run,
+    name_runs,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,21 +72,21 @@ def test_the_defaults_are_those_of_the_backends():
             assert next(iter(backend.implementations)) == BACKEND_OPTIONS["impl"]
 
 
-def row(attention: str, *overrides: str, variant: str | None = None, **values) -> dict:
-    named = {} if variant is None else {"variant": variant}
-    return {"attention": attention, "overrides": list(overrides), "dir": "0"} | named | values
+def row(attention: str, *overrides: str, **values) -> dict:
+    """A summary or an index line; `attention` is named with its options."""
+    return {"variant": attention, "overrides": list(overrides), "dir": "0"} | values
 
 
 def test_runs_are_named_by_what_differs():
     """A regression test: wandb's names held every override, those that all share included."""
     shared = ("model.num_layers=1", "steps=20", "device=cpu")
+    small = "tiled block_kv=16"
     rows = [
-        row("tiled", *shared, variant="tiled block_kv=16", seq_len=32, seed=0),
-        row("tiled", *shared, variant="tiled block_kv=16", seq_len=32, seed=1),
+        row(small, *shared, "attention.block_kv=16", seq_len=32, seed=0),
+        row(small, *shared, "attention.block_kv=16", seq_len=32, seed=1),
         row("naive", *shared, "left_out=[attention.block_kv]", seq_len=64, seed=0),
         row("naive", *shared, "optim.lr=0.01", seq_len=64, seed=0),
     ]
-    small = "tiled block_kv=16"
     assert name_runs(rows) == [
         (small, f"{small} seq_len=32 seed=0"),
         (small, f"{small} seq_len=32 seed=1"),
@@ -91,58 +96,95 @@ def test_runs_are_named_by_what_differs():
     assert name_runs(rows[:1]) == [(small, small)]
     # all that a single run asks for, except what does not change what it learns
     alone = name_run(rows[0] | {"overrides": [*shared, "log_every=5", "logger=none", "seed=0"]})
-    assert alone == (small, f"{small} num_layers=1 steps=20 seq_len=32 seed=0")
+    assert alone == (small, f"{small} num_layers=1 seq_len=32 seed=0")
+
+
+def test_a_written_name_stays_and_is_added_to_where_sweeps_differ():
+    """A job keeps the name of its sweep when it is shown alone. Two sweeps that differ in a setting
+    which all jobs of each share are told apart: their runs are no seeds of one variant.
+    """
+    sweep = [row(f"tiled lr={lr}", f"optim.lr={lr}", "steps=9", seed=0) for lr in (0.1, 0.15)]
+    assert [name.variant for name in name_runs(sweep[:1])] == ["tiled lr=0.1"]
+    assert [name.variant for name in name_runs(sweep)] == ["tiled lr=0.1", "tiled lr=0.15"]
+    other = row("tiled", "optim.lr=0.1", "steps=5", seed=1)
+    assert [name.run for name in name_runs([*sweep, other])] == [
+        "tiled lr=0.1 steps=9 seed=0",
+        "tiled lr=0.15 steps=9 seed=0",
+        "tiled lr=0.1 steps=5 seed=1",
+    ]
+
+
+def test_a_run_that_was_resumed_for_more_steps_stays_with_its_variant():
+    rows = [row("tiled", "steps=600"), row("tiled", "resume=outputs/1", "steps=900", seed=1)]
+    assert [name.variant for name in name_runs(rows)] == ["tiled", "tiled"]
+    # steps that were a choice from the start tell runs apart
+    rows.append(row("tiled", "steps=100"))
+    assert [name.variant for name in name_runs(rows)] == [
+        "tiled steps=600",
+        "tiled steps=900",
+        "tiled steps=100",
+    ]
+
+
+def test_runs_that_are_the_same_are_told_apart_by_their_folders():
+    rows = [row("tiled", dir=f"outputs/{name}") for name in "ab"]
+    assert [name.run for name in name_runs(rows)] == ["tiled (a)", "tiled (b)"]
 
 
 def test_a_name_is_as_a_person_writes_it():
     """A regression test: sweepers put a backslash before each colon."""
-    asked = r"attention=my_attention\:BACKEND"
-    rows = [row("my_attention:BACKEND", asked, r"data.path=a\,b"), row("tiled", "data.path=c")]
+    rows = [row("my_attention:BACKEND", r"data.path=a\,b"), row("tiled", "data.path=c")]
     assert [name.run for name in name_runs(rows)] == [
         "my_attention:BACKEND path=a,b",
         "tiled path=c",
     ]
 
 
-def test_a_dtype_has_one_name():
-    rows = [row("tiled", f"dtype={name}") for name in ("bfloat16", "float16")]
-    assert [name.run for name in name_runs(rows)] == ["tiled dtype=bf16", "tiled dtype=fp16"]
+def start(step: int, *attention: tuple[int, str]) -> dict:
+    return {"step": step, "attention": [list(each) for each in attention], "changed": {}}
 
 
-def test_runs_whose_training_never_began_are_named_too():
-    """Their summaries hold the options in force, and no starts."""
-    options = {"block_q": 128, "block_kv": 16, "softmax_dtype": "float32", "detach_max": False}
-    refused = row("no_max", "attention=no_max", "attention.impl=triton", options=options)
-    assert attention_in_words(refused) == "no_max block_kv=16 impl=triton"
-    switched = {"switch_at": 40, "switch_to": "tiled"}
-    assert re.findall(r"no_max|tiled|\d+", attention_in_words(row("no_max") | switched)) == [
-        "no_max",
-        "tiled",
-        "40",
-    ]
-    asked = row("tiled", "attention.block_kv=8", "attention.switch_at=null")
-    assert [name.variant for name in name_runs([asked, row("tiled")])] == [
-        "tiled block_kv=8",
-        "tiled",
-    ]
-    # a setting that the run did not read is none of its own
-    left_out = row("naive", "attention.block_kv=16", left_out={"attention.block_kv": "no option"})
-    assert attention_in_words(left_out) == "naive"
+@pytest.mark.parametrize(
+    ("starts", "words"),
+    [
+        ([start(0, (0, "tiled"))], "tiled"),
+        ([start(0, (0, "tiled")), start(5, (5, "tiled"))], "tiled"),
+        ([start(0, (0, "tiled")), start(5, (5, "sdpa"))], "tiled, sdpa after step 5"),
+        # another option is another attention
+        (
+            [start(0, (0, "tiled")), start(5, (5, "tiled block_kv=16"))],
+            "tiled, tiled block_kv=16 after step 5",
+        ),
+        ([start(0, (0, "no_rescale"), (40, "tiled"))], "no_rescale, tiled after step 40"),
+        # a switch to the same attention is an experiment of its own
+        ([start(0, (0, "tiled"), (40, "tiled"))], "tiled, tiled after step 40"),
+        # the first start did not come to its switch
+        (
+            [start(0, (0, "naive"), (40, "tiled")), start(30, (30, "sdpa"), (50, "flex"))],
+            "naive, sdpa after step 30, flex after step 50",
+        ),
+    ],
+)
+def test_a_run_is_named_by_every_attention_of_its_starts(starts, words):
+    assert attention_in_words({"starts": starts}) == words
+    # runs of earlier versions wrote one attention, that of their last start, as their variant
+    last = starts[-1]["attention"][0][1]
+    named = name_runs([row(last, "seed=0", starts=starts), row("flex", "seed=1")])
+    assert [name.run for name in named] == [f"{words} seed=0", "flex seed=1"]
 
 
-def test_a_change_of_options_is_a_change_of_attention():
-    starts = [
-        {"step": 0, "attention": [[0, "tiled"]], "changed": {}},
-        {"step": 50, "attention": [[50, "tiled block_kv=16"]], "changed": {}},
-    ]
-    resumed = row("tiled", variant="tiled block_kv=16", starts=starts, steps_done=60)
-    words = re.findall(r"tiled|block_kv=16|50", attention_in_words(resumed))
-    assert words == ["tiled", "tiled", "block_kv=16", "50"]
-
-
-def test_a_switch_to_the_same_attention_is_a_variant_of_its_own():
-    rows = [row("tiled", f"attention.switch_at={at}", variant="tiled") for at in ("null", 400)]
-    assert [name.variant for name in name_runs(rows)] == ["tiled", "tiled switch_at=400"]
+@pytest.mark.parametrize(
+    ("summary", "belies"),
+    [
+        ({"val/loss": 1.5, "val/loss_exact": 1.6}, True),
+        ({"val/loss": 1.5, "val/loss_exact": 1.5005}, False),
+        ({"val/loss": 1.5, "val/loss_exact": 1.6, "defect": True}, False),
+        ({"val/loss": 1.5, "val/loss_exact": 1.6, "exact": False}, False),
+        ({"val/loss": 1.5, "val/loss_exact": None}, False),
+    ],
+)
+def test_an_attention_that_is_not_as_exact_as_labelled(summary, belies):
+    assert belies_exact(summary) is belies
 
 
 def test_names_need_no_torch():

@@ -2,13 +2,9 @@
 
 import importlib
 import math
-import re
-
-import pytest
 
 import tests.user_backends  # noqa: F401  code_of() finds it
 from config import AttentionConfig
-from training.record.names import attention_in_words
 from training.record.starts import changes_in_words, code_of, differences, resumed_starts
 
 
@@ -18,49 +14,6 @@ def start(step: int, *attention: tuple[int, str], **changed: list) -> dict:
         "attention": [list(each) for each in attention],
         "changed": {key.replace("__", "."): pair for key, pair in changed.items()},
     }
-
-
-SWITCHED = {"attention": "no_rescale", "switch_at": 40, "switch_to": "tiled"}
-
-
-FIRST, SECOND = start(0, (0, "tiled")), start(5, (5, "sdpa"))
-ONCE = start(0, (0, "no_rescale"), (40, "tiled"))
-TWICE = [start(0, (0, "naive"), (40, "tiled")), start(30, (30, "sdpa"), (50, "flex"))]
-TILED = {"attention": "tiled", "steps_done": 9}
-SDPA = {"attention": "sdpa", "starts": [FIRST, SECOND]}
-
-
-# the attentions and the steps between them, in the order of their words
-WORDS = re.compile(r"no_rescale|naive|tiled|sdpa|flex|\d+")
-
-
-@pytest.mark.parametrize(
-    "row, named",
-    [
-        ({"attention": "tiled"}, "tiled"),
-        (TILED | {"starts": [FIRST]}, "tiled"),
-        (SDPA | {"steps_done": 9}, "tiled sdpa 5"),
-        (SDPA | {"steps_done": 5}, "tiled"),
-        (
-            {"attention": "tiled", "steps_done": 9, "starts": [FIRST, start(5, (5, "tiled"))]},
-            "tiled",
-        ),
-        (SWITCHED | {"steps_done": 60, "starts": [ONCE]}, "no_rescale tiled 40"),
-        (SWITCHED | {"steps_done": 40, "starts": [ONCE]}, "no_rescale"),
-        (SWITCHED | {"steps_done": 60, "starts": TWICE}, "naive sdpa 30 flex 50"),
-        # of an earlier version, unfinished, or of another program
-        (SWITCHED | {"steps_done": 60}, "no_rescale tiled 40"),
-        (SWITCHED | {"steps_done": 9}, "no_rescale"),
-        (SWITCHED, "no_rescale tiled 40"),
-        ({"attention": "tiled", "starts": 5}, "tiled"),
-        ({"attention": "tiled", "starts": [{"step": 3}]}, "tiled"),
-        ({"attention": "tiled", "steps_done": "many", "starts": [None]}, "tiled"),
-    ],
-)
-def test_the_attention_in_words(row, named):
-    said = attention_in_words(row)
-    assert WORDS.findall(said) == named.split()
-    assert said == named or " " in named
 
 
 def test_changes_in_words():

@@ -120,11 +120,13 @@ def test_a_job_that_its_launcher_stopped_is_no_job_that_was_not_started(tmp_path
     (tmp_path / "0/summary.json").write_text(
         '{"status": "interrupted", "seed": 0, "overrides": ["seed=0"]}'
     )
+    (tmp_path / "tensorboard").mkdir()
     with pytest.raises(SystemExit):
         finish_sweep(tmp_path, 130)
     rows = index_rows(tmp_path)
     assert [row["status"] for row in rows] == ["interrupted", "not started"]
-    assert "1 of 2 jobs" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "1 of 2 jobs" in printed and f"--logdir {tmp_path}/tensorboard" in printed
 
 
 def test_jobs_that_end_together_lose_no_line(tmp_path):
@@ -176,6 +178,8 @@ def test_a_job_that_still_runs_is_named_by_what_was_planned(tmp_path):
     rows = read_sweep(tmp_path)
     assert [row["status"] for row in rows] == ["completed", "unfinished"]
     assert [name.variant for name in name_runs(rows)] == ["tiled lr=1", "tiled lr=2"]
+    # the name was written when the sweep began, so the job has it when it is shown alone
+    assert [row["variant"] for row in index_rows(tmp_path)] == ["tiled lr=1", "tiled lr=2"]
 
 
 @pytest.mark.parametrize(
@@ -233,6 +237,7 @@ def test_table_shows_what_differs_and_fits_110_columns():
         ),
         row(
             attention="no_rescale",
+            variant="no_rescale block_kv=16",
             overrides=["attention=no_rescale", "seq_len=512", "steps=2", "attention.block_kv=16"],
             seq_len=512,
             status="diverged",

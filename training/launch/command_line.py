@@ -467,11 +467,6 @@ def quoted(text: str) -> str:
     return f"'{escaped}'"
 
 
-def unescaped(text: str) -> str:
-    """A value as a person would write it: sweepers put a backslash before colons, commas etc."""
-    return re.sub(r"\\([\\()\[\]{}:=, \t])", r"\1", text)
-
-
 def compose(*overrides: str) -> RunConfig:
     """The settings of `python train.py OVERRIDES`. Raises ValueError with the reason."""
     check_keys(list(overrides))

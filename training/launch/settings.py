@@ -36,8 +36,6 @@ READ_UNDER = {
     "tokenizer.name": ("data.source", TEXT_SOURCES),
     "optim.momentum": ("optim.name", ("muon",)),
     "optim.min_lr": ("optim.schedule", ("cosine",)),
-    "logger.mode": ("logger.name", ("wandb",)),
-    "logger.entity": ("logger.name", ("wandb",)),
     "logger.project": ("logger.name", ("wandb",)),
 }
 

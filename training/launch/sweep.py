@@ -24,7 +24,7 @@ from typing import IO, Any, NoReturn
 from hydra.experimental.callback import Callback
 from omegaconf import read_write
 
-from config import BACKEND_OPTIONS, FUNCTION_SETTINGS, RunConfig
+from config import RunConfig
 from training.launch.command_line import as_written
 from training.loop.ranks import of_environment
 from training.own_modules import ROOT
@@ -160,7 +160,7 @@ def begin_sweep(folder: Path, jobs: list[Row]) -> None:
     and `ranks` if torchrun starts it.
     """
     rows = []
-    for number, job in enumerate(jobs):
+    for number, (job, names) in enumerate(zip(jobs, name_runs(jobs), strict=True)):
         ranks = job.get("ranks", 1)
         start = (
             ["torchrun", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else ["python"]
@@ -168,7 +168,8 @@ def begin_sweep(folder: Path, jobs: list[Row]) -> None:
         # an experiment may set hydra.mode=MULTIRUN, but this is a single run
         own = ["hydra.mode=RUN", f"hydra.run.dir={folder.absolute() / str(number)}"]
         command = shlex.join([*start, "train.py", *job["overrides"], *own])
-        rows.append({"job": number, **job, "status": "not started", "command": command})
+        job |= {"variant": names.variant, "status": "not started", "command": command}
+        rows.append({"job": number} | job)
     _write_index(folder, rows)
 
 
@@ -213,6 +214,8 @@ def finish_sweep(folder: Path, code: int) -> NoReturn:
     if jobs_left(folder):
         print(f"go on: python train.py {shlex.quote(f'resume={folder}')}")
     print(f"{folder}\nreport: python -m scripts.report {shlex.quote(str(folder))}")
+    if (folder / "tensorboard").is_dir():
+        print(f"tensorboard: tensorboard --logdir {shlex.quote(str(folder / 'tensorboard'))}")
     if any((folder / "wandb").glob("offline-run-*")):
         print(f"wandb: wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*")
     raise SystemExit(code)
@@ -369,8 +372,6 @@ def read_run(run_dir: Path) -> Row:
     run = {
         "status": "unfinished",
         "attention": attention.get("name"),
-        "options": {key: attention[key] for key in BACKEND_OPTIONS if key in attention} or None,
-        "function": {key: attention[key] for key in FUNCTION_SETTINGS if key in attention} or None,
         "seq_len": config.get("seq_len"),
         "seed": config.get("seed"),
         "steps_done": last.get("step"),
@@ -484,8 +485,8 @@ def _write_index(folder: Path, rows: list[Row]) -> None:
 def job_names(run_dir: Path, summary: Row, config: RunConfig) -> Row:
     """What a logger is told of this job, besides its metrics: names, folder, tags and settings.
 
-    Among the settings, `variant` is the run's name without its sizes. Runs with the same `curve`
-    differ only in their seed; a chart shows their mean as one line.
+    Writes the run's variant to `summary`. Runs with the same `curve` differ only in their seed; a
+    chart shows their mean as one line.
     """
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
@@ -494,18 +495,19 @@ def job_names(run_dir: Path, summary: Row, config: RunConfig) -> Row:
     # a job that is resumed alone, or runs later, still belongs to its sweep
     in_sweep = job.mode == RunMode.MULTIRUN or (sweep / INDEX).is_file()
     rows = {str(row.get("job")): row for row in index_rows(sweep)}
-    names = name_run(summary | {"steps_done": None})  # with the switch that is still to come
+    names = name_run(summary)
     if run_dir.name in rows:
+        rows[run_dir.name] |= summary  # a resume may have changed the attention
         names = dict(zip(rows, name_runs(list(rows.values())), strict=True))[run_dir.name]
+    summary["variant"] = names.variant
     left_out = (f"{key}: {why}" for key, why in (summary.get("left_out") or {}).items())
     chosen = config.attention
     own = (chosen.backend_name, chosen.switch_to, config.model.name, config.data.source)
     return {
         "name": names.run,
         "group": group_name(sweep, job.runtime.choices.get("experiment")) if in_sweep else None,
-        "wandb_dir": sweep if in_sweep else run_dir,
-        # wandb takes no tag of more than 64 characters
-        "tags": [tag[:64] for tag in (*filter(None, own), f"seq{config.seq_len}")],
+        "shared_dir": sweep if in_sweep else run_dir,
+        "tags": [*filter(None, own), f"seq{config.seq_len}"],
         "run_config": asdict(config)
         | {"variant": names.variant, "curve": f"{names.variant} seq_len={config.seq_len}"}
         | {"left_out": "; ".join(left_out)},

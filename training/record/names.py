@@ -4,19 +4,19 @@ variant   the attention with its options that are not at their defaults (no_resc
           and every other setting in which the runs of a sweep differ (optim.lr as lr=0.01)
 run       the variant, and seq_len and seed where they differ: no two runs of a sweep share it
 
+index.jsonl has the variant of a job from the beginning of its sweep, and summary.json that of a
+run. Where runs of several sweeps are shown together, the settings in which these differ follow it.
 Nothing here imports torch.
 """
 
-import math
+import re
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from config import BACKEND_OPTIONS, FUNCTION_SETTINGS, SHORT_DTYPES, AttentionConfig
-from training.launch.command_line import unescaped
+from config import BACKEND_OPTIONS, AttentionConfig
 from training.record.files import Row
-from training.record.retention import are_starts
 
 # settings that change what is reported of a run, not what it learns
 WATCHING = (
@@ -28,6 +28,8 @@ WATCHING = (
     "keep",
     "sample_tokens",
 )
+# nats: this project's exact attentions differed by at most 0.00008, in bfloat16
+SAME_LOSS = 0.001
 
 
 class Names(NamedTuple):
@@ -54,10 +56,8 @@ def attention_name(name: str, options: Mapping[str, Any]) -> str:
     defaults = {} if ":" in name else BACKEND_OPTIONS
     words = [name]
     for key, value in options.items():
-        text = as_typed(value)
-        # an override is text: false, where the default is False
-        if text != "null" and text.lower() != str(defaults.get(key)).lower():
-            words.append(f"{key}={text}")
+        if value is not None and value != defaults.get(key):
+            words.append(f"{key}={as_typed(value)}")
     return " ".join(words)
 
 
@@ -72,25 +72,14 @@ def as_typed(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def name_runs(rows: Sequence[Mapping[str, Any]]) -> list[Names]:
+def unescaped(text: str) -> str:
+    """A value as a person would write it: sweepers put a backslash before colons, commas etc."""
+    return re.sub(r"\\([\\()\[\]{}:=, \t])", r"\1", text)
+
+
+def name_runs(rows: Sequence[Row]) -> list[Names]:
     """The names of runs that are shown together, given their summaries or index lines."""
-    dropped = {"attention", "seq_len", "seed"}
-    # a run that was resumed for more steps stays with its variant
-    given = [_overrides(row) for row in rows]
-    fresh = [overrides for overrides in given if not overrides.get("resume")]
-    if len(fresh) < len(rows) and len({overrides.get("steps") for overrides in fresh}) < 2:
-        dropped.add("steps")
-    names = []
-    for row, setting in zip(rows, differing_settings(rows), strict=True):
-        words = [attention_in_words(row) if row.get("attention") else _folder(row)]
-        words += [
-            f"{key.rpartition('.')[2]}={value}"
-            for key, value in setting.items()
-            if key not in dropped
-        ]
-        variant = " ".join(words)
-        sizes = [f"{key}={setting[key]}" for key in ("seq_len", "seed") if key in setting]
-        names.append(Names(variant, " ".join([variant, *sizes])))
+    names = list(map(_named, rows, differing_settings(rows)))
     runs = [name.run for name in names]
     return [
         name if runs.count(name.run) == 1 else Names(name.variant, f"{name.run} ({_folder(row)})")
@@ -98,95 +87,81 @@ def name_runs(rows: Sequence[Mapping[str, Any]]) -> list[Names]:
     ]
 
 
-def name_run(row: Mapping[str, Any]) -> Names:
+def name_run(row: Row) -> Names:
     """The names of a run outside a sweep, with all its settings that change what it learns."""
-    beside = (*WATCHING, "logger", "device")
-    asked = [each for each in row.get("overrides") or [] if not each.startswith(beside)]
-    names, _ = name_runs([{**row, "overrides": asked}, {}])
-    return Names(attention_in_words(row), names.run)
+    beside = (*WATCHING, "logger", "device", "resume", "steps")
+    settings = {key: x for key, x in _settings(row).items() if not key.startswith(beside)}
+    return Names(_named(row, {}).variant, _named(row, settings).run)
 
 
-def differing_settings(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """For each run its attention, seq_len, seed and overrides, without those that all runs share.
+def differing_settings(rows: Sequence[Row]) -> list[dict[str, str]]:
+    """For each run its seq_len, seed and overrides, without those that all runs share.
 
-    The options of an attention count as part of its name.
+    The options of an attention are no settings here, but part of its name.
     """
-    settings = []
-    for row in rows:
-        keys = [key for key in ("seq_len", "seed") if row.get(key) is not None]
-        setting = {"attention": attention_in_words(row)} if row.get("attention") else {}
-        setting |= {key: str(row[key]) for key in keys}
-        unread = {"attention", "resume", "left_out", *(row.get("left_out") or {})}
-        for key, value in _overrides(row).items():
-            # no name shows a switch to the same attention, or one that was never reached
-            unnamed = key == "attention.switch_at" and value not in ("null", "None")
-            unnamed = unnamed and len(attention_steps(row)) == 1
-            if unnamed or not (key in unread or key.startswith("attention.")):
-                setting[key] = value
-        settings.append(setting)
-    shared = {
-        key
-        for setting in settings
-        for key in setting
-        if len({other.get(key) for other in settings}) == 1
-    }
+    settings = list(map(_settings, rows))
+    # a run that was resumed for more steps stays with its variant
+    planned = {each.get("steps") for each in settings if "resume" not in each}
+    hidden = {"resume", "steps"} if len(planned) < 2 else {"resume"}
+    shared = set.intersection(*(set(each.items()) for each in settings)) if settings else set()
     return [
-        {key: value for key, value in setting.items() if key not in shared} for setting in settings
+        {key: x for key, x in each.items() if key not in hidden and (key, x) not in shared}
+        for each in settings
     ]
 
 
-def attention_steps(row: Mapping[str, Any]) -> list[tuple[int, str]]:
-    """Each attention that a run has used, by its summary.json, with the step where it began."""
-    starts, done = recorded_starts(row), row.get("steps_done")
-    done = done if isinstance(done, int) else math.inf
+def attention_steps(row: Row) -> list[tuple[int, str]]:
+    """Each attention of a run with the step after which it is used, by the starts in its summary.
+
+    See training.record.starts. [] for a run that never trained.
+    """
+    starts = row.get("starts") or []
     used: list[tuple[int, str]] = []
     for start, following in zip_longest(starts, starts[1:]):
-        until = min(done, following["step"]) if following else done
         for step, name in start["attention"]:
-            if not used or (step < until and name != used[-1][1]):
+            goes_on = used and used[-1][1] == name and step == start["step"]
+            if not goes_on and (following is None or step < following["step"]):
                 used.append((step, name))
     return used
 
 
-def attention_in_words(row: Mapping[str, Any]) -> str:
-    """tiled block_kv=16, or for a run that switched: no_rescale, tiled after step 400."""
+def attention_in_words(row: Row) -> str:
+    """tiled block_kv=16, or for a run that switches: no_rescale, tiled after step 400."""
     return ", ".join(
         name + (f" after step {step}" if step else "") for step, name in attention_steps(row)
     )
 
 
-def recorded_starts(row: Mapping[str, Any]) -> list[Row]:
-    """The starts of a run; see training.record.starts. A run that never trained has one, too."""
-    starts = row.get("starts")
-    if starts and are_starts(starts):
-        return starts
-    attention = [[0, str(row.get("variant") or _with_its_options(row))]]
-    if isinstance(row.get("switch_at"), int):
-        attention.append([row["switch_at"], str(row.get("switch_to"))])
-    return [{"step": 0, "attention": attention, "changed": {}}]
+def belies_exact(summary: Row) -> bool:
+    """Whether a run's attention is labelled exact, and its loss says otherwise."""
+    own, exact = summary.get("val/loss"), summary.get("val/loss_exact")
+    if summary.get("defect") or summary.get("exact") is False or None in (own, exact):
+        return False
+    return abs(exact - own) > SAME_LOSS
 
 
-def _with_its_options(row: Mapping[str, Any]) -> str:
-    """The attention of a run without starts, with the options that it used or was given."""
-    options: Row = {}
-    for given in (row.get("options"), row.get("function")):
-        options |= given if isinstance(given, dict) else {}
-    left_out = row.get("left_out") or {}
-    for key, value in _overrides(row).items():
-        option = key.removeprefix("attention.").removeprefix("options.")
-        is_option = option in (*BACKEND_OPTIONS, *FUNCTION_SETTINGS)
-        is_option |= key.startswith("attention.options.")
-        if key.startswith("attention.") and is_option and key not in left_out:
-            options[option] = value
-    return attention_name(str(row.get("attention")), options)
+def _named(row: Row, setting: Mapping[str, str]) -> Names:
+    written = str(row.get("variant") or row.get("attention") or _folder(row))
+    attention = attention_in_words(row)
+    # before a run is named, and in runs of earlier versions, the variant is one attention
+    variant = written if written.startswith(attention) else attention
+    sizes = [f"{key}={setting[key]}" for key in ("seq_len", "seed") if key in setting]
+    for key, value in setting.items():
+        word = f"{key.rpartition('.')[2]}={value}"
+        if word not in sizes and f" {word} " not in f"{variant} ":
+            variant += f" {word}"
+    return Names(variant, " ".join([variant, *sizes]))
 
 
-def _overrides(row: Mapping[str, Any]) -> dict[str, str]:
-    given = [each for each in row.get("overrides") or [] if isinstance(each, str)]
-    pairs = [override.lstrip("+").partition("=") for override in given]
-    found = {key: unescaped(value) for key, _, value in pairs}
-    return {key: SHORT_DTYPES.get(x, x) if key == "dtype" else x for key, x in found.items()}
+def _settings(row: Row) -> dict[str, str]:
+    """seq_len, seed, and the settings that were typed, without those of the attention."""
+    settings: Row = {}
+    for override in row.get("overrides") or []:
+        key, _, value = override.lstrip("+").partition("=")
+        if key.partition(".")[0] not in ("attention", "left_out"):
+            settings[key] = unescaped(value)
+    return settings | {key: str(row[key]) for key in ("seq_len", "seed") if key in row}
 
 
-def _folder(row: Mapping[str, Any]) -> str:
+def _folder(row: Row) -> str:
     return Path(str(row.get("dir", row.get("job", "")))).name

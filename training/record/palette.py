@@ -4,27 +4,26 @@ report and the README.
 Most are those of Okabe and Ito, which every kind of colour vision tells apart.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from zlib import crc32
 
-BLUE, ORANGE, GREEN, PINK = "#0072b2", "#e69f00", "#009e73", "#cc79a7"
-VERMILION, SKY, GRAY, VIOLET = "#d55e00", "#56b4e9", "#8a8a8a", "#7a5cc4"
-INK = "#1c1c1e"
+INK, VERMILION = "#1c1c1e", "#d55e00"
 ON_DARK = 0.35  # share of white mixed into a colour on a dark background
 
 BACKENDS = {
-    "triton": BLUE,
-    "tiled": GREEN,
-    "sdpa": SKY,
-    "flex": ORANGE,
-    "naive": GRAY,
+    "triton": "#0072b2",
+    "tiled": "#009e73",
+    "sdpa": "#56b4e9",
+    "flex": "#e69f00",
+    "naive": "#8a8a8a",
     "alpha_beta": "#44aa99",
     "normalized_acc": "#999933",
     "kv_outer": "#4b5fb8",
     "lazy_rescale": "#2e8b2e",
     "no_rescale": VERMILION,
-    "no_max": PINK,
-    "local_softmax": VIOLET,
+    "no_max": "#cc79a7",
+    "local_softmax": "#7a5cc4",
     "zero_init_max": "#b03060",
     "relative_mask": "#9c5a2d",
     "no_scale": "#b8860b",
@@ -40,12 +39,11 @@ def variant_colors(variants: Mapping[str, str]) -> dict[str, str]:
     the attention's colour, the others have shades of it.
     """
     colors: dict[str, str] = {}
-    seen: dict[str, int] = {}
+    seen: Counter[str] = Counter()
     for variant, attention in variants.items():
         color = BACKENDS.get(attention) or OTHERS[crc32(attention.encode()) % len(OTHERS)]
-        place = seen.setdefault(color, 0)
+        colors[variant] = mixed(color, SHADES[seen[color] % len(SHADES)])
         seen[color] += 1
-        colors[variant] = mixed(color, SHADES[place % len(SHADES)])
     return colors
 
 

@@ -15,13 +15,12 @@ from training.launch.command_line import job_overrides, searched_folders
 from training.launch.interrupt import Interrupt
 from training.launch.sweep import job_names
 from training.loop.compiler import end_workers
-from training.loop.evaluate import belies_exact
 from training.loop.health import AttentionMonitor, to_blame
 from training.loop.run import Run
 from training.loop.step import Stepper, StepResult
 from training.record.files import MetricsFile, Row, write_json
 from training.record.loggers import build_logger
-from training.record.names import attention_in_words
+from training.record.names import attention_in_words, belies_exact
 from training.record.outcome import after_training, outcome_of, resume_command, save_summary
 from training.record.phases import current, phase
 from training.record.plot import draw_loss_curve, draw_max_scores
@@ -215,7 +214,7 @@ class Recorder:
                 log.info(f"\na sample:\n{printable(text)}\n")
         with phase("logging", "ending the logger"):
             pictures = [picture for picture in pictures if picture is not None]
-            self.logger.media(summary["steps_done"], summary["tokens"], pictures, sample=text)
+            self.logger.media(pictures, text)
         if self.logger.url_or_hint:
             log.info(f"logs: {self.logger.url_or_hint}")
 
@@ -225,7 +224,7 @@ class Recorder:
         tokens, summary = row["tokens"], self.summary
         row |= self.wall.row(tokens)
         self.metrics.write(row)
-        self.logger.log(row, tokens=tokens, last=last)
+        self.logger.log(row, last=last)
         summary |= {name: value for name, value in row.items() if name.startswith("val/")}
         summary |= self.monitor.summary() | self.memory.summary()
         summary |= {

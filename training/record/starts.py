@@ -35,7 +35,7 @@ from config import AttentionConfig, RunConfig
 from data.token_file import sha256_of
 from training.launch.command_line import key_of, quoted
 from training.record.files import Row, write_file
-from training.record.names import WATCHING, as_typed, attention_names, recorded_starts
+from training.record.names import WATCHING, as_typed, attention_names
 from training.record.retention import meta_of, newest_first
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def write_settings(run_dir: Path, config: Row, overrides: list[str]) -> None:
 def changes_in_words(summary: Row) -> str:
     """The settings that resumes of a run changed, if they change what the run learns."""
     resumes = []
-    for start in recorded_starts(summary):
+    for start in summary.get("starts") or []:
         settings = ", ".join(
             f"{key}={_literal(now)} ({_literal(then)} before)"
             for key, (then, now) in start["changed"].items()
