@@ -5,7 +5,7 @@ import os
 import pytest
 
 from tests import processes
-from training.launch.sweep import exit_code
+from training.launch.sweep import exit_code, finish_sweep
 from training.record.runs import read_sweep
 
 CONFIG = """
@@ -80,3 +80,11 @@ def test_each_end_of_a_job_is_in_the_exit_code(tmp_path, attentions, code, statu
 )
 def test_exit_code(code, statuses):
     assert exit_code([{"status": status} for status in statuses]) == code
+
+
+def test_a_sweep_names_its_own_logdir_for_tensorboard(tmp_path, capsys):
+    (tmp_path / "0/tensorboard").mkdir(parents=True)
+    (tmp_path / "0/summary.json").write_text('{"status": "completed", "attention": "tiled"}')
+    with pytest.raises(SystemExit):
+        finish_sweep(tmp_path)
+    assert f"tensorboard --logdir {tmp_path}\n" in capsys.readouterr().out

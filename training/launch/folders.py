@@ -8,8 +8,9 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
-from omegaconf import OmegaConf, read_write
+from omegaconf import read_write
 
+from training.launch.command_line import as_written
 from training.record.files import try_folder
 from training.record.retention import LATEST, META
 
@@ -67,13 +68,13 @@ def claim_run(config: Any) -> IO:
     number after their time stamp.
     """
     folder = named = folder_of(config, "run")
-    written = OmegaConf.to_container(config.hydra.run, resolve=False)
+    has_stamp = "${now:" in as_written(config.hydra.run)["dir"]
     for number in count(2):
         try:
             file = claim(folder, "hydra.run.dir", goes_on=bool(config.resume))
             break
         except Taken:
-            if "${now:" not in written["dir"]:
+            if not has_stamp:
                 raise
             folder = named.with_name(f"{named.name}-{number}")
     with read_write(config):

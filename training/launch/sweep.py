@@ -122,7 +122,7 @@ def begun(folder: Path, jobs: list[Row]) -> Iterator[list[list[str]]]:
     with claim(folder, "hydra.sweep.dir", goes_on=goes_on):
         lines = [json.dumps({"job": number} | job) for number, job in enumerate(jobs)]
         write_file(folder / INDEX, "".join(f"{line}\n" for line in lines))
-        left = [[*in_place, *job["overrides"]] for job in jobs if (in_place := place(folder, job))]
+        left = [[*in_place, *job["overrides"]] for job in jobs if (in_place := start(folder, job))]
         if goes_on:
             print(f"{len(left)} of {len(jobs)} jobs are left", flush=True)
         try:
@@ -131,8 +131,8 @@ def begun(folder: Path, jobs: list[Row]) -> Iterator[list[list[str]]]:
             finish_sweep(folder, 130)
 
 
-def place(sweep: Path, job: Row) -> list[str]:
-    """The overrides by which a job starts, or resumes, in its folder. None if it has a result."""
+def start(sweep: Path, job: Row) -> list[str]:
+    """The overrides by which a job starts or resumes in its folder; none if it has a result."""
     run_dir = sweep / job["dir"]
     if load_json(run_dir / "summary.json").get("status") in RESULTS:
         return []
