@@ -89,6 +89,8 @@ class SweepSummary(Callback):
         # Ctrl-C ends the whole sweep, not only the job that caught it
         row = load_json(run_dir / "summary.json")
         if row.get("status") == "interrupted" or row.get("stopped"):
+            if self.sweep_file is not None:  # no sweeper of ours finishes it
+                finish_sweep(self.folder, 130)
             raise KeyboardInterrupt
 
     def on_multirun_end(self, config: Any, **kwargs: Any) -> None:
