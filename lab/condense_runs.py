@@ -15,8 +15,8 @@ from pathlib import Path
 
 from scripts.arguments import Json, command
 from scripts.runs import runs_below
-from training.launch.sweep import load_json
 from training.record.files import read_metrics, write_json
+from training.record.runs import load_json
 
 # columns of metrics.jsonl
 CURVES = (

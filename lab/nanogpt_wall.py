@@ -48,11 +48,11 @@ from data.batches import TextData
 from scripts.arguments import Count, Device, Json, command, default, parse_backend
 from scripts.tables import Row, by
 from training.launch.command_line import compose
-from training.launch.sweep import load_json
 from training.loop.device import pick_device, pick_dtype
 from training.loop.trained import data_of
 from training.record.environment import ROOT, measured_on
 from training.record.files import read_metrics, write_json
+from training.record.runs import load_json
 
 LOG_EVERY = 10  # steps
 THEIR_VOCABULARY = 50304  # without a meta.pkl beside the tokens

@@ -36,7 +36,6 @@ from scripts.arguments import Count, Device, command, parse_backend
 from scripts.cross_eval_matrix import draw, in_text, read_rows
 from scripts.runs import runs_below
 from scripts.tables import Row
-from training.launch.sweep import remark
 from training.loop.device import pick_device
 from training.loop.evaluate import evaluate_under, exact_attention
 from training.loop.schedule import chosen_attention, needed_features
@@ -46,6 +45,7 @@ from training.record.environment import environment
 from training.record.files import check_writable, write_json
 from training.record.memory import is_out_of_memory, release_memory
 from training.record.names import differing_settings, name_runs
+from training.record.runs import remark
 
 TILES = ("block_q", "block_kv")
 # the weights of a diverged run are those before its bad step

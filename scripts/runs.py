@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from scripts.tables import Row
-from training.launch.sweep import read_sweep
+from training.record.runs import read_sweep
 
 
 def runs_below(folders: Iterable[Path]) -> dict[Path, Row]:

@@ -30,6 +30,7 @@ from hydra._internal.hydra import Hydra
 import config
 from tests.processes import ROOT, Process, python_path
 from training.record.checkpoint import Checkpoints
+from training.record.runs import not_started, read_sweep
 
 # the smallest run that does everything
 TINY = (
@@ -179,7 +180,9 @@ def summary(run_dir: Path) -> dict[str, Any]:
 
 
 def index(sweep_dir: Path) -> list[dict[str, Any]]:
-    return [strict_json(line) for line in (sweep_dir / "index.jsonl").read_text().splitlines()]
+    """What a sweep planned for each job, and how it went."""
+    waiting = [row | {"status": "not started"} for row in not_started(sweep_dir)]
+    return [*read_sweep(sweep_dir), *waiting]
 
 
 def contents(folder: Path) -> dict[str, bytes]:

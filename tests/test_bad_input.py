@@ -564,8 +564,7 @@ def test_a_time_stamp_that_is_taken_gets_a_number(tmp_path):
 def test_jobs_of_a_sweep_do_not_share_a_folder(tmp_path):
     """A regression test: each job wrote its rows into the previous job's file."""
     done = run(*tiny_sweep(tmp_path, "seed=0,1", "steps=1"), "hydra.sweep.subdir=${steps}")
-    assert "hydra.sweep.subdir" in done.complaint()
-    assert summary(tmp_path / "1")["seed"] == 0 and len(metrics(tmp_path / "1")) == 2
+    assert "hydra.sweep.subdir" in done.complaint() and not list(tmp_path.iterdir())
 
 
 def test_a_sweep_takes_no_folder_of_another(tmp_path):
@@ -605,7 +604,7 @@ def test_a_disk_that_fills_up_leaves_the_last_checkpoint(run_dir):
 def test_a_disk_that_fills_up_before_the_first_checkpoint(run_dir, tmp_path):
     # run_dir has built the store of tokens
     with largest_file(120_000):
-        answer = run(*tiny(tmp_path)).complaint()
+        answer = run(*tiny(tmp_path / "other")).complaint()
     assert str(tmp_path) in answer and "ulimit -f" in answer
     assert "resume=" not in answer, "there is nothing to go on with"
 

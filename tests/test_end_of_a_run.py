@@ -67,16 +67,13 @@ def test_a_signal_after_the_last_step_leaves_a_completed_run(monkeypatch, tmp_pa
 
 
 def test_ctrl_c_after_a_job_ends_its_sweep(monkeypatch, tmp_path):
-    """That job counts as completed. One that runs later joins the table in its file."""
+    """That job counts as completed."""
     send_at(monkeypatch, "training.record.recorder.sample_text", signal.SIGINT)
     done = run(*tiny_sweep(tmp_path, "seed=0,1,2", "eval_every=0", "sample_tokens=4"))
     statuses = [row["status"] for row in index(tmp_path)]
     assert done.code == 130 and statuses == ["completed", "not started", "not started"]
     table = (tmp_path / "table.txt").read_text()
     assert "completed" in table and table in done.output
-    command = index(tmp_path)[1]["command"]
-    assert run(*shlex.split(command)[2:]).code == 0
-    assert (tmp_path / "table.txt").read_text().count("completed") == 2
 
 
 def test_ctrl_c_before_the_first_step_ends_the_sweep_too(monkeypatch, tmp_path):

@@ -35,7 +35,7 @@ MAY_IMPORT = {
 OURS = {*MAY_IMPORT, "lab", "tests"}
 # Hydra's objects are made into dataclasses here
 EDGE = {"train", "config"}
-EDGE |= {f"training.launch.{name}" for name in ("command_line", "job", "sweep")}
+EDGE |= {f"training.launch.{name}" for name in ("command_line", "folders", "job", "sweep")}
 EDGE |= {"training.loop.trained"}
 # modules of attention that know no other implementation of it
 INDEPENDENT = {"naive", "tiled", "sdpa", "flex", "kernels"}

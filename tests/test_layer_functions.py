@@ -29,7 +29,6 @@ from tests.command import (
 )
 from training import build_run
 from training.launch.command_line import compose
-from training.launch.sweep import read_sweep
 from training.loop.device import autocast_to
 from training.loop.schedule import (
     check_model,
@@ -40,6 +39,7 @@ from training.loop.schedule import (
 )
 from training.loop.trained import load_trained, read_run_config
 from training.record.names import name_runs
+from training.record.runs import read_sweep
 
 FUNCTION = ("attention.window=9", "attention.pattern=SL", "attention.softcap=1")
 ALIBI = (*FUNCTION, "model.positions=alibi", "model.num_layers=2")

@@ -251,13 +251,12 @@ def test_a_sweep_over_two_gpus(tmp_path):
     asked = tiny_sweep(
         tmp_path / "sweep", *SMALL, LAUNCHER, swept, "steps=12", "compile=false", "eval_every=0"
     )
-    gpus = "hydra.launcher.gpus=[0,1]"
-    done = end(begin("train.py", *asked, gpus, ranks=1, PYTHONPATH=str(tmp_path)))
-    assert done.code == 1 and "Traceback" not in done.output, done.output
-    rows = index(tmp_path / "sweep")
-    statuses = [row["status"] for row in sorted(rows, key=lambda row: row["job"])]
-    assert statuses == ["failed", "oom", "completed", "completed"], done.output
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2]
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(names), "PYTHONPATH": str(tmp_path)}
+    done = end(begin("train.py", *asked, ranks=1, **visible))
+    assert done.code == 1 and "Traceback" not in done.output, done.output
+    statuses = [row["status"] for row in index(tmp_path / "sweep")]
+    assert statuses == ["failed", "oom", "completed", "completed"], done.output
     for job in range(4):
         (line,) = [x for x in done.output.splitlines() if x.startswith(f"job {job} on GPU ")]
         gpu = line.split()[4].rstrip(":")

@@ -21,8 +21,8 @@ from scripts.report.drawing import variant_styles
 from scripts.report.page import Section, Table, Text, render_html
 from scripts.report.ranking import best_first, rank
 from scripts.report.runs import Run, ended, load_runs
-from training.launch.sweep import not_started
 from training.record.files import check_writable, write_file
+from training.record.runs import not_started
 
 
 @dataclass

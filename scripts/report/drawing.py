@@ -13,8 +13,8 @@ from typing import Any
 
 from scripts.report.runs import Run
 from scripts.tables import Row
-from training.launch.sweep import in_order
 from training.record.palette import INK, variant_colors
+from training.record.runs import in_order
 
 SOFT, GRID, PAPER = "#6a6a70", "#e4e4e8", "#ffffff"
 VARIABLES = {INK: "--ink", SOFT: "--soft", GRID: "--grid", PAPER: "--paper"}

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from scripts.report.runs import Run, ended, measured
 from scripts.tables import grouped
-from training.launch.sweep import in_order
+from training.record.runs import in_order
 
 # Student's t for 95% intervals, from one degree of freedom on; the last one is used for all above
 T95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)

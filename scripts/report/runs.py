@@ -9,9 +9,9 @@ from typing import Any
 
 from scripts.runs import runs_below
 from scripts.tables import Row
-from training.launch.sweep import is_stale, load_json
 from training.record.files import read_metrics
 from training.record.names import attention_steps, name_runs
+from training.record.runs import is_stale, load_json
 from training.record.starts import load_yaml
 
 MIN_POINTS = 2  # least points of a curve

@@ -23,8 +23,8 @@ from scripts.report.page import Card, Figure, Table, Text
 from scripts.report.ranking import Ranking, answer
 from scripts.report.runs import Run, ended, measured
 from scripts.tables import grouped, mean_and_deviation
-from training.launch.sweep import COLUMNS, in_order, remark
 from training.record.names import belies_exact
+from training.record.runs import COLUMNS, in_order, remark
 from training.record.starts import changes_in_words
 
 SPEEDS = (

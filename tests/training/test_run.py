@@ -73,7 +73,7 @@ def test_a_call_can_resume(here):
         (["steps=0"], "steps=0"),
         (["attention=naive", "attention.block_kv=8"], "attention.block_kv=8"),
         (["resume=nowhere"], "resume=nowhere"),
-        (["hydra.run.dir=."], "hydra.run.dir"),
+        (["hydra.run.dir=.."], "hydra.run.dir"),
         # what only the command has, or only a call may get wrong
         (["-m"], "-m"),
         (["--help"], "run()"),

@@ -22,7 +22,7 @@ from importlib.machinery import PathFinder
 from itertools import chain, islice
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any, NoReturn
+from typing import Any
 
 from config import FUNCTION_SETTINGS, RunConfig, register, setting_keys
 from training.launch.interrupt import Ending, end_unread
@@ -69,11 +69,10 @@ def leave_garbage() -> None:
         gc.freeze()
 
 
-def launch(main: Callable[[], Any], began: float, resume_sweep: Callable[[Path], NoReturn]) -> None:
+def launch(main: Callable[[], Any], began: float) -> None:
     """Run `main`, which Hydra decorates, with the command line of this process.
 
-    If that is resume=DIR and DIR is the folder of a sweep, run resume_sweep(DIR) instead. `began`
-    is the time at which the program started; its first run counts from there.
+    `began` is the time at which the program started; its first run counts from there.
     """
     phases.process_began = began
     # the imports and torch.compile make a million objects that stay. Python would look among them
@@ -91,8 +90,6 @@ def launch(main: Callable[[], Any], began: float, resume_sweep: Callable[[Path],
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hides that the first rank ended
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
     try:
-        if sweep := sweep_to_resume(sys.argv[1:]):
-            resume_sweep(sweep)
         arguments = replay_overrides([*sys.argv[1:], *after_restart(ranks)])
         refuse_unreadable(arguments)
         refuse_mistakes_in_files(arguments)
@@ -133,7 +130,7 @@ def after_restart(ranks: Ranks) -> list[str]:
     if list(newest_first(run_dir)):
         return [f"resume={run_dir}"]
     if ranks.first:  # nothing was saved, so the run starts over in its folder
-        (run_dir / "metrics.jsonl").unlink(missing_ok=True)
+        shutil.rmtree(run_dir, ignore_errors=True)
     return [f"hydra.run.dir={quoted(str(run_dir))}"]
 
 
@@ -381,21 +378,6 @@ def replay_overrides(arguments: list[str]) -> list[str]:
 def folders_to_resume(arguments: list[str]) -> list[str]:
     given = (each.partition("=") for each in arguments)
     return [folder.strip("'\"") for key, _, folder in given if key == "resume"]
-
-
-def sweep_to_resume(arguments: list[str]) -> Path | None:
-    """The sweep that resume= names, if it names one. Exits if there are other arguments."""
-    sweeps = [Path(x) for x in folders_to_resume(arguments) if os.path.isfile(f"{x}/index.jsonl")]
-    if not sweeps:
-        return None
-    others = [each for each in arguments if not each.startswith("resume=")]
-    if others or of_environment().several:
-        raise SystemExit(
-            f"error: resume={sweeps[-1]} goes on with a sweep as it began: leave out "
-            f"{' '.join(others) or 'torchrun'}, or resume one of its runs, as "
-            f"resume={sweeps[-1]}/0"
-        )
-    return sweeps[-1]
 
 
 def _kept_overrides(recorded: list[str], new: list[str]) -> list[str]:

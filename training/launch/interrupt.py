@@ -101,24 +101,6 @@ class Ending(Signals):
             raise Stopped
 
 
-class Noted(Signals):
-    """Used around child processes: signals are only noted, so that they can be passed on."""
-
-    came = False
-
-    def __init__(self) -> None:
-        self._new: list[signal.Signals] = []
-
-    def new(self) -> list[signal.Signals]:
-        """The signals since the last call."""
-        new, self._new = self._new, []
-        return new
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.came = True
-        self._new.append(signal.Signals(number))
-
-
 def hide_ctrl_c() -> None:
     """Let an unhandled Ctrl-C, such as one during the imports, end the process without a
     traceback.

@@ -76,8 +76,8 @@ def run_job(train: Train, cfg: Any) -> tuple[Row, BaseException | None]:
 
 def log_refused(run_dir: Path, summary: Row, config: RunConfig) -> None:
     """Send a sweep's job to its logger even if it ended before its training."""
-    from training.launch.sweep import job_names
     from training.record.loggers import build_logger
+    from training.record.runs import job_names
 
     names = job_names(run_dir, summary, config)
     if names["group"] is None:

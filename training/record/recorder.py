@@ -13,7 +13,6 @@ from config import LoggerConfig
 from model import sample_text
 from training.launch.command_line import job_overrides, searched_folders
 from training.launch.interrupt import Interrupt
-from training.launch.sweep import job_names
 from training.loop.compiler import end_workers
 from training.loop.health import AttentionMonitor, to_blame
 from training.loop.run import Run
@@ -24,6 +23,7 @@ from training.record.names import attention_in_words, belies_exact
 from training.record.outcome import after_training, outcome_of, resume_command, save_summary
 from training.record.phases import current, phase
 from training.record.plot import draw_loss_curve, draw_max_scores
+from training.record.runs import job_names
 from training.record.starts import stop_clock, write_settings
 from training.record.text_table import printable
 from training.record.throughput import Progress, WallClock

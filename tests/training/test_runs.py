@@ -1,0 +1,172 @@
+"""Runs as they are read from their folders and shown: whole, half-written, or never begun."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from training.record.names import name_runs
+from training.record.runs import not_started, read_run, read_sweep, summary_table
+
+
+def write_run(folder: Path, **summary) -> None:
+    folder.mkdir(parents=True)
+    (folder / "summary.json").write_text(json.dumps({"status": "completed"} | summary))
+
+
+def test_read_sweep_finds_runs_however_they_lie(tmp_path):
+    for job in (0, 2, 10):
+        write_run(tmp_path / f"sweeps/a/{job}", attention="tiled", seed=job)
+    write_run(tmp_path / "single", attention="naive")
+    # what lies in a run is no run
+    write_run(tmp_path / "single/checkpoint", attention="wrong")
+    write_run(tmp_path / "sweeps/a/wandb/offline-run-1", attention="wrong")
+    write_run(tmp_path / "sweeps/a/0/.hydra", attention="wrong")
+    assert [row.get("seed") for row in read_sweep(tmp_path / "sweeps/a")] == [0, 2, 10]
+    assert [row["attention"] for row in read_sweep(tmp_path)] == ["naive"] + ["tiled"] * 3
+    assert [row["attention"] for row in read_sweep(tmp_path / "single")] == ["naive"]
+    (tmp_path / "empty").mkdir()
+    assert read_sweep(tmp_path / "empty") == []
+
+
+def plan(sweep: Path, *jobs: dict) -> None:
+    sweep.mkdir(exist_ok=True)
+    (sweep / "index.jsonl").write_text("".join(json.dumps(job) + "\n" for job in jobs))
+
+
+def test_a_job_that_still_runs_is_named_by_what_was_planned(tmp_path):
+    """A regression test: it had no overrides, so what all jobs share stood in every name."""
+    planned = {"attention": "tiled", "variant": "tiled", "seed": 0}
+    lines = [
+        {"dir": f"lr/{lr}", "overrides": ["steps=9", f"optim.lr={lr}"]} | planned
+        for lr in (1, 2, 3)
+    ]
+    plan(tmp_path, *lines)
+    write_run(tmp_path / "lr/1", **planned, overrides=lines[0]["overrides"])
+    (tmp_path / "lr/2").mkdir()
+    (tmp_path / "lr/2/metrics.jsonl").write_text('{"step": 3, "tokens": 64}\n')
+    rows = read_sweep(tmp_path)
+    assert [row["status"] for row in rows] == ["completed", "unfinished"]
+    assert [name.variant for name in name_runs(rows)] == ["tiled lr=1", "tiled lr=2"]
+    assert read_sweep(tmp_path / "lr/2") == rows[1:]
+    assert not_started(tmp_path) == lines[2:]
+
+
+@pytest.mark.parametrize(
+    "summary",
+    [None, "", '{"status": "comp', "[]", '{"val/loss": 1}'],
+    ids=["missing", "empty", "torn", "list", "no-status"],
+)
+def test_half_written_run_is_unfinished(tmp_path, summary):
+    run = tmp_path / "0"
+    run.mkdir()
+    (run / "config.yaml").write_text("attention: {name: tiled}\nseq_len: 64\nseed: 3\n")
+    (run / "metrics.jsonl").write_text(
+        '{"step": 10, "tokens": 640, "val/loss": 2.5}\n{"step": 20, "tokens": 1280, '
+        '"train/loss": null}\n{"st'
+    )
+    if summary is not None:
+        (run / "summary.json").write_text(summary)
+    row = read_run(run)
+    settings = {"attention": "tiled", "seq_len": 64, "seed": 3}
+    expected = settings | {"status": "unfinished", "steps_done": 20, "tokens": 1280}
+    assert row.items() >= (expected | {"val/loss": 2.5}).items()
+    assert "unfinished" in summary_table([row])
+
+
+def test_a_run_with_nothing_readable_is_unfinished(tmp_path):
+    (tmp_path / "config.yaml").write_text("a: [unclosed")
+    assert read_run(tmp_path) == {"status": "unfinished", "dir": str(tmp_path)}
+
+
+def test_an_index_of_before_tells_why_a_job_died(tmp_path):
+    """A moved sweep keeps it; a torn line is passed over."""
+    (tmp_path / "there/0").mkdir(parents=True)
+    line = {"job": 0, "dir": "0", "status": "failed", "error": "boom", "overrides": []}
+    plan(tmp_path / "there", line)
+    (tmp_path / "there/index.jsonl").open("a").write('{"torn')
+    (row,) = read_sweep(tmp_path / "there")
+    assert (row["status"], row["error"]) == ("unfinished", "boom")
+
+
+def row(**values) -> dict:
+    return {"status": "completed", "dir": "0", "attention": "tiled"} | values
+
+
+def test_table_shows_what_differs_and_fits_110_columns():
+    rows = [
+        row(
+            overrides=["attention=tiled", "seq_len=32768", "steps=2"],
+            seq_len=32768,
+            tokens_per_sec=1.5e6,
+            step_tokens_per_sec=2.5e6,
+            **{"val/loss": 1.23456, "val/loss_exact": 1.2},
+        ),
+        row(
+            attention="no_rescale",
+            overrides=["attention=no_rescale", "seq_len=512", "steps=2", "attention.block_kv=16"],
+            seq_len=512,
+            status="diverged",
+            first_bad_step=1200,
+            diagnosis={"message": "layer 2: inf in scores\nmore"},
+        ),
+    ]
+    header, _, first, second, remark = summary_table(rows).splitlines()
+    assert header.split()[:4] == ["variant", "seq_len", "status", "val/loss"]
+    assert first.split()[:3] == ["tiled", "32768", "completed"]
+    assert first.split()[3:] == ["1.2346", "1.2000", "1,500,000", "2,500,000", "-"]
+    assert second.split()[:4] == ["no_rescale", "block_kv=16", "512", "diverged"]
+    assert second.split()[4:] == ["-"] * 5
+    for word in ("no_rescale block_kv=16 seq_len=512", "diverged", "1200", "inf in scores"):
+        assert word in remark
+    assert max(map(len, (header, first, second))) <= 110  # below it stand remarks
+    assert summary_table(rows).isascii()
+
+
+def test_a_loss_from_before_the_last_step_is_not_shown(tmp_path):
+    for number, (last, shown) in enumerate([(0, "-"), (40, "2.5000")]):
+        write_run(
+            tmp_path / str(number),
+            attention="tiled",
+            status="interrupted",
+            steps_done=40,
+            **{"val/loss": 2.5},
+        )
+        (tmp_path / f"{number}/metrics.jsonl").write_text(
+            json.dumps({"step": last, "val/loss": 2.5}) + "\n"
+        )
+        assert summary_table(read_sweep(tmp_path / str(number))).splitlines()[2].split()[2] == shown
+
+
+def test_the_peak_of_what_came_before_is_not_that_of_a_run_without_memory():
+    shown = [
+        summary_table([row(status=status, **{"memory/peak_gib": 6.66})]).splitlines()[2]
+        for status in ("completed", "oom")
+    ]
+    assert [line.split()[-1] for line in shown] == ["6.66", "-"]
+
+
+def test_accuracy_columns_come_with_accuracy():
+    assert "accuracy" not in summary_table([row()])
+    table = summary_table([row(**{"val/accuracy": 0.998, "val/accuracy_exact": 0.5})])
+    assert "99.8%" in table and "50.0%" in table
+
+
+def test_the_table_says_what_a_resume_changed():
+    starts = [{"step": 0, "attention": [[0, "tiled"]], "changed": {}}]
+    starts += [
+        {"step": 50, "attention": [[50, "sdpa"]], "changed": {"attention.name": ["tiled", "sdpa"]}}
+    ]
+    row = {
+        "status": "completed",
+        "attention": "sdpa",
+        "dir": "0",
+        "overrides": ["attention=sdpa"],
+        "steps_done": 60,
+    }
+    *_, line, remark = summary_table([row | {"starts": starts}]).splitlines()
+    assert re.findall(r"tiled|sdpa|50|completed", line) == ["tiled", "sdpa", "50", "completed"]
+    assert re.findall(r"tiled|sdpa|50", remark)[:3] == ["tiled", "sdpa", "50"]
+    assert "attention.name=sdpa (tiled" in remark
+    assert summary_table([row]).splitlines()[-1].startswith("sdpa     completed")

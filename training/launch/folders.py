@@ -1,0 +1,102 @@
+"""Decides whether a run or a sweep may write into a folder, and keeps other processes out of it."""
+
+import fcntl
+import os
+import shlex
+from collections import Counter
+from itertools import count
+from pathlib import Path
+from typing import IO, Any
+
+from omegaconf import read_write
+
+from training.launch.command_line import as_written
+from training.record.files import try_folder
+from training.record.retention import LATEST, META
+
+LOCK = ".lock"
+# what may be there before a run: an old lock, and the file to which a launcher sends the output
+BEFORE = {LOCK, "output.log"}
+
+
+class Taken(SystemExit):
+    """Something else is in the folder."""
+
+
+def claim(folder: Path, key: str, *, goes_on: bool = False) -> IO:
+    """Create and lock the folder of a run or a sweep, before anything else is written to it.
+
+    It must be new or empty, unless the run or the sweep in it goes on. `key` is the setting that
+    names it. Ends the program with the reason if the folder cannot be used. The system unlocks it
+    when the returned file is closed, however this process ends.
+    """
+    way_out = f"name a new folder, as {key}=outputs/NAME"
+    try:
+        held = set(os.listdir(folder)) - BEFORE if os.path.lexists(folder) else set()
+        if held and not goes_on:
+            if (folder / LATEST / META).is_file():
+                way_out = f"go on with its run by {shlex.quote(f'resume={folder}')}, or {way_out}"
+            names = ", ".join(sorted(held)[:3])
+            raise Taken(f"error: {key}={folder} holds other files already ({names}); {way_out}")
+        try_folder(folder, 2**16)
+        file = (folder / LOCK).open("a")
+    except OSError as error:
+        raise SystemExit(
+            f"error: {key}={folder} cannot be written to: {error}; {way_out}"
+        ) from None
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise Taken(f"error: another process is writing to {folder} right now") from None
+    except OSError:  # a file system without locks
+        pass
+    return file
+
+
+def folder_of(config: Any, kind: str) -> Path:
+    """hydra.run.dir or hydra.sweep.dir. Ends the program if that cannot be resolved."""
+    key = f"hydra.{kind}.dir"
+    try:
+        return Path(config.hydra[kind].dir)
+    except ValueError as error:  # an interpolation of an unknown name
+        reason = str(error).splitlines()[0]
+        raise SystemExit(f"error: {key}: {reason}; name a folder, as {key}=outputs/NAME") from None
+
+
+def claim_run(config: Any) -> IO:
+    """Claim the folder of a single run. If several start in the same second, the others get a
+    number after their time stamp.
+    """
+    folder = named = folder_of(config, "run")
+    has_stamp = "${now:" in as_written(config.hydra.run)["dir"]
+    for number in count(2):
+        try:
+            file = claim(folder, "hydra.run.dir", goes_on=bool(config.resume))
+            break
+        except Taken:
+            if not has_stamp:
+                raise
+            folder = named.with_name(f"{named.name}-{number}")
+    with read_write(config):
+        config.hydra.run.dir = str(folder)
+    return file
+
+
+def check_names(names: list[str]) -> None:
+    """Refuse folders that the jobs of a sweep cannot have, as hydra.sweep.subdir names them."""
+    places = [Path(name) for name in names]
+    taken = Counter(parent for place in places for parent in (place, *place.parents))
+    for name, place in zip(names, places, strict=True):
+        longest = max(len(os.fsencode(part)) for part in (*place.parts, ""))
+        if longest > 255:
+            reason = f"has a part of {longest} bytes, and a file system takes 255"
+        elif not place.parts or place.is_absolute() or ".." in place.parts:
+            reason = "is not inside the folder of the sweep"
+        elif taken[place] > 1:
+            reason = "is the folder of two jobs"
+        else:
+            continue
+        raise SystemExit(
+            f"error: hydra.sweep.subdir={name} {reason}; name it by the job, as in "
+            "${hydra.job.num}"
+        )

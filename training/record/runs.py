@@ -1,0 +1,193 @@
+"""Reads runs from their folders, one or all of a sweep, and shows them as a table.
+
+SWEEP/index.jsonl is the plan of a sweep, a line a job: its folder, its overrides, and what names
+it. How a job went is told by its own folder alone.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from config import RunConfig
+from training.record.files import Row, parse_rows, read_metrics
+from training.record.names import differing_settings, name_run, name_runs
+from training.record.retention import load_json
+from training.record.starts import changes_in_words, load_yaml
+from training.record.text_table import text_table
+
+RUN_FILES = ("summary.json", "metrics.jsonl", "config.yaml")
+INDEX = "index.jsonl"
+# folders of a run or a sweep that hold no runs
+OTHER_FOLDERS = ("wandb", "checkpoint", "report_figures", "tensorboard")
+# {title in a table: (key of a run, format)}
+COLUMNS = {
+    "status": ("status", "{}"),
+    "val/loss": ("val/loss", "{:.4f}"),
+    "val/loss_exact": ("val/loss_exact", "{:.4f}"),
+    "accuracy": ("val/accuracy", "{:.1%}"),
+    "exact": ("val/accuracy_exact", "{:.1%}"),
+    "tokens/s": ("tokens_per_sec", "{:,.0f}"),
+    "steps alone": ("step_tokens_per_sec", "{:,.0f}"),
+    "peak GiB": ("memory/peak_gib", "{:.3g}"),
+}
+
+
+def read_sweep(folder: Path) -> list[Row]:
+    """Every run below `folder`, in order: a run directory, a sweep, or a folder of either.
+
+    A run is its summary.json plus "dir" and "evaluated_step". A run that never wrote a summary is
+    "unfinished", with the content of its index line, config and metrics.
+    """
+    sweep = sweep_of(folder)
+    return list(_runs(folder, planned_jobs(sweep) if sweep else {}))
+
+
+def sweep_of(run_dir: Path) -> Path | None:
+    """The folder of the sweep that a run belongs to."""
+    return next((folder for folder in run_dir.parents if (folder / INDEX).is_file()), None)
+
+
+def planned_jobs(sweep: Path) -> dict[Path, Row]:
+    """The lines of a sweep's index.jsonl by the folders of the jobs."""
+    path = sweep / INDEX
+    # pathlib would raise an error if the name is too long
+    lines = path.read_text(errors="replace").splitlines() if os.path.isfile(path) else []
+    return {sweep / str(row.get("dir", row.get("job"))): row for row in parse_rows(lines)}
+
+
+def not_started(sweep: Path) -> list[Row]:
+    """The lines of a sweep's index.jsonl for the jobs that have not begun."""
+    return [row for run_dir, row in planned_jobs(sweep).items() if not run_dir.is_dir()]
+
+
+def _runs(folder: Path, planned: dict[Path, Row]) -> Iterator[Row]:
+    # a job that died at once left only its line in the index
+    if folder in planned or any((folder / name).is_file() for name in RUN_FILES):
+        yield planned.get(folder, {}) | read_run(folder)
+        return
+    planned = planned | planned_jobs(folder)
+    below = [
+        path
+        for path in folder.iterdir()
+        if path.is_dir() and not path.name.startswith(".") and path.name not in OTHER_FOLDERS
+    ]
+    for path in sorted(below, key=lambda path: in_order(path.name)):
+        yield from _runs(path, planned)
+
+
+def in_order(name: str) -> list[int | str]:
+    """A key that sorts block_kv=16 before block_kv=128."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+
+
+def read_run(run_dir: Path) -> Row:
+    """One run directory as a dictionary; never fails on a half-written one."""
+    try:
+        rows = read_metrics(run_dir / "metrics.jsonl")
+    except OSError:
+        rows = []
+    evaluated_step = max((row["step"] for row in rows if "val/loss" in row), default=None)
+    own = {"evaluated_step": evaluated_step, "dir": str(run_dir)}
+    summary = load_json(run_dir / "summary.json")
+    if "status" in summary:
+        return summary | own
+    # the last values of the metrics, and the settings that name it
+    run = {key: value for row in rows for key, value in row.items() if value is not None}
+    config = load_yaml(run_dir / "config.yaml")
+    attention = config.get("attention")
+    run |= {
+        "status": "unfinished",
+        "attention": attention.get("name") if isinstance(attention, dict) else None,
+        "seq_len": config.get("seq_len"),
+        "seed": config.get("seed"),
+        "steps_done": run.pop("step", None),
+        **own,
+    }
+    return {key: value for key, value in run.items() if value is not None}
+
+
+def summary_table(rows: list[Row]) -> str:
+    """The runs as plain text, and below the table a line for every run that needs a remark.
+
+    The first columns are what the runs are called; see training.record.names:
+
+        variant             seed  status     val/loss  val/loss_exact  tokens/s  ...
+        tiled block_kv=16   0     completed    1.7345          1.7345    12,410
+
+    tokens/s is by the wall clock. "steps alone" is the speed by which variants are compared; see
+    training.record.throughput.WallClock.
+    """
+    # only the synthetic tasks have an accuracy
+    has_accuracy = any(row.get("val/accuracy") is not None for row in rows)
+    columns = [each for each in COLUMNS.items() if has_accuracy or "accuracy" not in each[1][0]]
+    settings = differing_settings(rows)
+    sizes = [key for key in ("seq_len", "seed") if any(key in setting for setting in settings)]
+    table = [["variant", *sizes, *(title for title, _ in columns)]]
+    remarks = []
+    for row, name, setting in zip(rows, name_runs(rows), settings, strict=True):
+        cells = [_cell(row, *column) for _, column in columns]
+        table.append([name.variant, *(setting.get(key, "-") for key in sizes), *cells])
+        if text := remark(row):
+            # what all seeds have in common is shown once
+            who = name.variant if row["status"] == "completed" else name.run
+            bad_step = row.get("first_bad_step")
+            when = "" if bad_step is None else f" at step {bad_step}"
+            remarks.append(f"{who}: {row['status']}{when}: {text}")
+    # variant, settings and status are words
+    lines = text_table(table, words=len(sizes) + 2).splitlines()
+    lines.insert(1, "-" * len(lines[0]))
+    return "\n".join([*lines, *dict.fromkeys(remarks)])
+
+
+def _cell(row: Row, key: str, form: str) -> str:
+    # the peak before memory ran out is not what the run needs
+    hidden = key == "memory/peak_gib" and row["status"] == "oom"
+    hidden = hidden or (key.startswith("val/") and is_stale(row))
+    return "-" if hidden or row.get(key) is None else form.format(row[key])
+
+
+def is_stale(row: Row) -> bool:
+    """Whether a run made steps after its last evaluation, so that it is not their result."""
+    evaluated, done = row.get("evaluated_step"), row.get("steps_done")
+    return isinstance(evaluated, int) and isinstance(done, int) and evaluated < done
+
+
+def remark(row: Row) -> str:
+    """Why a run ended early, and what a resume changed, in one line; else ""."""
+    found = row.get("diagnosis") or row.get("oom") or {}
+    reason = str(found.get("message") or row.get("error") or "")
+    return "; ".join(filter(None, [reason.strip().split("\n")[0], changes_in_words(row)]))
+
+
+def job_names(run_dir: Path, summary: Row, config: RunConfig) -> Row:
+    """What a logger is told of a run, besides its metrics: names, folder, tags and settings.
+
+    Writes the run's variant to `summary`. Runs with the same `curve` differ only in their seed; a
+    chart shows their mean as one line.
+    """
+    sweep = sweep_of(run_dir)
+    jobs = planned_jobs(sweep) if sweep else {}
+    names = name_run(summary)
+    if run_dir in jobs:
+        jobs[run_dir] |= summary  # a resume may have changed the attention
+        names = dict(zip(jobs, name_runs(list(jobs.values())), strict=True))[run_dir]
+    summary["variant"] = names.variant
+    chosen = config.attention
+    own = (chosen.backend_name, chosen.switch_to, config.model.name, config.data.source)
+    return {
+        "name": names.run,
+        "group": group_name(sweep, summary["overrides"]) if sweep else None,
+        "shared_dir": sweep or run_dir,
+        "tags": [*filter(None, own), f"seq{config.seq_len}"],
+        "run_config": asdict(config)
+        | {"variant": names.variant, "curve": f"{names.variant} seq_len={config.seq_len}"},
+        "resume": config.resume is not None,
+    }
+
+
+def group_name(sweep: Path, overrides: list[str]) -> str:
+    """2026-11-22_21-09-10 break_it: the folder of a sweep, and its recipe."""
+    recipes = [each.partition("=")[2] for each in overrides if each.startswith("experiment=")]
+    return " ".join([f"{sweep.parent.name}_{sweep.name}", *recipes])
