@@ -26,10 +26,9 @@ from typing import Any, NoReturn
 
 from config import FUNCTION_SETTINGS, RunConfig, register, setting_keys
 from training.launch.interrupt import Ending, end_unread
-from training.loop.ranks import PATIENCE, Ranks, leave, of_environment, run_before_restart
+from training.loop.ranks import leave, of_environment
 from training.own_modules import OURS, ROOT
-from training.record import phases
-from training.record.retention import newest_first, no_run
+from training.record.retention import no_run
 
 CONF = ROOT / "conf"
 
@@ -69,13 +68,11 @@ def leave_garbage() -> None:
         gc.freeze()
 
 
-def launch(main: Callable[[], Any], began: float, resume_sweep: Callable[[Path], NoReturn]) -> None:
+def launch(main: Callable[[], Any], resume_sweep: Callable[[Path], NoReturn]) -> None:
     """Run `main`, which Hydra decorates, with the command line of this process.
 
-    If that is resume=DIR and DIR is the folder of a sweep, run resume_sweep(DIR) instead. `began`
-    is the time at which the program started; its first run counts from there.
+    If that is resume=DIR and DIR is the folder of a sweep, run resume_sweep(DIR) instead.
     """
-    phases.process_began = began
     # the imports and torch.compile make a million objects that stay. Python would look among them
     # for garbage for more than a second
     gc.set_threshold(100_000, 20, 100)
@@ -87,13 +84,13 @@ def launch(main: Callable[[], Any], began: float, resume_sweep: Callable[[Path],
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     ranks = of_environment()
-    if not ranks.first:  # only the first rank prints; the others report to it
+    if not ranks.first:  # only the first rank prints; torchrun prints the others' errors
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hides that the first rank ended
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
     try:
         if sweep := sweep_to_resume(sys.argv[1:]):
             resume_sweep(sweep)
-        arguments = replay_overrides([*sys.argv[1:], *after_restart(ranks)])
+        arguments = replay_overrides(sys.argv[1:])
         refuse_unreadable(arguments)
         refuse_mistakes_in_files(arguments)
         sys.argv[1:] = arguments if ranks.first else [*arguments, *folder_that_goes()]
@@ -121,20 +118,8 @@ def launch(main: Callable[[], Any], began: float, resume_sweep: Callable[[Path],
         sys.exit(130)
     except SystemExit as ended:
         if ended.code and not ranks.first:
-            time.sleep(PATIENCE)  # torchrun ends all ranks after this; let the first report why
+            time.sleep(2)  # torchrun ends all ranks after this; let the first report why
         raise
-
-
-def after_restart(ranks: Ranks) -> list[str]:
-    """The override with which ranks continue after torchrun restarted them, if it did."""
-    run_dir = run_before_restart()
-    if run_dir is None:
-        return []
-    if list(newest_first(run_dir)):
-        return [f"resume={run_dir}"]
-    if ranks.first:  # nothing was saved, so the run starts over in its folder
-        (run_dir / "metrics.jsonl").unlink(missing_ok=True)
-    return [f"hydra.run.dir={quoted(str(run_dir))}"]
 
 
 def folder_that_goes() -> list[str]:

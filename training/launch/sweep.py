@@ -389,7 +389,7 @@ def summary_table(rows: list[Row]) -> str:
         tiled block_kv=16   0     completed    1.7345          1.7345    12,410
 
     tokens/s is by the wall clock. "steps alone" is the speed by which variants are compared; see
-    training.record.throughput.WallClock.
+    training.record.clock.WallClock.
     """
     columns = COLUMNS
     # only the synthetic task has an accuracy

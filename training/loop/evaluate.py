@@ -13,7 +13,6 @@ from data.interface import IGNORED
 from model.gpt import GPT
 from training.loop.ranks import ALONE, Ranks
 from training.record.files import Row
-from training.record.phases import doing
 
 # nats: this project's exact attentions differed by at most 0.00008, in bfloat16
 SAME_LOSS = 0.001
@@ -104,8 +103,6 @@ def evaluate_under(
     columns = ranks.columns(targets.shape[1])
     with model.using(backend=attention, call=ranks.attention), autocast:
         for i in range(ranks.rank // ranks.context, len(parts), ranks.data):
-            done = f"{i * batch_size} of {len(targets)} sequences done"
-            doing(f"evaluating under attention={attention.name}: {done}")
             x, y, *documents = (tensor.to(device) for tensor in parts[i])
             x, y = x[:, columns], y[:, columns]
             place = {"positions": ranks.positions(x)}
