@@ -9,9 +9,7 @@ A run directory holds config.yaml, env.json, metrics.jsonl, summary.json, checkp
 checkpoint.best/ and loss_curve.png.
 """
 
-import time
-
-BEGAN = time.time()  # before the imports: they are a part of what a run costs
+from training.record.clock import program_began  # isort: skip - first, so that imports count
 from training.launch.interrupt import hide_ctrl_c
 
 if __name__ == "__main__":
@@ -96,9 +94,9 @@ def main(cfg: DictConfig) -> float:
     from training.launch.job import run_job
     from training.record.outcome import Objective
 
-    summary, _ = run_job(train, cfg)
+    summary, _ = run_job(train, cfg, began=program_began())
     return Objective(summary)
 
 
 if __name__ == "__main__":
-    launch(main, BEGAN)
+    launch(main, resume_sweep)

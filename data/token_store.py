@@ -87,6 +87,7 @@ def load(folder: Path) -> TokenStore:
 
 
 def build(corpus: Corpus, tokenizer: Tokenizer, folder: Path) -> None:
+    log.info(f"tokenising the data into {folder}")  # this can take minutes
     cache = folder.parent
     cache.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f"{folder.name}.unfinished-", dir=cache) as temporary:

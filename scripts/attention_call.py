@@ -4,6 +4,7 @@ Dimensions: q, k, v (B, H, N, D).
 """
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -344,7 +345,7 @@ def memory_cap(gib: float | None, device: torch.device) -> Iterator[None]:
     """
     release_memory(device)
     if device.type == "cpu":
-        with cpu_memory_limit(at_most=None if gib is None else round(gib * GIB)):
+        with cpu_memory_limit(math.inf if gib is None else gib * GIB):
             yield
         return
     total = torch.cuda.get_device_properties(device).total_memory

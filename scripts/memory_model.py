@@ -42,8 +42,8 @@ from config import ModelConfig
 from model.gpt import mlp_width
 from model.layer_function import own_module
 from model.loss import chunk_rows, padded_vocab
+from training.loop.flops import count_parameters
 from training.loop.schedule import run_compiles
-from training.record.throughput import count_parameters
 
 # one for cuBLAS and one for cuBLASLt, with the CUBLAS_WORKSPACE_CONFIG=:4096:8 that training sets
 CUDA_WORKSPACES = 2 * 8 * 4096 * 1024

@@ -28,6 +28,15 @@ from config import SYNTHETIC_SOURCES, RunConfig
 from model import GPT
 from scripts import traffic
 from scripts.arguments import Json, command, compose_new, default
+from scripts.cards import (
+    BLOCK_DEFAULT_KIB,
+    CARD_SIZES,
+    CONTEXT_GIB,
+    GPUS,
+    PEAK_BANDWIDTH,
+    REGISTER_BYTES,
+    SHARED_KIB,
+)
 from scripts.memory_model import (
     MATERIALISED,
     RECOMPUTED,
@@ -45,18 +54,8 @@ from training.loop.schedule import able, check_schedule, needed_features, run_co
 from training.loop.trained import data_of
 from training.record.environment import measured_on
 from training.record.files import write_json
-from training.record.hardware import (
-    BLOCK_DEFAULT_KIB,
-    CARD_SIZES,
-    CONTEXT_GIB,
-    GPUS,
-    PEAK_BANDWIDTH,
-    PEAK_FLOPS,
-    REGISTER_BYTES,
-    SHARED_KIB,
-    data_sheet,
-)
 from training.record.memory import GIB, MemoryMeter
+from training.record.speed import PEAK_FLOPS, data_sheet
 
 TILES = ((64, 64), (128, 64), (128, 128), (256, 64), (256, 256))
 
@@ -188,7 +187,7 @@ def measure_peak(planned: Planned, vocab_size: int) -> int:
     meter = MemoryMeter(device)
     with meter.measured(list(model.parameters()), optimizer.state_dict()["state"], tokens):
         step()
-    return round(meter.peak_gib() * GIB) - before
+    return round(meter.peaks()["memory/peak_gib"] * GIB) - before
 
 
 PARTS = {

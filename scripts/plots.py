@@ -24,14 +24,15 @@ from typing import Any, NamedTuple
 import torch
 
 from scripts.arguments import command, parse_backend
+from scripts.cards import PEAK_BANDWIDTH
 from scripts.drawing import new_figure, save_figure
 from scripts.plan import call_traffic
 from scripts.tables import Row, grouped
 from scripts.traffic import Call
 from training.record.files import check_writable
-from training.record.hardware import PEAK_BANDWIDTH, PEAK_FLOPS, data_sheet
 from training.record.memory import GIB
 from training.record.palette import variant_colors
+from training.record.speed import PEAK_FLOPS, data_sheet
 
 MARKERS = "osv^D<>P*X"
 LOOK = {

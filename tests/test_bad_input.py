@@ -180,9 +180,6 @@ REFUSED = {
     "attention=U:RAISES": "attention=U:RAISES KeyError user_backends.py",
     "attention=U:EXITS": "attention=U:EXITS SystemExit user_backends.py",
     "attention=U:PRESSES_CTRL_C": "KeyboardInterrupt user_backends.py",
-    "attention=examples.differential_attention:BACKEND parallel.context=2": (
-        "examples.differential_attention:BACKEND parallel.context=2"
-    ),
     "attention=examples.differential_attention:BACKEND attention.switch_at=2 "
     "attention.switch_to=tiled": "examples.differential_attention:BACKEND attention.switch_at=2",
     # a user's own change of the scores

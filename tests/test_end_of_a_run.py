@@ -159,7 +159,7 @@ def test_an_answer_that_cannot_be_printed_is_a_failure():
     assert done.returncode != 0 and "No space left" in done.stderr
 
 
-@pytest.mark.parametrize("value", ["1", "", "many"])
+@pytest.mark.parametrize("value", ["1", ""])
 def test_a_world_of_one_process_trains(tmp_path, value):
     assert run(*tiny(tmp_path, "steps=1", "eval_every=0"), WORLD_SIZE=value).code == 0
 

@@ -1,9 +1,5 @@
 """Backends that a user might write: one that is right, and one for each way to be wrong."""
 
-import os
-import signal
-import time
-
 import torch
 from torch import Tensor
 
@@ -116,21 +112,6 @@ def drifts(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> At
 
 
 DRIFTS = Backend("drifts", drifts)
-
-slow_calls = 0
-
-
-def slow(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> AttentionOutput:
-    """A call after the checks before a run takes long, and SIGTERM comes while it computes."""
-    global slow_calls
-    slow_calls += 1
-    if slow_calls == 40:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.5)
-    return right(q, k, v, causal=causal, scale=scale)
-
-
-SLOW = Backend("slow", slow)
 
 
 # changes of the scores: two that are right, and one for each way to be wrong

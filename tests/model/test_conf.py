@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from attention import get_backend
 from config import ModelConfig, register
 from model import GPT
-from training.record.throughput import count_parameters
+from training.loop.flops import count_parameters
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 

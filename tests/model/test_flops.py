@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from attention import AttentionOutput, Backend
-from training.record.throughput import flops_per_token
+from training.loop.flops import flops_per_token
 
 
 def prefixes(q, k, v, *, causal, scale):

@@ -15,8 +15,8 @@ from model.fast import FastGPT
 from model.layer_function import alibi_slopes
 from model.seam import LOOKING
 from training.loop.evaluate import evaluate, exact_attention
+from training.loop.flops import flops_per_token
 from training.loop.health import compare_layers, diagnose
-from training.record.throughput import flops_per_token
 
 LENGTH = 40
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter")

@@ -20,9 +20,9 @@ from examples import (
 from model import GPT, KVCache
 from model.fast import FastGPT
 from scripts.memory_model import own_parameters, parameter_count
+from training.loop.flops import count_parameters
 from training.loop.health import diagnose
 from training.loop.optimizer import build_optimizer
-from training.record.throughput import count_parameters
 
 EXAMPLES = [differential_attention, learnable_sinks, linear_attention, sigmoid_attention]
 DIFFERENTIAL = differential_attention.BACKEND

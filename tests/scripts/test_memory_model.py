@@ -33,8 +33,8 @@ from scripts.memory_model import (
 from scripts.plan import vocab_size_of
 from tests.selection import diagonal
 from training.launch.command_line import compose
+from training.loop.flops import count_parameters
 from training.record.memory import GIB
-from training.record.throughput import count_parameters
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 GPT2 = {"num_layers": 2, "num_heads": 4, "hidden_size": 128, "max_seq_len": 256}

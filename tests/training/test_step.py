@@ -197,7 +197,7 @@ def test_an_update_counts_as_time_of_the_step_and_what_is_due_does_not(monkeypat
     config = compose(*TINY, "steps=8", "log_every=1", "eval_every=0", "diagnose_every=0")
     now = 0.0
     with Stepper(build_run(config)) as stepper:
-        monkeypatch.setattr("training.record.throughput.perf_counter", lambda: now)
+        monkeypatch.setattr("training.record.speed.perf_counter", lambda: now)
         move_weights = stepper.run.scaler.step
 
         def slow_update(optimizer):

@@ -26,10 +26,9 @@ from typing import Any
 
 from config import FUNCTION_SETTINGS, RunConfig, register, setting_keys
 from training.launch.interrupt import Ending, end_unread
-from training.loop.ranks import PATIENCE, Ranks, leave, of_environment, run_before_restart
+from training.loop.ranks import leave, of_environment
 from training.own_modules import OURS, ROOT
-from training.record import phases
-from training.record.retention import newest_first, no_run
+from training.record.retention import no_run
 
 CONF = ROOT / "conf"
 
@@ -74,7 +73,6 @@ def launch(main: Callable[[], Any], began: float) -> None:
 
     `began` is the time at which the program started; its first run counts from there.
     """
-    phases.process_began = began
     # the imports and torch.compile make a million objects that stay. Python would look among them
     # for garbage for more than a second
     gc.set_threshold(100_000, 20, 100)
@@ -86,7 +84,7 @@ def launch(main: Callable[[], Any], began: float) -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     ranks = of_environment()
-    if not ranks.first:  # only the first rank prints; the others report to it
+    if not ranks.first:  # only the first rank prints; torchrun prints the others' errors
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hides that the first rank ended
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
     try:
@@ -118,7 +116,7 @@ def launch(main: Callable[[], Any], began: float) -> None:
         sys.exit(130)
     except SystemExit as ended:
         if ended.code and not ranks.first:
-            time.sleep(PATIENCE)  # torchrun ends all ranks after this; let the first report why
+            time.sleep(2)  # torchrun ends all ranks after this; let the first report why
         raise
 
 

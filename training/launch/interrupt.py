@@ -3,6 +3,7 @@
 A script ends with a one-line message.
 """
 
+import logging
 import os
 import signal
 import sys
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn, Self
 
-from training.record.phases import current
+log = logging.getLogger("tilegpt")
 
 
 class Stopped(KeyboardInterrupt):
@@ -73,11 +74,13 @@ class Interrupt(Signals):
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self.requested:
             self.requested, self.since = True, time.monotonic()
-            current().signal = signal.Signals(number).name  # its thread reports it
+            log.warning(
+                f"{signal.Signals(number).name}: the run ends and saves after this step; Ctrl-C or "
+                "SIGTERM once more ends it at once, without saving"
+            )
         elif number == signal.SIGINT or (
             number == signal.SIGTERM and time.monotonic() - self.since > 1
         ):
-            current().signal = None  # no longer what happens
             raise Stopped
 
 

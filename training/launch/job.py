@@ -5,6 +5,7 @@ import copy
 import logging
 import shlex
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,52 +22,50 @@ from training.launch.command_line import (
     task_overrides,
 )
 from training.launch.interrupt import Ending
-from training.loop.ranks import announce, stand_in, tell_end, tell_why
+from training.loop.ranks import report
+from training.record.clock import PHASES
 from training.record.files import Row
 from training.record.outcome import close_run, outcome_outside_training
-from training.record.phases import new_run
 
 Train = Callable[[Any, Path, Row], None]  # train(config, run_dir, summary)
 
 
-def run_job(train: Train, cfg: Any) -> tuple[Row, BaseException | None]:
+def run_job(
+    train: Train, cfg: Any, *, began: float | None = None
+) -> tuple[Row, BaseException | None]:
     """Train one Hydra job; returns its summary, and the error that ended it if there was one.
 
-    A failed job does not stop the other jobs of a sweep.
+    `began` is when the run began; None means now. A failed job does not stop the other jobs of a
+    sweep.
     """
     from hydra.core.hydra_config import HydraConfig
 
     run_dir = Path(HydraConfig.get().runtime.output_dir)
-    written, phases = as_written(cfg), new_run()
+    written, began = as_written(cfg), began or time.time()
+    PHASES.begin(began)
     summary = {
         "status": "running",
         "attention": written["attention"]["name"],
         "seq_len": written["seq_len"],
         "seed": written["seed"],
         "overrides": task_overrides(),
-        "started": phases.began,
+        "started": began,
     }
     failure = config = None
-    with Ending() as ending, phases:
+    with Ending() as ending:
         try:
             config = read_config(cfg)
-            announce(run_dir)
             train(config, run_dir, summary)
         except BaseException as error:
             ending.held = True
             failure = error
             summary |= outcome_outside_training(error, summary["status"], run_dir)
+            report(error)
             # the frames would keep every tensor of this job alive
             traceback.clear_frames(error.__traceback__)
         # no call stands between the training and this line, so no signal can skip the summary
         ending.held = True
-        if failure is None:
-            tell_end()
-        else:
-            tell_why(summary)
         close_run(run_dir, summary, ending)
-        if failure is not None:
-            stand_in(summary, phases.began)
         # the terminal shows that a single run was refused; a sweep's logger must show it too
         refused = "steps_done" not in summary and summary["status"] in ("failed", "oom")
         if refused and config is not None and config.resume is None:

@@ -1,11 +1,13 @@
 """Builds a run from its settings: device, attention by step, data, model, optimizer and ranks."""
 
+from dataclasses import is_dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from training.loop.ranks import Ranks, join
+from config import setting_keys
+from training.loop.ranks import Ranks, check_shares, join
 from training.loop.run import Run
 from training.record.files import Row
-from training.record.phases import phase
 
 if TYPE_CHECKING:
     import torch
@@ -33,10 +35,10 @@ def _build_run(config: "RunConfig", summary: Row) -> Run:
     from attention import dtype_name
     from data import build_data
     from training.loop.device import pick_dtype, set_deterministic
+    from training.loop.flops import count_parameters
     from training.loop.optimizer import build_optimizer
     from training.loop.pretrained import find_pretrained
     from training.loop.schedule import attention_schedule, kernel_inputs, schedule_summary
-    from training.record.throughput import count_parameters
 
     ranks, device = _meet(config)
     if ranks.several:
@@ -52,13 +54,13 @@ def _build_run(config: "RunConfig", summary: Row) -> Run:
 
     pretrained = None
     if config.init_from and not config.resume:  # a resumed run has the weights of its checkpoint
-        with phase("starting", f"finding init_from={config.init_from}"), ranks.first_goes_first():
+        with ranks.first_goes_first():
             pretrained = find_pretrained(config.init_from)
-    with phase("starting", f"reading data={config.data.source}"), ranks.first_goes_first():
+    with ranks.first_goes_first():
         data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
-    with phase("starting", "building the model"):
-        model = _build_model(config, schedule[0], data.vocab_size, device)
-        init_from = pretrained.load_into(model, data.tokenizer) if pretrained else None
+    ranks.check_same({"data": data.fingerprint})
+    model = _build_model(config, schedule[0], data.vocab_size, device)
+    init_from = pretrained.load_into(model, data.tokenizer) if pretrained else None
     summary |= {"parameters": count_parameters(model), "data": data.fingerprint}
 
     return Run(
@@ -96,13 +98,18 @@ def _meet(config: "RunConfig") -> "tuple[Ranks, torch.device]":
     import torch
 
     from training.loop.device import pick_device
-    from training.loop.sharing import check_context, check_shares, shared_settings
+    from training.loop.schedule import chosen_attention
 
     device = pick_device(config.device)
-    check_context(config)
-    meeting = {"timeout": config.parallel.timeout, "settings": shared_settings(config)}
-    ranks = join(device.type, config.parallel.context, **meeting)
-    check_shares(config, ranks)
+    ranks = join(device.type, config.parallel.context, _shared_settings(config))
+    check_shares(config, ranks, chosen_attention(config.attention).values())
     if ranks.several and device.type == "cuda":  # plain "cuda" depends on the thread
         device = torch.device("cuda", ranks.local_rank)
     return ranks, device
+
+
+def _shared_settings(config: "RunConfig") -> Row:
+    """The settings that all ranks must share: all but the places of files and the logger."""
+    own = ("resume", "init_from", "logger", "data.path", "data.cache_dir")
+    values = {key: attrgetter(key)(config) for key in setting_keys(type(config))}
+    return {key: x for key, x in values.items() if not (key.startswith(own) or is_dataclass(x))}

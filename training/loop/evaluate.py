@@ -12,7 +12,7 @@ from attention import Backend, get_backend
 from data.interface import IGNORED
 from model.gpt import GPT
 from training.loop.ranks import ALONE, Ranks
-from training.record.phases import doing
+from training.record.files import Row
 
 
 def evaluate(
@@ -92,8 +92,6 @@ def evaluate_under(
     columns = ranks.columns(targets.shape[1])
     with model.using(backend=attention, call=ranks.attention), autocast:
         for i in range(ranks.rank // ranks.context, len(parts), ranks.data):
-            done = f"{i * batch_size} of {len(targets)} sequences done"
-            doing(f"evaluating under attention={attention.name}: {done}")
             x, y, *documents = (tensor.to(device) for tensor in parts[i])
             x, y = x[:, columns], y[:, columns]
             place = {"positions": ranks.positions(x)}

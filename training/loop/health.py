@@ -25,9 +25,9 @@ from attention import (
 )
 from data.prefetch import Pass
 from model.gpt import GPT
+from training.record.clock import phase
 from training.record.files import Row
 from training.record.memory import is_out_of_memory
-from training.record.phases import phase
 
 if TYPE_CHECKING:
     from training.loop.step import StepResult
@@ -59,7 +59,7 @@ class AttentionMonitor:
         }
         self.has_room = True  # enough memory for compare_layers()
 
-    @phase("looking", "looking at the attention")
+    @phase("looking")
     def inspect(self, result: "StepResult") -> Row:
         """The attention's part of a row of metrics: the largest scores and compare_layers(), each
         if it is due.
@@ -100,7 +100,7 @@ class AttentionMonitor:
         )
         return {}
 
-    @phase("looking", "looking for what diverged")
+    @phase("looking")
     def diagnose(self, step: int, passes: Iterable[Pass]) -> Row:
         """How this step diverged, for summary.json: diagnose() and the history of the scores."""
         with self.autocast:

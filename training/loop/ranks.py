@@ -9,34 +9,22 @@ its argument.
 """
 
 import contextlib
-import json
-import logging
 import os
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from math import isnan, nan
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from training.launch.interrupt import Stopped
-from training.loop.lost_ranks import RankLost, Watch, abort_nccl
-from training.record.files import Row, write_json
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from attention import Backend
     from attention.ranks import Shards
+    from config import RunConfig
 
-PATIENCE = 2.0  # seconds that the first rank has to report why all ranks end
-
-log = logging.getLogger("tilegpt")
-_store: Any = None  # torchrun's key-value store: a rank that fails tells the others why
-_watch: Watch | None = None
+TIMEOUT = timedelta(minutes=10)  # that a rank waits for another
 
 
 @dataclass(frozen=True)
@@ -84,17 +72,11 @@ class Ranks:
         """The positions of this rank's tokens (B, n), for GPT.forward()."""
         return None if self.shards is None else self.shards.own_positions(tokens)
 
-    def check(self) -> None:
-        """Raise RankLost if another rank ended: results of the GPU since then may be wrong."""
-        if _watch is not None:
-            _watch.check()
-
     def sum(self, x: "Tensor") -> "Tensor":
         """Add up x over all ranks, in place."""
         if self.several:
             from torch import distributed
 
-            self.check()
             distributed.all_reduce(x)
         return x
 
@@ -103,19 +85,8 @@ class Ranks:
         if self.several:
             from torch import distributed
 
-            self.check()
             distributed.all_reduce(x, distributed.ReduceOp.MAX)
         return x
-
-    def largest_of(self, row: dict[str, float | None]) -> dict[str, float | None]:
-        """Each figure's maximum over all ranks; None for a figure that they lack."""
-        if not self.several:
-            return row
-        import torch
-
-        figures = torch.tensor([nan if x is None else x for x in row.values()], dtype=torch.float64)
-        found = self.largest(figures).tolist()
-        return {name: None if isnan(x) else x for name, x in zip(row, found, strict=True)}
 
     def gathered(self, x: Any) -> list[Any]:
         """x of every rank, in the order of the ranks."""
@@ -123,10 +94,15 @@ class Ranks:
             return [x]
         from torch import distributed
 
-        self.check()
         found = [None] * self.world
         distributed.all_gather_object(found, x)
         return found
+
+    def largest_of(self, row: dict[str, float | None]) -> dict[str, float | None]:
+        """Each figure's maximum over all ranks; None for a figure that they lack."""
+        columns = zip(*(each.values() for each in self.gathered(row)), strict=True)
+        largest = (max((x for x in each if x is not None), default=None) for each in columns)
+        return dict(zip(row, largest, strict=True))
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
@@ -135,6 +111,17 @@ class Ranks:
         import torch
 
         return bool(self.sum(torch.tensor(int(flag))))
+
+    def check_same(self, values: Mapping[str, Any]) -> None:
+        """Raise ValueError if ranks have different values: they would train different models."""
+        first, *others = self.gathered(dict(values))
+        for rank, other in enumerate(others, start=1):
+            for key, value in first.items():
+                if other[key] != value:
+                    raise ValueError(
+                        f"all ranks need the same {key}: {value} on rank 0, and {other[key]} on "
+                        f"rank {rank}"
+                    )
 
     def seed_step(self, seed: int, step: int) -> None:
         """Seed dropout. Ranks get different seeds; a resumed run gets the same ones again."""
@@ -216,29 +203,22 @@ ALONE = Ranks()
 
 def of_environment() -> Ranks:
     """The rank that torchrun, or a launcher like it, gave this process."""
-    world = os.environ.get("WORLD_SIZE", "")
-    if not world.isdecimal() or int(world) < 2:
+    world = int(os.environ.get("WORLD_SIZE") or 1)
+    if world == 1:
         return ALONE
-    rank = int(os.environ.get("RANK", "0"))
+    rank = int(os.environ["RANK"])
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    return Ranks(rank, int(world), local_rank, local_world)
+    return Ranks(rank, world, local_rank, local_world)
 
 
-def join(
-    device: str,
-    context: int = 1,
-    *,
-    timeout: float = 600,
-    settings: Mapping[str, Any] | None = None,
-) -> Ranks:
+def join(device: str, context: int = 1, settings: Mapping[str, Any] | None = None) -> Ranks:
     """Meet the other ranks; on CUDA, take the GPU of this rank. Does nothing if it is alone.
 
-    Each `context` consecutive ranks share their sequences. A rank waits `timeout` seconds for
-    another.
+    Each `context` consecutive ranks share their sequences.
 
-    Raises ValueError if the number of ranks is no multiple of `context`, if this host has no GPU
-    for the rank, or if the others do not come or have other `settings`.
+    Raises ValueError if the number of ranks is no multiple of `context`, if this host has fewer
+    GPUs than ranks, or if other ranks have other `settings`.
     """
     ranks = replace(of_environment(), context=context)
     if ranks.world % context:
@@ -252,76 +232,52 @@ def join(
     from torch import distributed
 
     if device == "cuda":
-        gpus = torch.cuda.device_count()
-        if ranks.local_rank >= gpus:
+        # every rank of the host says so, and none waits for the others
+        if ranks.local_world > (gpus := torch.cuda.device_count()):
             raise ValueError(
-                f"rank {ranks.rank} has no GPU: this host has {gpus}, and runs "
-                f"{ranks.local_world} ranks; start torchrun with "
+                f"this host has {gpus} GPUs for {ranks.local_world} ranks: start torchrun with "
                 f"--nproc-per-node={gpus}, or add device=cpu"
             )
         torch.cuda.set_device(ranks.local_rank)
     if not distributed.is_initialized():
-        global _watch
-        _meet(ranks, device, timedelta(seconds=timeout))
-        _compare_settings(ranks, settings or {})
-        _watch = Watch(_store, ranks.rank, ranks.world)
-        if device == "cuda":
-            _compare_gpus(ranks)
+        kinds = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        distributed.init_process_group(kinds, timeout=TIMEOUT)
+    # before the first message of the model: gloo aborts where sizes differ
+    ranks.check_same(settings or {})
     if context > 1:
         from attention.ranks import share
 
-        shards = share(ranks.rank, ranks.world, context, timedelta(seconds=timeout))
-        ranks = replace(ranks, shards=shards)
+        ranks = replace(ranks, shards=share(ranks.rank, ranks.world, context, TIMEOUT))
     return ranks
 
 
-def _meet(ranks: Ranks, device: str, timeout: timedelta) -> None:
-    global _store
-    from torch import distributed
-
-    try:
-        kept, rank, world = next(distributed.rendezvous("env://", timeout=timeout))
-        # restarted ranks must not find the addresses of the ranks before the restart
-        _store = distributed.PrefixStore(f"ranks {_restarts()}", kept)
-        distributed.init_process_group(
-            "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-            store=_store,
-            rank=rank,
-            world_size=world,
-            timeout=timeout,
-        )
-    except (RuntimeError, ValueError) as error:  # DistError is a RuntimeError
-        reason = str(error).splitlines()[0]
+def check_shares(config: "RunConfig", ranks: Ranks, backends: "Iterable[Backend]") -> None:
+    """Raise ValueError for a step that the ranks cannot share equally."""
+    context, world, size = ranks.context, ranks.data, config.batch_size
+    for backend in backends:
+        if context > 1 and backend.module is not None:
+            raise ValueError(
+                f"parallel.context={context} gives each rank some heads, and attention="
+                f"{backend.name} has parameters for all of them; leave out parallel.context"
+            )
+    divided = {
+        "seq_len": config.seq_len,
+        "model.num_heads": config.model.num_heads,
+        "model.num_kv_heads": config.model.kv_heads,
+    }
+    for key, count in divided.items():
+        if count % context:
+            raise ValueError(f"parallel.context={context} must divide {key}={count}")
+    if config.tokens_per_step is None and size % world:
         raise ValueError(
-            f"rank {ranks.rank} of {ranks.world} did not meet the others: {reason}; start all of "
-            "them by one torchrun, as in torchrun --standalone --nproc-per-node=2 train.py"
-        ) from error
-
-
-def _compare_settings(ranks: Ranks, settings: Mapping[str, Any]) -> None:
-    """Raise ValueError if ranks differ: messages of unequal sizes would crash their processes."""
-    _store.set(f"settings {ranks.rank}", json.dumps(settings, default=str))
-    first = json.loads(_store.get("settings 0"))
-    for rank in range(1, ranks.world):
-        other = json.loads(_store.get(f"settings {rank}"))
-        for key, value in first.items():
-            if other[key] != value:
-                raise ValueError(
-                    f"all ranks need the same settings: {key}={value} on rank 0, and "
-                    f"{key}={other[key]} on rank {rank}"
-                )
-
-
-def _compare_gpus(ranks: Ranks) -> None:
-    """Warn if the GPUs differ, because all ranks run at the speed of the slowest."""
-    import torch
-
-    _store.set(f"GPU {ranks.rank}", torch.cuda.get_device_name())
-    if ranks.first:
-        names = [_store.get(f"GPU {rank}").decode() for rank in range(ranks.world)]
-        if len(set(names)) > 1:
-            listed = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
-            log.warning(f"the ranks' GPUs differ, and the slowest sets the pace ({listed})")
+            f"batch_size={size} is shared by {world} ranks, and must divide among them"
+        )
+    of_all = world * size * config.seq_len
+    if ranks.several and config.tokens_per_step and config.tokens_per_step % of_all:
+        raise ValueError(
+            f"tokens_per_step={config.tokens_per_step} must be a multiple of ranks * batch_size * "
+            f"seq_len = {world} * {size} * {config.seq_len} = {of_all}"
+        )
 
 
 def leave() -> None:
@@ -329,114 +285,17 @@ def leave() -> None:
     if of_environment().several:
         from torch import distributed
 
-        tell_end()
         if distributed.is_initialized():
             distributed.destroy_process_group()
 
 
-def announce(run_dir: Path) -> None:
-    """Store the run's folder with torchrun, which may restart the ranks."""
-    if (store := _agents_store()) is not None and of_environment().first:
-        store.set("run_dir", str(run_dir.absolute()))
-
-
-def run_before_restart() -> Path | None:
-    """The folder of the run whose ranks torchrun restarted (--max-restarts). None at the first
-    start, or if the run had no folder yet.
-    """
-    return announced_folder() if _restarts() else None
-
-
-def announced_folder() -> Path | None:
-    """The run's own folder, which is the first rank's."""
-    store = _agents_store()
-    if store is None or not store.check(["run_dir"]):
-        return None
-    return Path(store.get("run_dir").decode())
-
-
-def _restarts() -> int:
-    """How often torchrun has restarted the ranks."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def _agents_store() -> Any:
-    """The store that torchrun itself keeps, which outlives the ranks; None without one."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    from torch import distributed
-
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return distributed.PrefixStore("tilegpt", distributed.TCPStore(host, port, is_master=False))
-
-
-def tell_end() -> None:
-    """Tell the other ranks that this one ends normally."""
-    if _store is not None:
-        with contextlib.suppress(RuntimeError):  # the process that keeps the store may be gone
-            _store.set(f"left {of_environment().rank}", "")
-    _stop_watch()
-
-
-def _stop_watch() -> None:
-    global _watch
-    if _watch is not None:
-        _watch.stop()
-        _watch = None
-
-
-def tell_why(summary: Row) -> None:
-    """Tell the other ranks why this one failed, and stop waiting for them."""
-    _stop_watch()
-    if _store is None:
-        return
-    if "rank" not in summary:  # else another rank failed
-        words = {key: summary[key] for key in ("status", "error", "oom") if key in summary}
-        with contextlib.suppress(RuntimeError):  # the process that keeps the store may be gone
-            _store.set("failed", json.dumps({"rank": of_environment().rank} | words))
-    abort_nccl()
-
-
-def stand_in(summary: Row, began: float) -> None:
-    """Report this rank's failure and write summary.json if the first rank has done neither. The
-    first rank may be dead, or waiting for this one.
+def report(error: BaseException) -> None:
+    """Tell torchrun which error ends this rank, inside its `except` block. Of all ranks that end,
+    torchrun prints the error of the first.
     """
     ranks = of_environment()
-    if ranks.first:
+    if not ranks.several:
         return
-    time.sleep(PATIENCE)
-    reason = summary.get("error") or summary["status"]
-    folder = announced_folder()
-    path = None if folder is None else folder / "summary.json"
-    written = path is not None and path.exists() and path.stat().st_mtime >= began
-    if written and json.loads(path.read_text()).get("error") == summary.get("error"):
-        return
-    print(f"rank {ranks.rank} of {ranks.world}: {reason}", file=sys.__stderr__)
-    if path is not None and not written:
-        write_json(path, {"rank": ranks.rank} | summary)
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-
-def why_another_failed(error: BaseException) -> Row | None:
-    """What summary.json says of a run that another rank ended; None if this rank failed itself.
-
-    `error` is what a collective of this rank raised, or RankLost, or a signal.
-    """
-    if not of_environment().several or _store is None:
-        return None
-    from torch import distributed
-
-    message = isinstance(error, distributed.DistError) or "gloo" in str(error)
-    # when one rank has ended, torchrun ends the others by a signal
-    ended = isinstance(error, (RankLost, Stopped))
-    if not ended and not (isinstance(error, RuntimeError) and message):
-        return None
-    if _watch is not None:
-        if message:  # this error may come before the other process has ended
-            _watch.noticed.wait(PATIENCE)
-        if _watch.lost is not None:
-            return _watch.lost
-    # NCCL's own error says more, and a signal may have another cause
-    if isinstance(error, Stopped) or "NCCL error" in str(error):
-        return None
-    reason = "another rank ended and did not say why: it was killed, or lost"
-    return {"status": "failed", "error": reason}
+    get_error_handler().record_exception(error)

@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from training.loop.ranks import ALONE, Ranks
+from training.record.clock import phase
 from training.record.files import Row
-from training.record.phases import phase
 
 if TYPE_CHECKING:
     import torch

@@ -26,8 +26,8 @@ from model.seam import Seam
 from training.loop.compiler import keep_compiled
 from training.loop.device import autocast_to
 from training.loop.graph import PYTHON, reason_against
+from training.record.clock import count_compiling
 from training.record.names import as_typed
-from training.record.phases import count_compiling
 
 log = logging.getLogger("tilegpt")
 
@@ -234,9 +234,8 @@ def prepare_model(model: GPT, backend: Backend, *, compile_mode: str) -> GPT:
     device = next(model.parameters()).device.type
     score_mod = "score_mod" in model.attention_features
     compiled = will_compile(backend, device, compile_mode=compile_mode, score_mod=score_mod)
-    if compiled or device == "cuda":
-        count_compiling()
     if compiled:
+        count_compiling()
         keep_compiled()
     return FastGPT(model, compiled=compiled)
 

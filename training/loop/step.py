@@ -18,14 +18,15 @@ from config import Due
 from data.prefetch import Pass
 from model.seam import LOOKING
 from training.launch.interrupt import Interrupt
+from training.loop.flops import flops_per_token
 from training.loop.graph import StepGraphs
 from training.loop.optimizer import clip_heads, learning_rate, set_learning_rate
 from training.loop.ranks import ALONE, GradientSum, Ranks
 from training.loop.schedule import backend_after, prepare_model, run_compiles, will_graph
+from training.record.clock import phase
 from training.record.memory import MemoryMeter
-from training.record.phases import phase
+from training.record.speed import Throughput, peak_flops
 from training.record.starts import FIRST_START, Start
-from training.record.throughput import Throughput, flops_per_token, peak_flops
 
 if TYPE_CHECKING:
     from training.loop.run import Run
@@ -94,7 +95,7 @@ class Stepper:
         peak = peak_flops(run.device, run.dtype)
         peak = peak and peak * run.ranks.world
         self.throughput = Throughput(run.device, flops_per_token=flops, peak=peak)
-        self.memory = MemoryMeter(run.device, run.ranks)
+        self.memory = MemoryMeter(run.device, run.ranks.largest_of)
         self.done = start.step
         self.use_attention(backend_after(run.schedule, start.step))
 
@@ -133,9 +134,8 @@ class Stepper:
             ahead = None
             if pending.updated and not any_rank(stop.requested):
                 ahead = self._queue(step + 1, before=pending)
-            with record_function("optimizer"), phase("training", f"step {step + 1}"):
+            with record_function("optimizer"), phase("training"):
                 loss, grad_norm, *scores = pending.figures()  # the one wait for the GPU
-                self.run.ranks.check()
             step = self.done = step + 1
             scale = self.run.scaler.get_scale()
             diverged = self._diverged(loss, grad_norm, scale)
@@ -161,8 +161,9 @@ class Stepper:
                 due=due,
                 scores_on_device=pending.max_scores,
             )
-            with self.throughput.paused():
-                yield result
+            self.throughput.pause()
+            yield result
+            self.throughput.resume()
             if result.last:
                 return
 
@@ -172,7 +173,7 @@ class Stepper:
             return
         self.throughput.resume()
         with (
-            phase("training", f"step {result.step}"),
+            phase("training"),
             record_function("optimizer"),
             self._measured(result.step - 1, result.passes),
         ):
@@ -195,7 +196,7 @@ class Stepper:
         config = self.run.config
         set_learning_rate(self.run.optimizer, step, config.steps, self.optim)
         self.run.ranks.seed_step(config.seed, step)
-        with phase("training", f"step {step + 1} of {config.steps}"):
+        with phase("training"):
             with record_function("data"):
                 passes = self.batches.passes(step)
             # if something is due after this step, the weights must not change before it is done

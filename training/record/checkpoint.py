@@ -39,10 +39,10 @@ from torch.utils.serialization import config as serialization
 
 from attention import dtype_name
 from data.token_file import meta_checksum, sha256_of, sync
+from training.record.clock import phase
 from training.record.files import HashedFile, MetricsFile, Row
 from training.record.memory import GIB, is_out_of_memory
 from training.record.names import as_typed
-from training.record.phases import phase
 from training.record.retention import (
     BEST,
     FRESH,
@@ -119,7 +119,7 @@ class Checkpoints:
             MetricsFile(self.run_dir / METRICS).go_back_to(meta["step"], meta["folder"] / METRICS)
         return Start(meta["step"], meta["tokens"], self.starts)
 
-    @phase("saving", "saving a checkpoint")
+    @phase("saving")
     def is_best(self, step: int, val_loss: float | None) -> bool:
         """Whether val_loss is below that of all earlier checkpoints on the same data."""
         if val_loss is None or not self.writes:
@@ -128,7 +128,7 @@ class Checkpoints:
         data = self.starts[-1]["data"] if self.starts else None
         return val_loss < best_val_loss(self.run_dir, before=step, data=data)
 
-    @phase("saving", "saving a checkpoint")
+    @phase("saving")
     def save(
         self, step: int, tokens: int, val_loss: float | None = None, *, last: bool = False
     ) -> None:
@@ -262,7 +262,7 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    @phase("saving", "saving a checkpoint")
+    @phase("saving")
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         try:
             self._wait()

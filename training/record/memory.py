@@ -8,10 +8,11 @@ the kernel kills the process later. `cpu_memory_limit` turns that into an error 
 import contextlib
 import ctypes
 import gc
+import math
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -19,28 +20,33 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from training.loop.ranks import ALONE, Ranks
-
 GIB = 1024**3
-UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
+MARGIN = GIB // 2  # that a run leaves free on a CPU
 LINUX = sys.platform == "linux"
+CONTAINER = Path("/sys/fs/cgroup")  # control group v2: in a container, its own
+
+Row = dict[str, float | None]
 
 
 class MemoryMeter:
-    """Peak memory of one run in GiB, on the rank that needs most.
+    """Peak memory of one run in GiB.
 
     memory/peak_gib      tensors, including weights, gradients and optimizer state. On a GPU the
                          allocator always knows it. On a CPU only steps inside measured() count;
                          before the first it is None.
     memory/reserved_gib  GPU memory that the allocator reserves, with fragmentation; None on a CPU
     memory/process_gib   resident memory of the process, with Python and its libraries
+
+    largest_of(row) returns the largest of each figure among the processes that train together.
     """
 
-    def __init__(self, device: torch.device | str, ranks: Ranks = ALONE):
+    def __init__(
+        self, device: torch.device | str, largest_of: Callable[[Row], Row] = lambda row: row
+    ) -> None:
         self.device = torch.device(device)
-        self.ranks = ranks
+        self.largest_of = largest_of
         self._step_bytes: int | None = None
-        self._largest: dict[str, float | None] = {}
+        self._largest: Row = {}
         self.reset()
 
     def reset(self) -> None:
@@ -71,42 +77,33 @@ class MemoryMeter:
         peak = bytes_of(held) + max(accumulate(changes, initial=0))
         self._step_bytes = max(peak, self._step_bytes or 0)
 
-    def peak_gib(self) -> float | None:
-        """Peak of tensors: on a GPU since reset(), on a CPU in the measured steps."""
+    def peaks(self) -> Row:
+        """The peaks of this process: on a GPU of tensors since reset(), on a CPU in the measured
+        steps; of its resident memory since reset(), or since its start where that has no effect.
+        """
+        peak, reserved = self._step_bytes, None
         if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device) / GIB
-        return self._step_bytes and self._step_bytes / GIB
-
-    def reserved_gib(self) -> float | None:
-        if self.device.type != "cuda":
-            return None
-        return torch.cuda.max_memory_reserved(self.device) / GIB
-
-    def process_gib(self) -> float:
-        """Peak resident memory since reset(), or of the whole process if reset() has no effect."""
+            peak = torch.cuda.max_memory_allocated(self.device)
+            reserved = torch.cuda.max_memory_reserved(self.device)
         if LINUX:
-            return _proc_field("/proc/self/status", "VmHWM") / GIB
-        import resource
+            process = _proc_field("/proc/self/status", "VmHWM")
+        else:
+            import resource
 
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak * (1 if sys.platform == "darwin" else 1024) / GIB
+            process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on a Mac
+        found = {"peak": peak, "reserved": reserved, "process": process}
+        return {f"memory/{name}_gib": size and size / GIB for name, size in found.items()}
 
-    def row(self) -> dict[str, float | None]:
-        """The three peaks by their names in metrics.jsonl. All ranks must call it."""
-        row = self.ranks.largest_of(
-            {
-                "memory/peak_gib": self.peak_gib(),
-                "memory/reserved_gib": self.reserved_gib(),
-                "memory/process_gib": self.process_gib(),
-            }
-        )
+    def row(self) -> Row:
+        """The largest peaks() among the processes, all of which must call this."""
+        row = self.largest_of(self.peaks())
         self._largest = {
             name: value and max(value, self._largest.get(name) or 0.0)
             for name, value in row.items()
         }
         return row
 
-    def summary(self) -> dict[str, float | None]:
+    def summary(self) -> Row:
         """The largest values of all rows so far, by the same names."""
         return self._largest
 
@@ -125,10 +122,8 @@ def in_use_gib() -> float:
 
 
 @contextlib.contextmanager
-def cpu_memory_limit(
-    *, margin_bytes: int = 512 * 1024**2, at_most: int | None = None
-) -> Iterator[None]:
-    """Limit this process to the free memory less a margin, and to `at_most` bytes.
+def cpu_memory_limit(at_most: float = math.inf) -> Iterator[None]:
+    """Limit this process to the free memory less MARGIN, and to `at_most` bytes.
 
     An oversized tensor then raises PyTorch's allocator error. Otherwise the kernel's out-of-memory
     killer would end the whole sweep. Does nothing off Linux, nor once CUDA runs, because drivers
@@ -141,8 +136,8 @@ def cpu_memory_limit(
 
     address_space = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    room = max(0, available_bytes() - margin_bytes)
-    limit = address_space + (room if at_most is None else min(room, at_most))
+    room = max(0, min(available_bytes() - MARGIN, at_most))
+    limit = address_space + int(room)
     # a lower limit that the user has set stays
     limit = min([limit, *(bound for bound in (soft, hard) if bound != resource.RLIM_INFINITY)])
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
@@ -153,15 +148,13 @@ def cpu_memory_limit(
 
 
 def available_bytes() -> int:
-    """Memory that this process can still take on Linux, by the kernel and its control group."""
-    available = _proc_field("/proc/meminfo", "MemAvailable")
-    return min([available, *(limit - used for limit, used in _cgroup_memory())])
+    """Memory that this process can still take on Linux, in its container if it runs in one."""
+    limit, used = _container()
+    return int(min(_proc_field("/proc/meminfo", "MemAvailable"), limit - used))
 
 
 def total_bytes() -> int:
-    return min(
-        [_proc_field("/proc/meminfo", "MemTotal"), *(limit for limit, _ in _cgroup_memory())]
-    )
+    return int(min(_proc_field("/proc/meminfo", "MemTotal"), _container()[0]))
 
 
 def _proc_field(path: str, name: str) -> int:
@@ -171,28 +164,15 @@ def _proc_field(path: str, name: str) -> int:
     return int(match[1]) * 1024
 
 
-def _cgroup_memory() -> list[tuple[int, int]]:
-    """(limit, unreclaimable bytes) of this process's control group (v2) and all above it."""
-    try:
-        name = re.search(r"^0::/?(.*)", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
-    except OSError:
-        return []
-    if name is None:
-        return []
-    root = Path("/sys/fs/cgroup")
-    group = root / name[1]
-    limits = []
-    for folder in (group, *group.parents):
-        # a group without the memory controller lacks the files; one without a limit says "max"
-        with contextlib.suppress(OSError, ValueError):
-            limit = int((folder / "memory.max").read_text())
-            used = int((folder / "memory.current").read_text())
-            stat = (folder / "memory.stat").read_text()
-            cache = re.search(r"^inactive_file (\d+)", stat, re.MULTILINE)
-            limits.append((limit, used - int(cache[1]) if cache else used))
-        if folder == root:
-            break
-    return limits
+def _container() -> tuple[float, int]:
+    """The limit of this container, infinite without one, and the bytes that it cannot reclaim."""
+    # without a container there are no such files; without a limit it is "max"
+    with contextlib.suppress(OSError, ValueError):
+        limit = int((CONTAINER / "memory.max").read_text())
+        used = int((CONTAINER / "memory.current").read_text())
+        words = (CONTAINER / "memory.stat").read_text().split()
+        return limit, used - int(words[words.index("inactive_file") + 1])
+    return math.inf, 0
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -210,31 +190,19 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def describe_out_of_memory(error: BaseException, device: torch.device | str) -> dict:
-    """The requested and the free memory in GiB, and the first line of the error.
-
-    A value is None if PyTorch's message lacks it.
+    """The requested memory in GiB, None if the message lacks it; that which is free and that which
+    the device has, None on a CPU off Linux; and the first line of the error.
     """
-    message = str(error)
-    asked = _gib(r"(?:[Tt]ried to allocate|Unable to allocate) ([\d.]+) (bytes|[KMGTP]iB)", message)
-    free = _gib(r"of which ([\d.]+) (bytes|[KMGTP]iB) is free", message)
-    total = _gib(r"total capacity of ([\d.]+) (bytes|[KMGTP]iB)", message)
-    device = torch.device(device)
-    if device.type == "cuda" and total is None:
-        free_bytes, total_in_bytes = torch.cuda.mem_get_info(device)
-        free, total = free_bytes / GIB, total_in_bytes / GIB
-    elif device.type == "cpu" and LINUX:
+    message = str(error) or type(error).__name__
+    asked, free, total = None, None, None
+    if found := re.search(r"(?:[Tt]ried|Unable) to allocate ([\d.]+) (bytes|[KMGTP]iB)", message):
+        asked = float(found[1]) * 1024.0 ** ("bKMGTP".index(found[2][0]) - 3)
+    if torch.device(device).type == "cuda":
+        free, total = (count / GIB for count in torch.cuda.mem_get_info(device))
+    elif LINUX:
         free, total = available_bytes() / GIB, total_bytes() / GIB
-    return {
-        "asked_gib": asked,
-        "free_gib": free,
-        "total_gib": total,
-        "message": (message or type(error).__name__).splitlines()[0],
-    }
-
-
-def _gib(pattern: str, message: str) -> float | None:
-    match = re.search(pattern, message)
-    return float(match[1]) * UNITS[match[2]] / GIB if match else None
+    first_line = message.splitlines()[0]
+    return {"asked_gib": asked, "free_gib": free, "total_gib": total, "message": first_line}
 
 
 def release_memory(device: torch.device | str) -> None:
@@ -247,6 +215,5 @@ def release_memory(device: torch.device | str) -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     elif LINUX:
-        # glibc keeps freed blocks, which would raise the next run's peak (musl has no malloc_trim)
-        with contextlib.suppress(AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
+        # glibc keeps freed blocks, which would raise the next run's peak
+        ctypes.CDLL(None).malloc_trim(0)

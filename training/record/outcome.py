@@ -11,10 +11,9 @@ from pathlib import Path
 
 from attention.look.blame import is_foreign, place, with_place
 from training.launch.interrupt import Ending, Stopped
-from training.loop.ranks import why_another_failed
+from training.record.clock import PHASES, in_words
 from training.record.files import Row, write_json
 from training.record.memory import describe_out_of_memory, is_out_of_memory, release_memory
-from training.record.phases import current, in_words
 from training.record.starts import stop_clock, where_it_began
 
 log = logging.getLogger("tilegpt")
@@ -55,12 +54,6 @@ def outcome_of(
     """
     if isinstance(error, Stopped) and status != "running":
         return _stopped_after(status)
-    if (told := why_another_failed(error)) is not None:
-        reason = str(told.get("error") or told["status"])
-        if "rank" in told and not reason.startswith(f"rank {told['rank']} "):
-            reason = f"rank {told['rank']}: {reason}"
-        log.error(f"error: {reason}; {resume_command(run_dir)}")
-        return told
     if isinstance(error, Stopped):
         log.warning("stopped at once: the steps since the last checkpoint are lost")
         return {"status": "interrupted"}
@@ -162,7 +155,7 @@ def close_run(run_dir: Path, summary: Row, ending: Ending) -> None:
     # the time of all starts, unless the training never began
     starts = summary.get("starts")
     summary["wall_seconds"] = stop_clock(starts) if starts else time.time() - started
-    summary["seconds_by_phase"] = current().seconds()
+    summary["seconds_by_phase"] = PHASES.seconds()
     if starts:
         log.info(in_words(summary["seconds_by_phase"]))
     # a later signal is raised after the run, when its summary is written

@@ -17,16 +17,15 @@ from training.loop.compiler import end_workers
 from training.loop.health import AttentionMonitor, to_blame
 from training.loop.run import Run
 from training.loop.step import Stepper, StepResult
+from training.record.clock import PHASES, WallClock, phase
 from training.record.files import MetricsFile, Row, write_json
 from training.record.loggers import build_logger
 from training.record.names import attention_in_words, belies_exact
 from training.record.outcome import after_training, outcome_of, resume_command, save_summary
-from training.record.phases import current, phase
 from training.record.plot import draw_loss_curve, draw_max_scores
 from training.record.runs import job_names
 from training.record.starts import stop_clock, write_settings
 from training.record.text_table import printable
-from training.record.throughput import Progress, WallClock
 
 log = logging.getLogger("tilegpt")
 
@@ -51,16 +50,17 @@ class Recorder:
         self.metrics = MetricsFile(run_dir / "metrics.jsonl")
         self.memory = stepper.memory
         self.interrupt: Interrupt | None = None  # set by end()
-        self.wall = WallClock(seconds=stop_clock(first.starts))
-        self.progress = Progress(
-            config.steps, tokens_per_step=run.tokens_per_step, first_step=first.step
+        self.wall = WallClock(
+            seconds=stop_clock(first.starts),
+            steps=config.steps,
+            tokens_per_step=run.tokens_per_step,
         )
         summary |= {"steps_done": first.step, "tokens": first.tokens, "starts": first.starts}
         summary["compiled"] = stepper.compiled
         write_settings(run_dir, run.settings, job_overrides() + searched_folders())
         write_json(run_dir / "env.json", run.environment)
         self._announce()
-        with phase("logging", f"starting logger={config.logger.name}"):
+        with phase("logging"):
             names = job_names(run_dir, summary, config)
             chosen = config.logger if run.ranks.first else LoggerConfig(name="none")
             self.logger = build_logger(chosen, run_dir=run_dir, **names)
@@ -103,9 +103,9 @@ class Recorder:
         elif summary["status"] == "interrupted":
             done = summary["steps_done"]
             log.warning(f"interrupted after step {done}; {resume_command(self.run_dir)}")
-        summary["seconds_by_phase"] = current().seconds()  # so far
+        summary["seconds_by_phase"] = PHASES.seconds()  # so far
         save_summary(self.run_dir, summary)  # what follows may take long, or be killed
-        with phase("logging", "ending the logger"):
+        with phase("logging"):
             self.logger.summary(summary)
             if error is not None:  # else report() follows
                 self.logger.finish(exit_code=1)
@@ -115,9 +115,9 @@ class Recorder:
         if row:
             row = {"step": self.first.step, "tokens": self.first.tokens, **row}
             self._write(row)
-            log.info(self.progress.line(self.first.step, row))
+            log.info(self.wall.line(self.first.step, self.first.tokens, row))
         self.wall.begin(self.first.tokens)
-        current().started()
+        PHASES.change("other")
 
     def row(self, result: StepResult) -> dict[str, float | None]:
         """Start a step's row of metrics: memory, loss, lr and gradient norm; {} if none is due."""
@@ -141,11 +141,12 @@ class Recorder:
     def record(self, result: StepResult, row: dict[str, float | None]) -> None:
         """Show the step, and write its row if there is one."""
         # no line beside a progress bar
-        say = self.progress.step(result.step, row=bool(row)) and self.bar.disable
+        say = self.wall.line_is_due(result.tokens) and self.bar.disable
         if row and result.due.log:
             row |= self.throughput.row()
         if say or result.finished or "val/loss" in row:
-            log.info(self.progress.line(result.step, {"train/loss": result.loss} | row))
+            figures = {"train/loss": result.loss} | row
+            log.info(self.wall.line(result.step, result.tokens, figures))
         if row:
             self._write({"step": result.step, "tokens": result.tokens, **row}, last=result.last)
         self.bar.update()
@@ -188,7 +189,7 @@ class Recorder:
                 "weights under exact attention"
             )
         config, pictures, text = run.config, [], None
-        with after_training("loss curve", summary), phase("drawing", "drawing the loss curve"):
+        with after_training("loss curve", summary), phase("drawing"):
             title = (
                 f"{attention_in_words(summary)} model={config.model.name} "
                 f"seq_len={config.seq_len} seed={config.seed}: {status}"
@@ -197,12 +198,10 @@ class Recorder:
             curve = draw_loss_curve(self.run_dir, title=title, attention=attention)
             log.info(f"loss curve: {curve or 'no loss was recorded'}")
             pictures.append(curve)
-        drawing = phase("drawing", "drawing the largest scores")
-        with after_training("picture of the largest scores", summary), drawing:
+        with after_training("picture of the largest scores", summary), phase("drawing"):
             pictures.append(draw_max_scores(self.run_dir, title=title))
         if config.sample_tokens and run.data.tokenizer is not None and status == "completed":
-            sampling = phase("sampling", f"sampling {config.sample_tokens} tokens")
-            with after_training("sample", summary), run.autocast, sampling:
+            with after_training("sample", summary), run.autocast, phase("sampling"):
                 text = sample_text(
                     run.model,
                     run.data.tokenizer,
@@ -212,7 +211,7 @@ class Recorder:
                 )
                 (self.run_dir / "sample.txt").write_text(text)
                 log.info(f"\na sample:\n{printable(text)}\n")
-        with phase("logging", "ending the logger"):
+        with phase("logging"):
             pictures = [picture for picture in pictures if picture is not None]
             self.logger.media(pictures, text)
         if self.logger.url_or_hint:

@@ -117,7 +117,7 @@ def summary_table(rows: list[Row]) -> str:
         tiled block_kv=16   0     completed    1.7345          1.7345    12,410
 
     tokens/s is by the wall clock. "steps alone" is the speed by which variants are compared; see
-    training.record.throughput.WallClock.
+    training.record.clock.WallClock.
     """
     # only the synthetic tasks have an accuracy
     has_accuracy = any(row.get("val/accuracy") is not None for row in rows)

@@ -1,25 +1,8 @@
 """Figures of GPUs from data sheets and NVIDIA's programming guide."""
 
-import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-# dense peak FLOP/s of the matrix units for 16-bit floats with float32 accumulation, from NVIDIA's
-# data sheets (half of the sparse figure, where only that is printed). The first entry that the
-# device's name contains counts
-PEAK_FLOPS = {
-    "B200": 2250e12,
-    "GH200": 989e12,
-    "H200": 989e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,  # SXM
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-}
-# device memory bandwidth in bytes/s, from the same data sheets and looked up the same way
+# device memory bandwidth in bytes/s, from the data sheets of PEAK_FLOPS, for data_sheet() too
 PEAK_BANDWIDTH = {
     "B200": 8.0e12,
     "GH200": 4.0e12,  # with HBM3
@@ -80,15 +63,3 @@ CARD_SIZES = {
     80: 79.3,
     141: 139.8,
 }
-
-
-def data_sheet(table: dict[str, Any], device_name: str) -> Any:
-    """The entry of PEAK_FLOPS or PEAK_BANDWIDTH for a GPU as PyTorch names it; None for an unknown
-    one.
-    """
-    # the parts for laptops share a name with faster ones
-    if "Laptop" in device_name:
-        return None
-    return next(
-        (peak for words, peak in table.items() if re.search(rf"\b{words}\b", device_name)), None
-    )

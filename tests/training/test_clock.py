@@ -1,0 +1,189 @@
+"""Where the seconds of a run go, its speed by the wall clock, and the line of its progress."""
+
+import logging
+import math
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.command import ROOT, environment, index, run, summary, tiny, tiny_sweep
+from training.record import clock as clocks
+from training.record.clock import Phases, WallClock, in_words, phase
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    """A clock that a test moves."""
+    clock = Clock()
+    monkeypatch.setattr(clocks, "time", clock)
+    monkeypatch.setattr(clocks, "perf_counter", clock)
+    return clock
+
+
+@pytest.fixture
+def phases(clock, monkeypatch) -> Phases:
+    """Those of a run that began five seconds ago."""
+    own = Phases()
+    own.begin(clock.now - 5)
+    monkeypatch.setattr(clocks, "PHASES", own)
+    return own
+
+
+def test_seconds_count_for_the_innermost_phase_and_add_up(phases, clock):
+    @phase("saving")
+    def save() -> None:
+        clock.now += 7
+
+    with phase("evaluating"):
+        clock.now += 1
+        with phase("compiling"):
+            clock.now += 30
+        clock.now += 2
+    phases.change("other")
+    clock.now += 4
+    save()
+    with pytest.raises(KeyError), phase("training"):
+        phases.change("compiling")  # which an error leaves open
+        clock.now += 3
+        raise KeyError
+    clock.now += 2
+    found = phases.seconds()
+    assert list(found.items()) == [
+        ("compiling", 33),
+        ("saving", 7),
+        ("other", 6),
+        ("starting", 5),
+        ("evaluating", 3),
+        ("training", 0),
+    ]
+    assert sum(found.values()) == clock.now - 995
+    phases.begin(clock.now)
+    assert sum(phases.seconds().values()) == 0
+
+
+def test_a_compilation_counts_and_says_one_line(phases, clock, caplog):
+    import torch
+
+    caplog.set_level(logging.INFO, "tilegpt")
+
+    def compiling(graph, inputs):
+        clock.now += 20
+        return graph.forward
+
+    torch._dynamo.reset()
+    clocks.count_compiling()
+    with phase("training"):
+        clock.now += 1
+        for size in (3, 4):
+            torch.compile(torch.sin, backend=compiling, dynamic=False)(torch.ones(size))
+        clock.now += 1
+    torch._dynamo.reset()
+    assert phases.seconds()["compiling"] == 40 and phases.seconds()["training"] == 2
+    assert sum("compiling" in message for message in caplog.messages) == 1
+
+
+def test_the_line_at_the_end_leaves_out_what_took_no_time():
+    said = in_words({"compiling": 31.2, "training": 17.1, "other": 0.01})
+    assert "48.3 s" in said and "31.2 compiling" in said and "other" not in said
+
+
+def test_the_seconds_of_a_run_add_up_to_its_time(tmp_path):
+    clocks.program_began()  # of the tests
+    before = time.time()
+    done = run(*tiny(tmp_path, "sample_tokens=4", "eval_every=4", "log_every=4"), curve=True)
+    took = time.time() - before
+    assert done.code == 0, done.output
+    result = summary(tmp_path)
+    seconds = result["seconds_by_phase"]
+    parts = {"starting", "training", "evaluating", "looking", "saving", "logging"}
+    assert parts | {"drawing", "sampling"} <= seconds.keys()
+    assert sum(seconds.values()) == pytest.approx(result["wall_seconds"], abs=0.05)
+    assert 0.7 * took < result["wall_seconds"] < took
+    assert in_words(seconds) in done.output
+    assert run(f"resume={tmp_path}", "steps=5").code == 0
+    result = summary(tmp_path)
+    newest = result["starts"][1]["seconds"]
+    assert sum(result["seconds_by_phase"].values()) == pytest.approx(newest, abs=0.05)
+
+
+def test_the_seconds_of_a_job_are_its_own(tmp_path):
+    done = run(*tiny_sweep(tmp_path, "seed=0,1", "steps=1", "eval_every=0"))
+    assert done.code == 0, done.output
+    first, second = index(tmp_path)
+    for row in (first, second):
+        assert sum(row["seconds_by_phase"].values()) == pytest.approx(row["wall_seconds"], abs=0.05)
+    assert first["starts"][0]["started"] + first["wall_seconds"] <= second["starts"][0]["started"]
+
+
+def test_a_run_counts_its_imports_and_loads_no_compiler(tmp_path):
+    """A regression test: the optimizer loaded torch.compile, only to keep itself out of it. Muon
+    has AdamW beside it. 5 s: a process that has imported nothing.
+    """
+    code = (
+        "import runpy, sys, time; began = time.time(); sys.path.insert(0, ''); "
+        "runpy.run_path('train.py', run_name='__main__'); "
+        "assert 'torch._dynamo' not in sys.modules and 'torch._inductor' not in sys.modules; "
+        "print('took', time.time() - began)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *tiny(tmp_path, "optim=muon", "steps=1")],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    took = float(done.stdout.split()[-1])
+    assert 0.7 * took < summary(tmp_path)["wall_seconds"] < took
+
+
+def test_the_wall_clock_has_everything_in_it(clock):
+    """A run of four steps that goes on after 1,000 s of an earlier start: rows after steps 3 and 4,
+    the last with a checkpoint after it.
+    """
+    wall = WallClock(seconds=1000.0, steps=4, tokens_per_step=100)
+    clock.now += 30  # the validation of step 0
+    assert wall.row(200) == {"seconds": 1030.0}
+    assert wall.tokens_per_sec(200) is None
+    clock.now += 5
+    wall.begin(200)
+    assert wall.tokens_per_sec(200) is None
+    clock.now += 60 + 1 + 1 + 8  # the first step compiles; the row's evaluation
+    assert wall.row(500) == {"seconds": 1105.0, "tokens_per_sec": 300 / 70}
+    clock.now += 3 + 1 + 1  # a checkpoint, a step and what the row looks at
+    assert wall.row(600) == {"seconds": 1110.0, "tokens_per_sec": 100 / 5}
+    clock.now += 25
+    assert wall.tokens_per_sec(600) == 400 / 100
+
+
+def test_progress_says_the_time_left_and_is_never_silent_for_long(clock):
+    wall = WallClock(seconds=0.0, steps=100, tokens_per_step=200)
+    line = wall.line(0, 0, {"step": 0, "val/loss": 5.5})
+    assert "0/100" in line and "val/loss 5.5000" in line and "left" not in line
+    wall.begin(0)
+    clock.now += 60
+    assert wall.line_is_due(200), "the first step took a minute"
+    line = wall.line(1, 200, {"train/loss": 5.0})
+    assert all(words in line for words in ("1/100", "200 tokens", "train/loss 5.0", "3 tokens/s"))
+    assert "left" not in line
+    clock.now += 14
+    assert not wall.line_is_due(1600)
+    clock.now += 6
+    assert wall.line_is_due(2200)
+    # two seconds a step: what came before the first does not count
+    row = {"train/loss": math.nan, "lr": 1e-3, "val/loss": 4.0}
+    line = wall.line(11, 2200, row)
+    assert all(words in line for words in ("2,200 tokens", "train/loss nan", "val/loss 4.0000"))
+    assert all(words in line for words in ("100 tokens/s", "2:58 left")) and "lr" not in line
+    assert not wall.line_is_due(2400)
+    clock.now += 178
+    assert wall.line(100, 20000, row).endswith("100 tokens/s")

@@ -1,0 +1,149 @@
+"""The speed of the steps alone, and its share of a GPU's peak."""
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from training.record.speed import Throughput, peak_flops
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    """A clock that a test moves."""
+    clock = Clock()
+    monkeypatch.setattr("training.record.speed.perf_counter", clock)
+    return clock
+
+
+@pytest.fixture
+def throughput_after(monkeypatch) -> Callable[..., Throughput]:
+    """Throughput after some steps of warm-up."""
+
+    def build(warm_up: int, device: str = "cpu", *, peak: float | None = None, **flops: float):
+        monkeypatch.setattr(Throughput, "WARM_UP", warm_up)
+        return Throughput(torch.device(device), flops_per_token=flops, peak=peak)
+
+    return build
+
+
+def test_throughput_leaves_out_warm_up_and_pauses(clock, throughput_after):
+    throughput = throughput_after(2)
+
+    def steps(count: int, seconds: float) -> None:
+        for _ in range(count):
+            clock.now += seconds
+            throughput.step(50)
+
+    def since_the_last_row() -> float | None:
+        return throughput.row()["step_tokens_per_sec"]
+
+    clock.now += 60  # compilation
+    steps(1, 9.0)
+    throughput.pause()
+    clock.now += 100  # a look before the clock has started
+    throughput.resume()
+    steps(1, 9.0)
+    assert throughput.step_tokens_per_sec is None and since_the_last_row() is None
+    steps(4, 1.0)
+    assert throughput.step_tokens_per_sec == 50.0
+    assert since_the_last_row() == 50.0
+    throughput.pause()
+    clock.now += 1000  # an evaluation
+    assert throughput.step_tokens_per_sec == 50.0
+    throughput.resume()
+    steps(2, 5.0)
+    assert since_the_last_row() == 10.0
+    assert throughput.step_tokens_per_sec == pytest.approx(6 * 50 / 14)
+    assert since_the_last_row() is None  # no step since the last row
+    throughput.warm_up()  # another attention compiles a second time
+    steps(2, 60.0)
+    steps(1, 1.0)
+    assert since_the_last_row() == 50.0
+
+
+def test_a_row_has_every_share_of_the_peak_by_its_name(clock, throughput_after):
+    """Three rows of a run with log_every=2, an evaluation after each and passes that differ in
+    length: none leaks into another.
+    """
+    throughput = throughput_after(1, peak=8000.0, mfu=40.0, mfu_causal=30.0)
+    rows = []
+    for step, seconds in enumerate((90.0, 1.0, 1.0, 1.0, 2.0, 2.0, 4.0), start=1):
+        clock.now += seconds
+        throughput.step(100)
+        throughput.pause()
+        if step % 2 == 1:
+            rows.append(throughput.row())
+            clock.now += 1000
+        throughput.resume()
+    assert rows[0] == {"step_tokens_per_sec": None, "mfu": None, "mfu_causal": None}  # it compiled
+    assert rows[1] == {"step_tokens_per_sec": 100.0, "mfu": 0.5, "mfu_causal": 0.375}
+    assert [row["step_tokens_per_sec"] for row in rows[2:]] == [
+        pytest.approx(200 / 3),
+        pytest.approx(200 / 6),
+    ]
+    unknown = throughput_after(1, mfu=40.0)
+    for _ in range(2):
+        clock.now += 1
+        unknown.step(10)
+    assert unknown.row() == {"step_tokens_per_sec": 10.0, "mfu": None}
+
+
+@pytest.mark.gpu
+def test_the_clock_of_a_gpu_runs_with_it_and_waits_for_nothing(throughput_after):
+    """Four steps of a known time on the GPU, none waited for, with work of the GPU and of the host
+    in between that does not count.
+    """
+    throughput = throughput_after(1, "cuda")
+    cycles = 50_000_000
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(cycles)
+    start.record()
+    torch.cuda._sleep(cycles)
+    stop.record()
+    torch.cuda.synchronize()
+    seconds = start.elapsed_time(stop) / 1000
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        began = time.perf_counter()
+        for _ in range(5):
+            torch.cuda._sleep(cycles)
+            throughput.step(1000)
+            throughput.pause()
+            torch.cuda._sleep(3 * cycles)
+            throughput.resume()
+        assert time.perf_counter() - began < seconds, "the host has waited"
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert throughput.row()["step_tokens_per_sec"] == pytest.approx(1000 / seconds, rel=0.1)
+    throughput.pause()
+    torch.cuda.synchronize()
+    time.sleep(20 * seconds)
+    throughput.resume()
+    assert throughput.step_tokens_per_sec == pytest.approx(1000 / seconds, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "name, peak",
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40", None),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+    ],
+)
+def test_peak_of_known_gpus_by_name(monkeypatch, name, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops("cuda", torch.bfloat16) == peak
+    assert peak_flops("cuda", torch.float32) is None
+    assert peak_flops("cpu", torch.bfloat16) is None
