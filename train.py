@@ -72,7 +72,6 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
                 stepper.update(result)
 
             # Evaluate; at a switch, under the next attention too: val/loss_switched.
-            checkpoints.write_ahead(last=result.last)
             switch_to = run.schedule[step] if due.switch else None
             if due.evaluate:
                 row |= run.evaluate(also={"_switched": switch_to} if switch_to else {})

@@ -1,9 +1,8 @@
 """Records and shows a run: in metrics.jsonl, a logger, the terminal and summary.json."""
 
 import logging
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
-from threading import Thread
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -14,7 +13,6 @@ from model import sample_text
 from training.launch.command_line import job_overrides, searched_folders
 from training.launch.interrupt import Interrupt
 from training.launch.sweep import job_names
-from training.loop.compiler import end_workers
 from training.loop.evaluate import belies_exact
 from training.loop.health import AttentionMonitor, to_blame
 from training.loop.run import Run
@@ -157,10 +155,8 @@ class Recorder:
         log.info(f"step {step}: from here on attention={backend.name} {options}")
 
     def note_progress(self, result: StepResult) -> None:
-        """Note what the next checkpoint will hold. Before the last one, prepare the end."""
+        """Note what the next checkpoint will hold."""
         self.summary.update(steps_done=result.step, tokens=result.tokens)
-        if result.last and self.run.ranks.first:
-            prepare_end()
 
     def end(self, result: StepResult, interrupt: Interrupt) -> None:
         """Note how the loop ended; its last checkpoint is saved."""
@@ -235,14 +231,3 @@ class Recorder:
             "tokens_per_sec": self.wall.tokens_per_sec(tokens),
         }
         self.memory.reset()
-
-
-def prepare_end() -> None:
-    """Do in a thread, while the last checkpoint is written, what would take seconds after it."""
-
-    def run() -> None:
-        with suppress(Exception):  # drawing will report it
-            import matplotlib.figure  # noqa: F401
-        end_workers()
-
-    Thread(target=run, daemon=True).start()
