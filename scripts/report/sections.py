@@ -24,7 +24,7 @@ from scripts.report.ranking import Ranking, answer
 from scripts.report.runs import Run, ended, measured
 from scripts.tables import grouped, mean_and_deviation
 from training.launch.sweep import COLUMNS, in_order, remark
-from training.loop.evaluate import belies_exact
+from training.record.recorder import belies_exact
 from training.record.starts import changes_in_words
 
 SPEEDS = (

@@ -12,19 +12,7 @@ from attention import Backend, get_backend
 from data.interface import IGNORED
 from model.gpt import GPT
 from training.loop.ranks import ALONE, Ranks
-from training.record.files import Row
 from training.record.phases import doing
-
-# nats: this project's exact attentions differed by at most 0.00008, in bfloat16
-SAME_LOSS = 0.001
-
-
-def belies_exact(summary: Row) -> bool:
-    """Whether a run's attention is labelled exact, and its loss says otherwise."""
-    own, exact = summary.get("val/loss"), summary.get("val/loss_exact")
-    if summary.get("defect") or summary.get("exact") is False or None in (own, exact):
-        return False
-    return abs(exact - own) > SAME_LOSS
 
 
 def evaluate(
