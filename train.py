@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.utils import get_original_cwd
 from omegaconf import DictConfig
 
 from config import RunConfig, register
@@ -29,63 +30,76 @@ register()
 def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
     """One run, from settings to files. It fills `summary` as it goes, so an error loses nothing."""
     # imported here, so that --help and a mistyped key are answered without loading torch
+    from training.launch.command_line import job_overrides, searched_folders
     from training.launch.interrupt import Interrupt
     from training.launch.settings import check_settings
-    from training.loop.build import build_run
+        from training.loop.build import build_run
     from training.loop.health import AttentionMonitor
-    from training.loop.step import Stepper
+    from training.loop.optimizer import set_learning_rate
+    from training.loop.step import Figures, Stepper, gradients, update
     from training.record.checkpoint import Checkpoints
     from training.record.files import read_metrics
-    from training.record.memory import cpu_memory_limit
     from training.record.recorder import Recorder
+    from training.record.runs import job_names
     from training.record.starts import new_start
 
     # Build. What can be refused is refused here.
     check_settings(config, summary)
-    run = build_run(config, summary)
+    run = build_run(config, summary, folder=get_original_cwd())
 
     # Begin at step 0, or where the checkpoint of resume= stopped.
     checkpoints = Checkpoints(
         run_dir, **run.state, config=run.settings, keep=config.keep, writes=run.ranks.first
     )
-    stepper = Stepper(run, checkpoints.begin(new_start(run, summary["started"])))
-    # the largest scores of earlier starts belong to this run too
-    monitor = AttentionMonitor(run.model, run.autocast, read_metrics(run_dir / "metrics.jsonl"))
-    recorder = Recorder(run, stepper, monitor, run_dir, summary)
+    start = checkpoints.begin(new_start(run, summary["started"]))
+    rows = read_metrics(run_dir / "metrics.jsonl")  # of earlier starts of this run
+    monitor = AttentionMonitor(run, rows, summary)
+    stepper = Stepper(run, start.step, summary, stop=Interrupt())
+    job = {"overrides": job_overrides() + searched_folders(), "names": job_names}
+    job["environment"] = run.environment
+    recorder = Recorder(run_dir, config, start, checkpoints, summary, **job)
 
-    # the recorder is first, so that it sees how all the others end
-    with recorder, cpu_memory_limit(), Interrupt() as interrupt, checkpoints, stepper:
-        recorder.begin(run.evaluate() if stepper.start.step == 0 and config.eval_every else {})
+    with recorder, stepper:  # the recorder sees how the stepper ends
+        recorder.begin(run.evaluate() if start.step == 0 and config.eval_every else {})
+        for step in range(start.step + 1, config.steps + 1):
+            due = config.due(step)
 
-        # Step: forward and backward are done; where nothing is due, the next step is queued too.
-        for result in stepper.steps(stop=interrupt):
-            step, due, row = result.step, result.due, recorder.row(result)
+            # Forward and backward, over the passes of the step. Nothing here waits for a GPU.
+            set_learning_rate(run.optimizer, step - 1, config.steps, config.optimizer())
+            look = due.log or due.compare
+            loss, norm, max_scores = stepper.queue(gradients, stepper.passes(step), look=look)
+            now = Figures(step, loss, norm, max_scores)
 
-            # Look before the update: these weights produced this loss.
-            row |= monitor.inspect(result)
-            if result.diverged:
-                stepper.restore_gradients(result)
-                row |= recorder.diverged(result, monitor.diagnose(step, result.sequences()))
+            # Look before the update: these weights produced this loss. Where nothing is due a GPU
+            # works on, and `seen` is the step before.
+            last = stepper.stopping() or step == config.steps
+            seen = stepper.see(now, due, last=last)
+            if seen.diverged:
+                due, last = config.due(seen.step, diverged=True), True
+            row = monitor.inspect(seen.step, seen.max_scores, due)
+
+            # The update. A GPU skips it by itself if the loss or the gradient is not finite.
+            if seen.diverged:
+                row |= recorder.diverged(seen.step, monitor.diagnose(seen.step))
             else:
-                stepper.update(result)
+                stepper.queue(update, now)
+            row = stepper.row(seen, due) | row
 
             # Evaluate; at a switch, under the next attention too: val/loss_switched.
-            checkpoints.write_ahead(last=result.last)
             switch_to = run.schedule[step] if due.switch else None
             if due.evaluate:
-                row |= run.evaluate(also={"_switched": switch_to} if switch_to else {})
+                row |= run.evaluate(switch_to)
 
             # Record, and save.
-            recorder.record(result, row)
+            recorder.step(seen.step, seen.loss, row, last=last)
             if switch_to:
-                recorder.announce_switch(step, switch_to)
                 stepper.use_attention(switch_to)
-            if result.last or due.save or checkpoints.is_best(step, row.get("val/loss")):
-                recorder.note_progress(result)
-                checkpoints.save(step, result.tokens, row.get("val/loss"), last=result.last)
-        recorder.end(result, interrupt)
+            recorder.save(seen.step, row.get("val/loss"), due=due.save, last=last)
+            if last:
+                break
+        recorder.end(seen.step)
 
-    recorder.report()
+    recorder.report(run.sample)
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -99,4 +113,4 @@ def main(cfg: DictConfig) -> float:
 
 
 if __name__ == "__main__":
-    launch(main, resume_sweep)
+    launch(main)

@@ -67,7 +67,7 @@ from training.loop.optimizer import set_learning_rate
 from training.loop.ranks import ALONE, Ranks, leave, of_environment
 from training.loop.run import Run
 from training.loop.schedule import prepare_model, run_compiles, will_graph
-from training.loop.step import PendingStep, compute_gradients, queue_step
+from training.loop.step import Figures, gradients, update
 from training.record.environment import measured_on
 from training.record.files import write_json
 from training.record.memory import GIB
@@ -197,29 +197,35 @@ def now(device: torch.device) -> float:
 
 def measure(run: Run, model: GPT, ranks: Ranks, tensors: Sequence[Tensor], options: Options) -> Row:
     """Run a first step, which compiles; then measure seconds per step and peak memory."""
-    optim, number = run.config.optimizer(), itertools.count()
+    optim, number = run.config.optimizer(), itertools.count(1)
     passes = [Pass(tuple(tensors), float(ranks.world))]
-    how = {"optimizer": run.optimizer, "scaler": run.scaler, "autocast": run.autocast}
-    how |= {"grad_clip": optim.grad_clip, "ranks": ranks, "update": True}
-    graphs = StepGraphs(compute_gradients)
-    if will_graph(run.config, run.model.backend, dtype=run.dtype, device=run.device):
-        how["compute"] = graphs
+    part = replace(run, ranks=ranks, step_model=model)
+    graphs = StepGraphs(gradients)
+    graphed = will_graph(run.config, run.model.backend, dtype=run.dtype, device=run.device)
+    compute = graphs if graphed else gradients
 
-    def step(before: PendingStep | None = None) -> PendingStep:
-        set_learning_rate(run.optimizer, next(number), run.config.steps, optim)
-        return queue_step(model, passes, **how, before=before)
+    def step(before: Figures | None = None) -> Figures:
+        """A step as train.py takes it where nothing is due: it waits for the step before."""
+        done = next(number)
+        set_learning_rate(run.optimizer, done - 1, run.config.steps, optim)
+        figures = Figures(done, *compute(part, passes))
+        if before is not None:
+            _ = before.loss
+        update(part, figures)
+        return figures
 
     def seconds() -> float:
         run.ranks.any(False)  # a barrier: all ranks begin together
-        begin, pending = now(run.device), None
+        begin, before = now(run.device), None
         for _ in range(options.steps):
-            pending = step(pending)
+            before = step(before)
         took = torch.tensor((now(run.device) - begin) / options.steps, dtype=torch.float64)
         return run.ranks.largest(took).item()
 
-    loss, grad_norm = step().figures()
+    first = step()
+    loss, grad_norm = first.loss, first.grad_norm
     for _ in range(WARM_UP):  # the last one captures, where it can
-        step().figures()
+        _ = step().loss
     _, *each = (seconds() for _ in range(1 + options.repeats))  # the first is a warm-up
     # since the first step: what a graph holds is allocated once
     peak = torch.cuda.max_memory_allocated() / GIB if run.device.type == "cuda" else None
@@ -245,9 +251,9 @@ def rows(options: Options, seq_len: int, batch: int) -> Iterator[Row]:
     torch._dynamo.reset()
     torch._dynamo.config.automatic_dynamic_shapes = False
     run = options.run(seq_len, batch)
-    ours = prepare_model(run.model, run.schedule[0], compile_mode=run.config.compile)
-    peer = copy.copy(ours)
     compiled = run_compiles(run.config, run.schedule[0], run.device.type)
+    ours = prepare_model(run.model, run.schedule[0], compiled=compiled)
+    peer = copy.copy(ours)
     peer._block = block_around_attention(compiled=compiled)
     with run.batches(whole=True) as batches:
         ((whole, _),) = batches.passes(0)

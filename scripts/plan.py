@@ -103,7 +103,7 @@ def plan_all(options: Options) -> dict[str, Planned]:
         device, usual = ("cpu", "fp32") if config.device == "cpu" else ("cuda", "bf16")
         dtype = DTYPES[usual if config.dtype == "auto" else config.dtype]
         if device == "cuda":
-            backend = suit_gpu(backend, config.attention.backend_options(), needed)
+            backend = suit_gpu(config, backend, config.attention.backend_options())
         if dtype not in backend.dtypes:
             raise ValueError(
                 f"attention={name} does not take {dtype_name(dtype)}; choose another dtype="

@@ -32,9 +32,10 @@ from attention import Backend
 from config import RunConfig
 from scripts.arguments import Count, command, compose_new, default
 from training import build_run
+from training.loop.optimizer import set_learning_rate
 from training.loop.ranks import leave, of_environment
-from training.loop.step import Stepper
-from training.record.files import check_writable
+from training.loop.step import Figures, Stepper, gradients, update
+from training.record.files import Row, check_writable
 
 NEVER = 2**62  # an interval longer than any run
 ROWS = 25
@@ -68,23 +69,27 @@ def record(config: RunConfig, steps: int, warmup: int) -> profile:
     never = {"log_every": NEVER, "checkpoint_every": NEVER, "eval_every": 0, "diagnose_every": 0}
     never |= {"cuda_graph": "false"}
     # one step more than it takes: a run's last step also evaluates and saves
-    run = build_run(replace(config, steps=max(config.steps, warmup + steps + 1), **never), {})
+    config = replace(config, steps=max(config.steps, warmup + steps + 1), **never)
+    facts: Row = {}
+    run = build_run(config, facts)
     activities = [ProfilerActivity.CPU]
     if run.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    with Stepper(run) as stepper:
-        if not stepper.compiled:  # a range would break the graph
+    with Stepper(run, 0, facts) as stepper:
+        if not facts["compiled"]:  # a range would break the graph
             run.model.backend = in_a_range(run.model.backend)
-        results = stepper.steps()
 
         def step() -> None:
-            result = next(results)
-            if result.diverged:
+            number = stepper.step + 1
+            set_learning_rate(run.optimizer, number - 1, config.steps, config.optimizer())
+            now = Figures(number, *stepper.queue(gradients, stepper.passes(number)))
+            seen = stepper.see(now, config.due(number), last=False)
+            if seen.diverged:
                 raise ValueError(
-                    f"step {result.step}: the loss is {result.loss} and the gradient's norm "
-                    f"{result.grad_norm}: nothing to measure"
+                    f"step {seen.step}: the loss is {seen.loss} and the gradient's norm "
+                    f"{seen.grad_norm}: nothing to measure"
                 )
-            stepper.update(result)
+            stepper.queue(update, now)
 
         for _ in range(warmup):
             step()

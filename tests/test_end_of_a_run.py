@@ -43,9 +43,9 @@ def send_at(monkeypatch, place: str, *signals: signal.Signals) -> None:
     monkeypatch.setattr(f"{module}.{name}", patched)
 
 
-STEP = "training.loop.step.compute_gradients"
+STEP = "training.loop.step.gradients"
 AFTER = {
-    "training.record.recorder.sample_text": ["SIGTERM"],
+    "training.loop.run.sample_text": ["SIGTERM"],
     "training.record.outcome.write_json": ["SIGINT", "SIGINT"],
 }
 
@@ -68,7 +68,7 @@ def test_a_signal_after_the_last_step_leaves_a_completed_run(monkeypatch, tmp_pa
 
 def test_ctrl_c_after_a_job_ends_its_sweep(monkeypatch, tmp_path):
     """That job counts as completed."""
-    send_at(monkeypatch, "training.record.recorder.sample_text", signal.SIGINT)
+    send_at(monkeypatch, "training.loop.run.sample_text", signal.SIGINT)
     done = run(*tiny_sweep(tmp_path, "seed=0,1,2", "eval_every=0", "sample_tokens=4"))
     statuses = [row["status"] for row in index(tmp_path)]
     assert done.code == 130 and statuses == ["completed", "not started", "not started"]
@@ -77,7 +77,7 @@ def test_ctrl_c_after_a_job_ends_its_sweep(monkeypatch, tmp_path):
 
 
 def test_ctrl_c_before_the_first_step_ends_the_sweep_too(monkeypatch, tmp_path):
-    send_at(monkeypatch, "data.build_data", signal.SIGINT)
+    send_at(monkeypatch, "training.loop.build.build_data", signal.SIGINT)
     done = run(*tiny_sweep(tmp_path, "seed=0,1", "steps=1"))
     assert done.code == 130 and "Traceback" not in done.output, done.output
     assert not (tmp_path / "1").exists()

@@ -34,8 +34,8 @@ from training.loop.schedule import (
     check_model,
     check_schedule,
     kernel_inputs,
+    run_compiles,
     schedule_summary,
-    will_compile,
 )
 from training.loop.trained import load_trained, read_run_config
 from training.record.names import name_runs
@@ -107,9 +107,9 @@ def test_a_score_mods_kernel_decides_about_the_kernels():
 
 
 def test_a_score_mod_in_a_compiled_graph():
-    asked = {"compile_mode": "auto", "score_mod": True}
+    config = compose("attention.score_mod='tests.user_backends:HALVED'")
     for name, fits in {"triton": True, "naive": True, "tiled": False, "flex": False}.items():
-        assert will_compile(get_backend(name), "cuda", **asked) == fits, name
+        assert run_compiles(config, get_backend(name), "cuda") == fits, name
 
 
 def test_a_run_says_what_its_layers_compute(trained):

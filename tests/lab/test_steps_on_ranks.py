@@ -10,7 +10,7 @@ import pytest
 from tests import processes
 from tests.command import TINY, environment
 from training import build_run, compose
-from training.loop.step import compute_gradients
+from training.loop.step import gradients
 
 FOR_CPU = """
 from lab import steps_on_ranks
@@ -35,9 +35,9 @@ def test_two_ranks_beside_one_process(tmp_path):
     alone, *rows = json.loads((tmp_path / "out.json").read_text())["rows"]
 
     run = build_run(compose(*SHAPE, "seq_len=64", "batch_size=2"))
-    how = {"optimizer": run.optimizer, "scaler": run.scaler, "autocast": run.autocast}
+    run.step_model = run.model
     with run.batches() as batches:
-        loss, norm = compute_gradients(run.model, batches.passes(0), **how, grad_clip=0.0)
+        loss, norm, _ = gradients(run, batches.passes(0))
     assert len(rows) == 3
     for row in rows:
         assert row["loss"] == pytest.approx(loss.item(), rel=1e-6) and row["right"]

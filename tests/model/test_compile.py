@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from attention import BACKENDS, Backend, Recorder, get_backend, is_operator
-from config import AttentionConfig, ModelConfig
+from config import AttentionConfig, ModelConfig, RunConfig
 from model import GPT
 from model.fast import FastGPT
 from model.seam import LOOKING
-from training.loop.schedule import will_compile
+from training.loop.schedule import run_compiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTH = 40
@@ -139,7 +139,7 @@ def test_a_recorder_watches_the_loop_itself():
 
 def test_what_auto_compiles():
     def auto(backend: Backend, device: str = "cuda") -> bool:
-        return will_compile(backend, device, compile_mode="auto")
+        return run_compiles(RunConfig(), backend, device)
 
     assert all(auto(backend) for backend in BACKENDS.values())
     assert not auto(get_backend("tiled"), "cpu")

@@ -10,7 +10,6 @@ import random
 import re
 import resource
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -24,7 +23,7 @@ from torch.amp import GradScaler
 import training.record.checkpoint
 from config import OptimConfig
 from data.token_file import meta_checksum
-from tests.command import load_checkpoint, same, save_checkpoint
+from tests.command import load_checkpoint, save_checkpoint
 from training.loop.optimizer import build_optimizer
 from training.record.checkpoint import CheckpointError, Checkpoints, load_model_state, read_meta
 
@@ -143,46 +142,6 @@ def test_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path, scaled):
     assert scaler.get_scale() == whole[2].get_scale()
 
 
-@pytest.mark.parametrize("changed", ["nothing", "random numbers", "a buffer in place", "a buffer"])
-def test_the_last_state_is_that_after_the_evaluation(tmp_path, changed):
-    """It is written beside the evaluation, in which a user's attention may draw random numbers or
-    change its buffers.
-    """
-    parts = new_parts()
-    weights = tmp_path / "checkpoint.tmp/training.pt"
-    with Checkpoints(tmp_path, **parts, background=True) as checkpoints:
-        checkpoints.write_ahead(last=True)
-        norm = parts["model"].norm
-        if changed == "random numbers":
-            torch.rand(1)
-        elif changed == "a buffer in place":
-            norm.running_mean += 1
-        elif changed == "a buffer":
-            norm.running_mean = norm.running_mean + 1
-        after = torch.get_rng_state()
-        while not weights.exists():
-            time.sleep(0.001)
-        ahead = weights.stat().st_ino
-        checkpoints.save(5, 60, last=True)
-    written_ahead = (tmp_path / "checkpoint/training.pt").stat().st_ino == ahead
-    assert written_ahead or changed != "nothing"
-    seed(99)
-    others = new_parts()
-    load_checkpoint(tmp_path, **others)
-    assert torch.equal(torch.get_rng_state(), after)
-    assert same(*(dict(each["model"].state_dict()) for each in (others, parts)))
-
-
-def test_a_last_state_that_is_not_saved_leaves_nothing(tmp_path):
-    with (
-        pytest.raises(KeyboardInterrupt),
-        Checkpoints(tmp_path, **new_parts(), background=True) as checkpoints,
-    ):
-        checkpoints.write_ahead(last=True)
-        raise KeyboardInterrupt
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("background", [False, True])
 def test_a_save_that_a_second_ctrl_c_ends_leaves_nothing(tmp_path, monkeypatch, background):
     monkeypatch.setattr(
@@ -192,16 +151,7 @@ def test_a_save_that_a_second_ctrl_c_ends_leaves_nothing(tmp_path, monkeypatch, 
         pytest.raises(KeyboardInterrupt),
         Checkpoints(tmp_path, **new_parts(), background=background) as checkpoints,
     ):
-        checkpoints.write_ahead(last=True)
         checkpoints.save(5, 60, last=True)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_full_disk_during_the_evaluation_is_said(tmp_path):
-    with Checkpoints(tmp_path, **new_parts(), background=True) as checkpoints, file_size(2000):
-        checkpoints.write_ahead(last=True)
-        with pytest.raises(OSError, match=f"{tmp_path}.* GiB free"):
-            checkpoints.save(5, 60, last=True)
     assert not list(tmp_path.iterdir())
 
 

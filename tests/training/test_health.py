@@ -5,6 +5,8 @@ a run that went wrong.
 import contextlib
 import math
 from dataclasses import replace
+from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +26,8 @@ from model import GPT
 from model.seam import LOOKING
 from training.loop import health
 from training.loop.health import AttentionMonitor, compare_layers, diagnose
-from training.loop.step import StepResult, compute_gradients
+from training.loop.ranks import ALONE
+from training.loop.step import gradients
 
 TILES = {"block_q": 8, "block_kv": 4}
 
@@ -50,34 +53,27 @@ def batch(count: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1].clone(), tokens[:, 1:].clone()
 
 
-def max_scores(model: GPT, batch: tuple[torch.Tensor, ...]) -> list[float]:
+def max_scores(model: GPT, batch: tuple[torch.Tensor, ...]) -> list[list[float]]:
     """The largest score of each head of each layer, as training takes it."""
     with torch.no_grad(), model.using(look=LOOKING):
         model(*batch)
-    return model.max_scores().amax(1).flatten().tolist()
+    return model.max_scores().amax(1).tolist()
 
 
-def looked_at(
-    model: GPT, batch: tuple[torch.Tensor, ...], *, step: int = 1, compare: bool = False
-) -> StepResult:
-    """A step of this batch in which a row of metrics is due."""
-    first, second = max_scores(model, batch)[:2], max_scores(model, batch)[2:]
-    return StepResult(
-        step=step,
-        tokens=0,
-        loss=1.0,
-        lr=0.0,
-        grad_norm=1.0,
-        max_scores=[first, second],
-        passes=[Pass(batch, 1)],
-        sequences=lambda: [Pass(batch, 1)],
-        loss_scale=1.0,
-        updated=False,
-        diverged=False,
-        finished=False,
-        last=False,
-        due=Due(log=True, compare=compare, evaluate=False, switch=False, save=False),
+def run_of(model: GPT, batch: tuple[torch.Tensor, ...] = (), *, loss_scale: float = 1.0):
+    """A run whose every step has this batch in one pass."""
+    return SimpleNamespace(
+        model=model,
+        autocast=contextlib.nullcontext(),
+        scaler=SimpleNamespace(get_scale=lambda: loss_scale),
+        config=SimpleNamespace(sequences_per_step=1),
+        ranks=ALONE,
+        sequences=lambda step: [Pass(batch, 1)],
     )
+
+
+def due(*, log: bool = True, compare: bool = False) -> Due:
+    return Due(log=log, compare=compare, evaluate=False, switch=False, save=False)
 
 
 def make_head_explode(model: GPT, layer: int, head: int, factor: float = 1e3) -> None:
@@ -154,8 +150,8 @@ def test_the_loss_scale_cancels():
     ids=["allocator", "system"],  # an id "gpu" would be deselected where there is none
 )
 def test_no_memory_for_the_comparison_does_not_end_the_run(caplog, error):
-    watch = AttentionMonitor(build("tiled"), contextlib.nullcontext())
-    steps = [looked_at(watch.model, batch(1), step=step, compare=True) for step in (1, 2)]
+    watch = AttentionMonitor(run_of(build("tiled"), batch(1)), (), {})
+    scores = max_scores(watch.model, batch(1))
     tried = []
 
     def full(*_, **__):
@@ -163,8 +159,8 @@ def test_no_memory_for_the_comparison_does_not_end_the_run(caplog, error):
         raise error
 
     watch.model.backend = replace(watch.model.backend, fn=full)
-    for step in steps:
-        row = watch.inspect(step)
+    for step in (1, 2):
+        row = watch.inspect(step, scores, due(compare=True))
         assert row.keys() == {"attention/max_score", "attention/max_score_by_head"}
         assert math.isfinite(row["attention/max_score"])
     assert len(tried) == 1
@@ -177,11 +173,13 @@ def test_watch_goes_on_from_the_rows_of_an_earlier_start(caplog):
         {"step": 20, "attention/max_score": 12.5},
         {"step": 30, "val/loss": 1.0},
     ]
-    watch = AttentionMonitor(build("tiled", init_std=0.02), contextlib.nullcontext(), rows)
-    watch.inspect(looked_at(watch.model, batch(1), step=40))
+    summary = {}
+    watch = AttentionMonitor(run_of(build("tiled", init_std=0.02)), rows, summary)
+    watch.inspect(40, max_scores(watch.model, batch(1)), due())
     assert "passed" not in caplog.text
-    assert list(watch.scores) == [10, 20, 40] and watch.summary()["max_score"] == 12.5
-    assert watch.overflow_steps() == {
+    assert list(watch.scores) == [10, 20, 40]
+    assert summary == {
+        "max_score": 12.5,
         "float16_overflow_step": 20,
         "bfloat16_overflow_step": None,
         "float32_overflow_step": None,
@@ -191,15 +189,16 @@ def test_watch_goes_on_from_the_rows_of_an_earlier_start(caplog):
 def test_the_first_score_past_a_limit_is_announced_once(caplog):
     model = build("tiled")
     make_head_explode(model, layer=0, head=0)
-    score = max(max_scores(model, batch(1)))
+    scores, summary = max_scores(model, batch(1)), {}
+    score = max(chain(*scores))
     assert score > LIMITS[torch.float32]
-    watch = AttentionMonitor(model, contextlib.nullcontext())
+    watch = AttentionMonitor(run_of(model), (), summary)
     for step in (5, 6):
-        row = watch.inspect(looked_at(model, batch(1), step=step))
+        row = watch.inspect(step, scores, due())
         assert row["attention/max_score"] == score
     (line,) = [line for line in caplog.messages if "11.09" in line]
     assert "step 5" in line and f"{score:.2f}" in line and "11.09 (float16)" in line
-    assert watch.summary() == {
+    assert summary == {
         "max_score": score,
         "float16_overflow_step": 5,
         "bfloat16_overflow_step": 5,
@@ -211,9 +210,8 @@ def test_the_first_score_past_a_limit_is_announced_once(caplog):
 def test_the_card_names_layer_and_head(layer, head):
     model = build("no_max", init_std=0.2)
     make_head_explode(model, layer, head, factor=1e4)
-    card = AttentionMonitor(
-        model, contextlib.nullcontext(), [{"step": 1, "attention/max_score": 3.0}]
-    ).diagnose(7, [Pass(batch(), 1)])
+    earlier = [{"step": 1, "attention/max_score": 3.0}]
+    card = AttentionMonitor(run_of(model, batch()), earlier, {}).diagnose(7)
     assert (card["step"], card["layer"], card["head"]) == (7, layer, head)
     assert card["tensor"] == "row_sum"
     assert card["message"].startswith(f"layer {layer}, head {head}: row_sum ")
@@ -343,10 +341,11 @@ def test_a_gradient_that_is_not_finite_after_clipping(value, grad_clip):
     model.blocks[0].attention.qkv.weight.register_hook(
         lambda gradient: gradient.index_fill(0, torch.tensor([0]), value)
     )
-    how = {"autocast": contextlib.nullcontext(), "grad_clip": grad_clip}
-    how["optimizer"] = torch.optim.SGD(model.parameters())
-    how["scaler"] = torch.amp.GradScaler("cpu", enabled=False)
-    loss, norm = compute_gradients(model, [Pass(batch(), 1)], **how)
+    run = run_of(model)
+    run.step_model, run.optimizer = model, torch.optim.SGD(model.parameters())
+    run.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    run.config.optim = SimpleNamespace(grad_clip=grad_clip)
+    loss, norm, _ = gradients(run, [Pass(batch(), 1)])
     assert loss.isfinite() and not norm.isfinite()
     found, _ = diagnose(model, [batch()])
     assert (found["layer"], found["tensor"]) == (0, "gradient of blocks.0.attention.qkv.weight")
@@ -382,23 +381,24 @@ def test_of_a_long_sequence_the_beginning_is_compared(monkeypatch):
     )
     length = inputs.shape[1]
     monkeypatch.setattr("training.loop.health.MAX_INSPECTED", length // 2)
-    result = looked_at(model, (inputs, targets), compare=True)._replace(loss_scale=8.0)
-    row = AttentionMonitor(model, contextlib.nullcontext()).inspect(result)
-    assert row["attention/max_score"] == max(max_scores(model, (inputs, targets)))
+    scores = max_scores(model, (inputs, targets))
+    watch = AttentionMonitor(run_of(model, (inputs, targets), loss_scale=8.0), (), {})
+    row = watch.inspect(1, scores, due(compare=True))
+    assert row["attention/max_score"] == max(chain(*scores))
     assert seen == [((1, length // 2), 4.0)]
 
 
 def test_the_row_has_a_score_a_layer_and_head():
     """A score that is not finite is null in its place, and does not count as the largest."""
     scores = [[1.0, math.nan], [math.inf, 3.23456789]]
-    result = looked_at(build("tiled"), batch(1))._replace(max_scores=scores)
-    watch = AttentionMonitor(build("tiled"), contextlib.nullcontext())
-    assert watch.inspect(result) == {
+    watch = AttentionMonitor(run_of(build("tiled")), (), {})
+    assert watch.inspect(1, scores, due()) == {
         "attention/max_score": 3.23456789,
         "attention/max_score_by_head": [[1.0, None], [None, 3.23457]],
     }
 
 
 def test_a_step_without_a_row_is_not_looked_at():
-    result = looked_at(build("tiled"), batch(1))._replace(max_scores=None)
-    assert AttentionMonitor(build("tiled"), contextlib.nullcontext()).inspect(result) == {}
+    """Also the third step of an attention, whose scores are computed."""
+    watch = AttentionMonitor(run_of(build("tiled")), (), {})
+    assert watch.inspect(3, [[1.0, 2.0]], due(log=False)) == {}

@@ -5,14 +5,13 @@ import pytest
 from attention import get_backend
 from attention.tiled import tile_loop_backend
 from training import compose
-from training.loop.schedule import GPU_BLOCK_Q, chosen_attention, needed_features, suit_gpu
+from training.loop.schedule import GPU_BLOCK_Q, chosen_attention, suit_gpu
 
 
 def on_gpu(*overrides: str) -> dict:
     config = compose(*overrides)
-    options = config.attention.backend_options()
     backend = chosen_attention(config.attention)[0]
-    return dict(suit_gpu(backend, options, needed_features(config)).options)
+    return dict(suit_gpu(config, backend, config.attention.backend_options()).options)
 
 
 @pytest.mark.parametrize("name", ["no_max", "no_rescale"])
@@ -46,4 +45,4 @@ def test_other_tiles_keep_their_size(name):
 
 def test_your_own_attention_keeps_its_options():
     own = tile_loop_backend("pkg.module:OWN")
-    assert suit_gpu(own, {}, ()) is own
+    assert suit_gpu(compose(), own, {}) is own

@@ -1,65 +1,54 @@
-"""compute_gradients: passes that add up to the step, clipped, and left alone by the ranges around
-them.
+"""A step: passes that add up, clipped; an update that a device skips by itself; and a look one step
+late.
 """
 
 import copy
 import math
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from attention import get_backend
+from config import OptimConfig
 from data.prefetch import Pass
+from model.seam import LOOKING, Seam, SeamedModel
 from tests.command import TINY
+from tests.steps import take_steps
 from training import build_run, compose
-from training.launch.interrupt import Interrupt
-from training.loop import step
-from training.loop.step import (
-    PendingStep,
-    Stepper,
-    compute_gradients,
-    copy_to_host_async,
-    queue_step,
-    update_if_finite,
-)
+from training.loop.ranks import ALONE
+from training.loop.step import Figures, Stepper, gradients, update
 
-UNSCALED = torch.amp.GradScaler("cpu", enabled=False)
+NEVER = ("log_every=100", "eval_every=0", "diagnose_every=0", "checkpoint_every=100")
 
 
 class Output(NamedTuple):
     loss: Tensor
 
 
-class Square(nn.Module):
+class Square(SeamedModel):
     """The mean of (w x - y)^2; w is 2."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.seam = Seam(get_backend("naive"))
         self.weight = nn.Parameter(torch.tensor(2.0))
 
-    def forward(self, x: Tensor, y: Tensor) -> Output:
+    def forward(self, x: Tensor, y: Tensor, *, positions: None) -> Output:
         return Output((self.weight * x - y).square().mean())
 
 
-def gradients_of(
-    model: nn.Module,
-    passes: list[tuple[Tensor, Tensor]],
-    *,
-    grad_clip: float = 0.0,
-    scale: float | None = None,
-):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    scaler = torch.amp.GradScaler(
-        "cpu", enabled=scale is not None, **{} if scale is None else {"init_scale": scale}
-    )
-    return compute_gradients(
-        model,
-        [Pass(tensors, len(passes)) for tensors in passes],
-        optimizer=optimizer,
-        scaler=scaler,
+def run_of(model: nn.Module, *, grad_clip: float = 0.0, scale: float | None = None):
+    scaled = {} if scale is None else {"init_scale": scale}
+    return SimpleNamespace(
+        step_model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        scaler=torch.amp.GradScaler("cpu", enabled=scale is not None, **scaled),
         autocast=torch.autocast("cpu", enabled=False),
-        grad_clip=grad_clip,
+        config=SimpleNamespace(optim=OptimConfig(grad_clip=grad_clip)),
+        ranks=ALONE,
     )
 
 
@@ -67,40 +56,21 @@ def gradients_of(
 def test_passes_add_up_to_the_whole_batch(scale):
     x, y = torch.randn(2, 12, dtype=torch.float64)
     whole, parts = Square(), Square()
-    expected = gradients_of(whole, [(x, y)])
-    loss, grad_norm = gradients_of(
-        parts, list(zip(x.split(4), y.split(4), strict=True)), scale=scale
-    )
-    torch.testing.assert_close(loss, expected[0])
+    expected, _, _ = gradients(run_of(whole), [Pass((x, y), 1)])
+    passes = [Pass(pair, 3) for pair in zip(x.split(4), y.split(4), strict=True)]
+    loss, norm, scores = gradients(run_of(parts, scale=scale), passes)
+    torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(parts.weight.grad, whole.weight.grad)
-    torch.testing.assert_close(grad_norm, whole.weight.grad.abs())
-    assert not loss.requires_grad
+    torch.testing.assert_close(norm, whole.weight.grad.abs())
+    assert not loss.requires_grad and scores is None
 
 
 @pytest.mark.parametrize(("grad_clip", "kept"), [(0.0, 8.0), (3.0, 3.0), (100.0, 8.0)])
 def test_the_norm_is_that_of_before_the_clipping(grad_clip, kept):
-    model = Square()
-    loss, grad_norm = gradients_of(
-        model, [(torch.tensor([2.0]), torch.tensor([2.0]))], grad_clip=grad_clip
-    )
-    assert loss.item() == 4.0 and grad_norm.item() == 8.0
+    model, two = Square(), torch.tensor([2.0])
+    loss, norm, _ = gradients(run_of(model, grad_clip=grad_clip), [Pass((two, two), 1)])
+    assert loss.item() == 4.0 and norm.item() == 8.0
     assert model.weight.grad.item() == pytest.approx(kept, rel=1e-5)
-
-
-def test_an_autocast_serves_every_pass_and_its_gradient_is_taken_outside():
-    """One context manager is entered once a pass: train.py builds it once."""
-    seen = []
-
-    class Asks(Square):
-        def forward(self, x: Tensor, y: Tensor) -> Output:
-            seen.append(torch.is_autocast_enabled("cpu"))
-            return super().forward(x, y)
-
-    model, one = Asks(), torch.ones(1)
-    how = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.0), "scaler": UNSCALED}
-    how["autocast"] = torch.autocast("cpu", dtype=torch.bfloat16)
-    compute_gradients(model, [Pass((one, one), 3)] * 3, grad_clip=0.0, **how)
-    assert seen == [True] * 3 and not torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.parametrize("bad", [None, "inf", "nan"])
@@ -110,11 +80,13 @@ def test_an_update_is_made_where_loss_and_norm_are_finite(bad):
     """
     ours, theirs = ([nn.Parameter(torch.arange(6.0).reshape(2, 3))] for _ in range(2))
     pair = [torch.optim.AdamW(parameters, lr=0.1, fused=True) for parameters in (ours, theirs)]
-    for found in (torch.tensor([1.0, 2.0]), torch.tensor([1.0, float(bad or 2.0)])):
+    unscaled = torch.amp.GradScaler("cpu", enabled=False)
+    run = SimpleNamespace(optimizer=pair[0], scaler=unscaled)
+    for step, norm in enumerate((2.0, float(bad or 2.0))):
         for parameters in (ours, theirs):
             parameters[0].grad = torch.linspace(-1, 1, 6).reshape(2, 3)
         before = copy.deepcopy(pair[0].state_dict())
-        assert update_if_finite(found, optimizer=pair[0], scaler=UNSCALED)
+        update(run, Figures(step, torch.tensor(1.0), torch.tensor(norm), None))
         pair[1].step()
     if bad is None:
         assert torch.equal(ours[0], theirs[0])
@@ -126,173 +98,78 @@ def test_an_update_is_made_where_loss_and_norm_are_finite(bad):
     assert torch.equal(ours[0], theirs[0])
 
 
-def test_an_optimizer_that_cannot_judge_does_nothing():
-    model = Square()
-    fused, plain = (torch.optim.AdamW(model.parameters(), fused=fused) for fused in (True, False))
-    scaled = torch.amp.GradScaler("cpu")  # which judges itself
-    for optimizer, scaler in (
-        (plain, UNSCALED),
-        (torch.optim.SGD(model.parameters(), lr=0.1), UNSCALED),
-        (fused, scaled),
-    ):
-        model.weight.grad = torch.tensor(1.0)
-        assert (
-            not update_if_finite(torch.ones(2), optimizer=optimizer, scaler=scaler)
-            and model.weight.item() == 2.0
-        )
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_step_that_is_seen_late_is_the_step_it_would_have_been(optimizer):
+    """The losses stay the same to the bit. Muon cannot skip an update, so each step is seen."""
+    losses, seen = {}, {}
+    for log_every in (1, 100):
+        asked = (*NEVER, f"optim={optimizer}", "steps=6", f"log_every={log_every}")
+        with Stepper(build_run(compose(*TINY, *asked)), 0, {}) as stepper:
+            taken = [seen for seen, _ in take_steps(stepper)]
+        losses[log_every] = {each.step: each.loss for each in taken}
+        seen[log_every] = [each.step for each in taken]
+    every = [1, 2, 3, 4, 5, 6]
+    assert seen[1] == every and seen[100] == ([1, 1, 2, 3, 4, 6] if optimizer == "adamw" else every)
+    assert losses[100].items() <= losses[1].items()
 
 
-def test_figures_arrive():
-    assert copy_to_host_async(torch.tensor([1.5, 2.5]))() == [1.5, 2.5]
-
-
-def queue(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    x: float,
-    *,
-    update: bool = True,
-    before: PendingStep | None = None,
-) -> PendingStep:
-    how = {"autocast": torch.autocast("cpu", enabled=False), "grad_clip": 0.0}
-    passes = [Pass((torch.tensor([x]), torch.tensor([1.0])), 1)]
-    return queue_step(
-        model, passes, optimizer=optimizer, scaler=UNSCALED, update=update, before=before, **how
-    )
-
-
-def test_a_step_queued_ahead_is_the_step_it_would_have_been():
-    ours, theirs = Square(), Square()
-    pair = [torch.optim.AdamW(model.parameters(), lr=0.1, fused=True) for model in (ours, theirs)]
-    first = queue(ours, pair[0], 1.0)
-    second = queue(ours, pair[0], 2.0, before=first)
-    expected = []
-    for x in (1.0, 2.0):
-        now = queue(theirs, pair[1], x, update=False)
-        assert not now.updated
-        expected.append(now.figures())
-        pair[1].step()
-    assert first.updated and second.updated and [first.figures(), second.figures()] == expected
-    assert torch.equal(ours.weight, theirs.weight)
-
-
-@pytest.mark.parametrize("bad", ["first", "second"])
-def test_after_a_step_that_went_wrong_no_weight_moves(bad):
-    """Also not by the step that was queued behind it, whose own loss is fine."""
-    model = Square()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    first = queue(model, optimizer, torch.inf if bad == "first" else 1.0)
-    moved = model.weight.item()
-    assert (moved == 2.0) == (bad == "first")
-    second = queue(model, optimizer, torch.inf if bad == "second" else 1.0, before=first)
-    assert model.weight.item() == moved and first.updated and second.updated
-    assert [all(map(math.isfinite, each.figures())) for each in (first, second)] == [
-        bad != "first",
-        bad != "second",
-    ]
+@pytest.mark.parametrize("log_every", [1, 100], ids=["at once", "late"])
+def test_after_a_step_that_diverged_no_weight_moves(log_every):
+    """The gradients are those that broke, though the next step's may have replaced them."""
+    run = build_run(compose(*TINY, *NEVER, "steps=9", f"log_every={log_every}"))
+    layer, read = run.model.blocks[0].attention, []
+    with Stepper(run, 0, {}) as stepper:
+        passes = stepper.batches.passes
+        stepper.batches.passes = lambda step: read.append(step) or passes(step)
+        layer.register_forward_hook(lambda *x: x[-1] * (math.nan if read[-1] == 3 else 1))
+        taken = []
+        for seen, _ in take_steps(stepper):
+            taken.append(seen)
+            if len(taken) == 3:
+                before = [x.detach().clone() for x in run.model.parameters()]
+    assert taken[-1].step == 4 and [each.diverged for each in taken].index(True) == len(taken) - 1
+    assert len(taken) == (4 if log_every == 1 else 5)
+    assert all(map(torch.equal, run.model.parameters(), before))
+    assert layer.qkv.weight.grad.isnan().any()
 
 
 def test_an_update_counts_as_time_of_the_step_and_what_is_due_does_not(monkeypatch):
-    """The clock stands still while a loop looks at a result, but not while it moves the weights."""
-    config = compose(*TINY, "steps=8", "log_every=1", "eval_every=0", "diagnose_every=0")
+    """The clock stands still while a loop looks at a step, but not while it moves the weights."""
     now = 0.0
-    with Stepper(build_run(config)) as stepper:
+    asked = ("steps=8", "log_every=1", "eval_every=0", "diagnose_every=0")
+    with Stepper(build_run(compose(*TINY, *asked)), 0, {}) as stepper:
         monkeypatch.setattr("training.record.speed.perf_counter", lambda: now)
-        move_weights = stepper.run.scaler.step
+        move_weights, see = stepper.run.scaler.step, stepper.see
 
         def slow_update(optimizer):
             nonlocal now
             now += 2.0
             move_weights(optimizer)
 
-        stepper.run.scaler.step = slow_update
-        for result in stepper.steps():
-            assert not result.updated and result.due.log
+        def slow_look(*args, **how):
+            nonlocal now
+            seen = see(*args, **how)
             now += 100.0
-            stepper.update(result)
+            return seen
+
+        stepper.run.scaler.step, stepper.see = slow_update, slow_look
+        for _ in take_steps(stepper):
             now += 100.0
-    counted = 8 - stepper.throughput.WARM_UP
-    assert stepper.throughput.step_tokens_per_sec == 128 * counted / (2.0 * counted)
-
-
-def test_steps_queued_ahead_are_the_steps_that_are_not():
-    """Where nothing is due, the next step is queued first; the losses stay the same to the bit."""
-    losses = []
-    for log_every in (1, 100):
-        never = ("eval_every=0", "diagnose_every=0", "checkpoint_every=100")
-        config = compose(*TINY, "steps=6", f"log_every={log_every}", *never)
-        with Stepper(build_run(config)) as stepper:
-            results = []
-            for result in stepper.steps():
-                stepper.update(result)
-                results.append(result)
-        losses.append([result.loss for result in results])
-        assert [result.updated for result in results[:-1]] == [log_every == 100] * 5
-        assert [result.last for result in results] == [False] * 5 + [True]
-        assert results[-1].tokens == 6 * 128
-    assert losses[0] == losses[1]
-
-
-def test_qk_clip_on_the_device_and_on_the_host_is_the_same():
-    """To the bit, whether a step is queued ahead or not. A limit out of reach does nothing."""
-    losses = []
-    never = ("eval_every=0", "diagnose_every=0", "checkpoint_every=100")
-    for qk_clip, log_every in ((0, 100), (1e3, 100), (1e-3, 100), (1e-3, 1)):
-        asked = (f"optim.qk_clip={qk_clip}", f"log_every={log_every}")
-        with Stepper(build_run(compose(*TINY, "steps=6", *never, *asked))) as stepper:
-            losses.append([])
-            for result in stepper.steps():
-                stepper.update(result)
-                losses[-1].append(result.loss)
-    off, unreached, queued, waited = losses
-    assert off == unreached and queued == waited and queued[0] == off[0] and queued[2] != off[2]
-
-
-@pytest.mark.parametrize("diverges", [False, True])
-def test_a_step_that_diverged_clips_no_head(diverges):
-    """Though its scores are finite and past the limit, and its update was queued."""
-    never = ("log_every=100", "eval_every=0", "diagnose_every=0", "checkpoint_every=100")
-    run = build_run(compose(*TINY, *never, "optim.qk_clip=1e-6"))
-    if diverges:
-        torch.nn.init.constant_(run.model.final_norm.weight, math.nan)
-    weight = run.model.blocks[0].attention.qkv.weight
-    before = weight.detach().clone()
-    with Stepper(run) as stepper:
-        result = next(stepper.steps())
-    assert result.updated and result.diverged == diverges
-    assert torch.equal(weight, before) == diverges
-    assert result.scores_on_device.max() > 1e-6
-
-
-def test_a_stop_waits_for_the_step_that_is_queued():
-    stop = Interrupt()
-    never = ("log_every=100", "eval_every=0", "diagnose_every=0", "checkpoint_every=100")
-    with Stepper(build_run(compose(*TINY, "steps=50", *never))) as stepper:
-        for result in stepper.steps(stop):
-            stop.requested = result.step >= 3
-            stepper.update(result)
-    assert result.step == 4 and result.last and not result.finished and result.updated
+    assert stepper.throughput.step_tokens_per_sec == 128 / 2.0
 
 
 def test_what_looking_compiles_does_not_count_as_speed(monkeypatch):
     """A regression test: its kernels were compiled at the first logged step, which is timed; a run
     of 60 steps reported half of its speed. The third step of an attention looks too, unseen.
     """
-    looks, queue_step = [], step.queue_step
-
-    def noted(*args, look, **options):
-        looks.append(look)
-        return queue_step(*args, look=look, **options)
-
-    monkeypatch.setattr(step, "queue_step", noted)
-    never = ("eval_every=0", "diagnose_every=0", "checkpoint_every=100")
-    with Stepper(build_run(compose(*TINY, "steps=9", "log_every=4", *never))) as stepper:
-        shown = []
-        for result in stepper.steps():
-            stepper.update(result)
-            shown += [result.step] if result.max_scores is not None else []
-            if result.step == 4:
-                stepper.use_attention(stepper.run.schedule[0])
-    assert [number for number, look in enumerate(looks, 1) if look] == [3, 4, 7, 8, 9]
-    assert shown == [4, 8, 9]
+    asked = (*NEVER, "steps=9", "log_every=4", "attention.switch_at=4", "attention.switch_to=tiled")
+    looked = []
+    with Stepper(build_run(compose(*TINY, *asked)), 0, {}) as stepper:
+        model = stepper.run.model
+        layer = model.blocks[0].attention
+        layer.register_forward_hook(
+            lambda *_: looked.append(stepper.step) if model.seam.look is LOOKING else None
+        )
+        list(take_steps(stepper))
+    assert looked == [3, 4, 7, 8, 9]
     assert stepper.throughput.WARM_UP == 3

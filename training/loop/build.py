@@ -1,45 +1,46 @@
 """Builds a run from its settings: device, attention by step, data, model, optimizer and ranks."""
 
+import logging
+from contextlib import chdir
 from dataclasses import is_dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
-from config import setting_keys
+import torch
+
+from attention import Backend, dtype_name
+from config import RunConfig, setting_keys
+from data import build_data
+from model import GPT
+from training.loop.compiler import importing_torch_compile
+from training.loop.device import pick_device, pick_dtype, set_deterministic
+from training.loop.flops import count_parameters
+from training.loop.optimizer import build_optimizer
+from training.loop.pretrained import find_pretrained
 from training.loop.ranks import Ranks, check_shares, join
 from training.loop.run import Run
+from training.loop.schedule import (
+    attention_schedule,
+    chosen_attention,
+    kernel_inputs,
+    run_compiles,
+    schedule_summary,
+)
 from training.record.files import Row
 
-if TYPE_CHECKING:
-    import torch
-
-    from attention import Backend
-    from config import RunConfig
-    from model import GPT
+log = logging.getLogger("tilegpt")
 
 
-def build_run(config: "RunConfig", summary: Row | None = None) -> Run:
-    """Build everything that `config` describes.
+def build_run(config: RunConfig, summary: Row | None = None, *, folder: str = ".") -> Run:
+    """Build everything that `config` describes. Its relative paths start in `folder`.
 
     `summary` is filled along the way, so that an error loses nothing. Raises ValueError for what
     can be refused before the first step: an unusable device, dtype, attention or data source.
     """
-    from training.launch.command_line import where_it_was_typed
-
-    with where_it_was_typed():
+    with chdir(folder):
         return _build_run(config, {} if summary is None else summary)
 
 
-def _build_run(config: "RunConfig", summary: Row) -> Run:
-    import torch
-
-    from attention import dtype_name
-    from data import build_data
-    from training.loop.device import pick_dtype, set_deterministic
-    from training.loop.flops import count_parameters
-    from training.loop.optimizer import build_optimizer
-    from training.loop.pretrained import find_pretrained
-    from training.loop.schedule import attention_schedule, kernel_inputs, schedule_summary
-
+def _build_run(config: RunConfig, summary: Row) -> Run:
     ranks, device = _meet(config)
     if ranks.several:
         summary["ranks"] = ranks.world
@@ -58,6 +59,7 @@ def _build_run(config: "RunConfig", summary: Row) -> Run:
             pretrained = find_pretrained(config.init_from)
     with ranks.first_goes_first():
         data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
+    log.info(data.description)
     ranks.check_same({"data": data.fingerprint})
     model = _build_model(config, schedule[0], data.vocab_size, device)
     init_from = pretrained.load_into(model, data.tokenizer) if pretrained else None
@@ -77,29 +79,16 @@ def _build_run(config: "RunConfig", summary: Row) -> Run:
     )
 
 
-def _build_model(
-    config: "RunConfig", backend: "Backend", vocab_size: int, device: "torch.device"
-) -> "GPT":
+def _build_model(config: RunConfig, backend: Backend, vocab_size: int, device: torch.device) -> GPT:
     """The model of a run on its device, with the first weights of its seed."""
-    import torch
-
-    from model import GPT
-    from training.loop.compiler import importing_torch_compile
-    from training.loop.schedule import run_compiles
-
     torch.manual_seed(config.seed)
     with importing_torch_compile(run_compiles(config, backend, device.type)):
         made = {"vocab_size": vocab_size, "backend": backend}
         return GPT(config.model, **made, attention=config.attention).to(device)
 
 
-def _meet(config: "RunConfig") -> "tuple[Ranks, torch.device]":
+def _meet(config: RunConfig) -> tuple[Ranks, torch.device]:
     """Meet the other ranks, if there are any. Returns them and this rank's device."""
-    import torch
-
-    from training.loop.device import pick_device
-    from training.loop.schedule import chosen_attention
-
     device = pick_device(config.device)
     ranks = join(device.type, config.parallel.context, _shared_settings(config))
     check_shares(config, ranks, chosen_attention(config.attention).values())
@@ -108,8 +97,8 @@ def _meet(config: "RunConfig") -> "tuple[Ranks, torch.device]":
     return ranks, device
 
 
-def _shared_settings(config: "RunConfig") -> Row:
+def _shared_settings(config: RunConfig) -> Row:
     """The settings that all ranks must share: all but the places of files and the logger."""
     own = ("resume", "init_from", "logger", "data.path", "data.cache_dir")
-    values = {key: attrgetter(key)(config) for key in setting_keys(type(config))}
+    values = {key: attrgetter(key)(config) for key in setting_keys(RunConfig)}
     return {key: x for key, x in values.items() if not (key.startswith(own) or is_dataclass(x))}

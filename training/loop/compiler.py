@@ -1,8 +1,7 @@
-"""torch.compile beside its call: its import, its caches, and its worker processes."""
+"""torch.compile beside its call: its import and its caches."""
 
 import hashlib
 import os
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -82,11 +81,3 @@ def code_of_operators() -> str:
     for path in sorted(path for name in OPERATORS for path in (ROOT / name).rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-def end_workers() -> None:
-    """End the processes that compile for torch.compile; it starts new ones if it needs them. At
-    the exit of Python the same takes a second.
-    """
-    if "torch._inductor.async_compile" in sys.modules:
-        sys.modules["torch._inductor.async_compile"].shutdown_compile_workers()

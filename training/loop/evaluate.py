@@ -12,7 +12,6 @@ from attention import Backend, get_backend
 from data.interface import IGNORED
 from model.gpt import GPT
 from training.loop.ranks import ALONE, Ranks
-from training.record.files import Row
 
 
 def evaluate(

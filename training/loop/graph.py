@@ -10,16 +10,19 @@ same memory, or none.
 """
 
 import logging
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from attention import Backend, is_shipped
 from data.prefetch import Pass
+from training.loop.run import Run
 
 log = logging.getLogger("tilegpt")
+
+Results = tuple[Tensor, Tensor, Tensor | None]  # of gradients()
+Compute = Callable[..., Results]
 
 # operators that never wait for the GPU; traceable attention does not either
 ASKS_NOTHING = ("triton",)
@@ -51,10 +54,10 @@ def reason_against(
 
 
 class StepGraphs:
-    """Replays compute_gradients() for steps of one kind, and calls it for all others.
+    """Replays gradients() for steps of one kind, and calls it for all others.
 
-    gradients = StepGraphs(compute_gradients)
-    loss, norm = gradients(model, passes, **step_args)
+    graphs = StepGraphs(gradients)
+    loss, norm, scores = graphs(run, passes, look=look)
 
     The next call overwrites loss, norm, scores and the gradients of the parameters. A kind is the
     shapes of the passes and the divisors of their losses. It is captured when it comes for the
@@ -64,69 +67,59 @@ class StepGraphs:
     return them are computed beside it, by code that asks the GPU.
     """
 
-    def __init__(self, compute: Any, *, looks: bool = True) -> None:
+    def __init__(self, compute: Compute, *, looks: bool = True) -> None:
         self.compute, self.looks, self.calls = compute, looks, 0
         self.kind: Hashable = None
         self.inputs: list[Pass] = []
         # every graph leaves them at the same addresses
         self.gradients: list[tuple[nn.Parameter, Tensor]] = []
-        self.graphs: dict[bool, tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor], list]] = {}
+        self.graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Results]] = {}  # by `look`
         self.given_up = False
 
-    def __call__(
-        self,
-        step_model: nn.Module,
-        passes: Sequence[Pass],
-        *,
-        scores: list[Tensor] | None = None,
-        **step_args: Any,
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, run: Run, passes: Sequence[Pass], *, look: bool = False) -> Results:
         kind = tuple(
             (divisor, *((x.shape, x.dtype) for x in tensors)) for tensors, divisor in passes
         )
         self.calls += 1
-        look = scores is not None
         never = self.given_up or (look and not self.looks)
         if never or kind != self.kind or self.calls <= WARM_UP:
             if not self.graphs:
                 self.kind = kind
-            return self.compute(step_model, passes, scores=scores, **step_args)
+            return self.compute(run, passes, look=look)
         if not self.inputs:
             self.inputs = [Pass(tuple(map(torch.clone, x.tensors)), x.divisor) for x in passes]
         for given, kept in zip(passes, self.inputs, strict=True):
             torch._foreach_copy_(kept.tensors, given.tensors)
-        if look not in self.graphs and not self._capture(step_model, look=look, **step_args):
-            return self.compute(step_model, passes, scores=scores, **step_args)
-        graph, results, found = self.graphs[look]
+        if look not in self.graphs and not self._capture(run, look=look):
+            return self.compute(run, passes, look=look)
+        graph, results = self.graphs[look]
         graph.replay()
         for parameter, gradient in self.gradients:
             parameter.grad = gradient
-        if scores is not None:
-            scores += found
         return results
 
-    def _capture(self, step_model: nn.Module, *, look: bool, **step_args: Any) -> bool:
+    def _capture(self, run: Run, *, look: bool) -> bool:
         """Whether there is a graph now; if not, all further steps go without."""
         others = next(iter(self.graphs.values()), None)
         pool = None if others is None else others[0].pool()
         needed = torch.cuda.max_memory_allocated() / torch.cuda.get_device_properties().total_memory
         if pool is None and needed > ROOM:
             return self._give_up(f"they need {needed:.0%} of the GPU's memory")
-        step_args["optimizer"].zero_grad(set_to_none=True)
-        graph, found = torch.cuda.CUDAGraph(), [] if look else None
+        run.optimizer.zero_grad(set_to_none=True)
+        graph = torch.cuda.CUDAGraph()
         try:
             # another thread may copy the next batch to the GPU meanwhile
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                results = self.compute(step_model, self.inputs, scores=found, **step_args)
+                results = self.compute(run, self.inputs, look=look)
                 if self.gradients:
                     kept = [gradient for _, gradient in self.gradients]
                     torch._foreach_copy_(kept, [parameter.grad for parameter, _ in self.gradients])
         except RuntimeError as error:
             return self._give_up(str(error).splitlines()[0])
         if not self.gradients:
-            every = step_model.parameters()
+            every = run.model.parameters()
             self.gradients = [(x, x.grad) for x in every if x.grad is not None]
-        self.graphs[look] = graph, results, found or []
+        self.graphs[look] = graph, results
         return True
 
     def drop(self) -> None:

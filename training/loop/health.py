@@ -5,10 +5,10 @@ import logging
 import math
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,14 +23,12 @@ from attention import (
     dtype_name,
     find_breakdown,
 )
-from data.prefetch import Pass
+from config import Due
 from model.gpt import GPT
+from training.loop.run import Run
 from training.record.clock import phase
 from training.record.files import Row
 from training.record.memory import is_out_of_memory
-
-if TYPE_CHECKING:
-    from training.loop.step import StepResult
 
 log = logging.getLogger("tilegpt")
 # compare and diagnose at most this many tokens: the tile loop is quadratic in length, and under a
@@ -39,55 +37,52 @@ MAX_INSPECTED = 8192
 
 
 class AttentionMonitor:
-    """Looks at a run's attention, step by step.
+    """Looks at a run's attention, step by step, and notes in `summary` how large its scores became.
 
     `rows` are the rows of metrics.jsonl that a resumed run continues.
     """
 
-    def __init__(
-        self,
-        model: GPT,
-        autocast: AbstractContextManager,
-        rows: Iterable[Row] = (),
-    ) -> None:
-        self.model = model
-        self.autocast = autocast  # of the training steps
+    def __init__(self, run: Run, rows: Iterable[Row], summary: Row) -> None:
+        self.run, self.model, self.summary = run, run.model, summary
         self.scores = {  # the largest attention score of each logged step
             row["step"]: row["attention/max_score"]
             for row in rows
             if row.get("attention/max_score") is not None
         }
         self.has_room = True  # enough memory for compare_layers()
+        self._tell()
 
     @phase("looking")
-    def inspect(self, result: "StepResult") -> Row:
-        """The attention's part of a row of metrics: the largest scores and compare_layers(), each
-        if it is due.
+    def inspect(self, step: int, max_scores: list[list[float]] | None, due: Due) -> Row:
+        """The attention's part of a row of metrics: the largest scores (num_layers, H) of the step
+        and compare_layers(), each if it is due.
 
         attention/max_score is the largest finite score of the step's whole batch, and
         attention/max_score_by_head that of each layer and head, None if it is not finite.
         """
-        # an attention that computes another function cannot be compared with softmax attention
-        compares = self.has_room and self.model.backend.claims_softmax
-        row = self._compare(result) if result.due.compare and compares else {}
-        if result.max_scores:
-            largest = largest_finite(chain(*result.max_scores))
-            self._note(result.step, largest)
-            by_head = [
-                [float(f"{score:.6g}") if math.isfinite(score) else None for score in layer]
-                for layer in result.max_scores
-            ]
-            row |= {"attention/max_score": largest, "attention/max_score_by_head": by_head}
-        return row
+        row = self._compare(step) if due.compare else {}
+        if not max_scores or not (due.log or due.compare):
+            return row
+        largest = largest_finite(chain(*max_scores))
+        self._note(step, largest)
+        by_head = [
+            [float(f"{score:.6g}") if math.isfinite(score) else None for score in layer]
+            for layer in max_scores
+        ]
+        return row | {"attention/max_score": largest, "attention/max_score_by_head": by_head}
 
-    def _compare(self, result: "StepResult") -> dict[str, float]:
+    def _compare(self, step: int) -> dict[str, float]:
         """compare_layers() on at most MAX_INSPECTED tokens of the step's first sequence."""
-        batch = result.sequences()[0].tensors
+        # an attention that computes another function cannot be compared with softmax attention
+        if not (self.has_room and self.model.backend.claims_softmax):
+            return {}
+        batch = self.run.sequences(step)[0].tensors
         num_tokens = batch[0].shape[1]
-        loss_scale = result.loss_scale * min(MAX_INSPECTED, num_tokens) / num_tokens
+        loss_scale = self.run.scaler.get_scale() / self.run.config.sequences_per_step
+        loss_scale *= min(MAX_INSPECTED, num_tokens) / num_tokens
         batch = tuple(x[:1, :MAX_INSPECTED] for x in batch)
         try:
-            with self.autocast:
+            with self.run.autocast:
                 return compare_layers(self.model, *batch, loss_scale=loss_scale)
         except Exception as error:
             if not is_out_of_memory(error):
@@ -95,25 +90,24 @@ class AttentionMonitor:
         # the run itself fits, so it must not end because of its inspection
         self.has_room = False
         log.warning(
-            f"step {result.step}: no memory left to compare the attention with exact attention; "
+            f"step {step}: no memory left to compare the attention with exact attention; "
             "diagnose_every=0 does not try"
         )
         return {}
 
     @phase("looking")
-    def diagnose(self, step: int, passes: Iterable[Pass]) -> Row:
+    def diagnose(self, step: int) -> Row:
         """How this step diverged, for summary.json: diagnose() and the history of the scores."""
-        with self.autocast:
-            diagnosis, score = diagnose(self.model, [each.tensors for each in passes])
+        ranks = self.run.ranks
+        with self.run.autocast:
+            batches = [each.tensors for each in self.run.sequences(step)]
+            diagnosis, score = diagnose(self.model, batches)
+        if "sequence" in diagnosis:  # make this rank's number that of the step
+            diagnosis["sequence"] += ranks.rows(self.run.config.sequences_per_step).start
         self._note(step, score)
         history = [list(item) for item in self.scores.items()]
         scores = {"max_score": score, **self.overflow_steps(), "history": history}
-        return {"step": step} | diagnosis | scores
-
-    def summary(self) -> Row:
-        if not self.scores:
-            return {}
-        return {"max_score": max(self.scores.values()), **self.overflow_steps()}
+        return to_blame(ranks.gathered({"step": step} | diagnosis | scores))
 
     def overflow_steps(self) -> dict[str, int | None]:
         """The first logged step where exp(score) would have overflowed each dtype."""
@@ -139,6 +133,11 @@ class AttentionMonitor:
             )
         if math.isfinite(score):
             self.scores[step] = max(score, self.scores.get(step, -math.inf))
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.scores:
+            self.summary |= {"max_score": max(self.scores.values()), **self.overflow_steps()}
 
 
 class _Stop(Exception):

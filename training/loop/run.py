@@ -1,48 +1,47 @@
 """A run as an object: its parts on their device, ready for the first step."""
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
+from attention import Backend
+from config import RunConfig
+from data.interface import TrainingData
+from data.prefetch import Pass, Prefetcher
+from model import GPT, sample_text
+from training.loop.device import autocast_to
+from training.loop.evaluate import evaluate
+from training.loop.optimizer import MuonAndAdamW
 from training.loop.ranks import ALONE, Ranks
 from training.record.clock import phase
+from training.record.environment import environment
 from training.record.files import Row
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from attention import Backend
-    from config import RunConfig
-    from data.interface import TrainingData
-    from data.prefetch import Prefetcher
-    from model import GPT
-    from training.loop.optimizer import MuonAndAdamW
 
 
 @dataclass
 class Run:
     """The parts of a run, on its device and in its precision, ready for the first step."""
 
-    config: "RunConfig"
-    device: "torch.device"
-    dtype: "torch.dtype"  # of the matrix products
-    schedule: "dict[int, Backend]"  # the attention by the step after which it is used
-    data: "TrainingData"
-    model: "GPT"
-    optimizer: "torch.optim.Optimizer | MuonAndAdamW"
-    scaler: "torch.amp.GradScaler"
+    config: RunConfig
+    device: torch.device
+    dtype: torch.dtype  # of the matrix products
+    schedule: dict[int, Backend]  # the attention by the step after which it is used
+    data: TrainingData
+    model: GPT
+    optimizer: torch.optim.Optimizer | MuonAndAdamW
+    scaler: torch.amp.GradScaler
     ranks: Ranks = ALONE  # the processes that train it together
     # the name and the SHA-256 of the weights of init_from=, once they are loaded
     init_from: Row | None = None
+    # the model as a step runs it, compiled where it can be; with the same parameters
+    step_model: GPT | None = None
 
     @cached_property
     def autocast(self) -> AbstractContextManager:
         """The context of every forward pass."""
-        from training.loop.device import autocast_to
-
         return autocast_to(self.dtype, self.device)
 
     @property
@@ -58,8 +57,6 @@ class Run:
     @cached_property
     def environment(self) -> Row:
         """Commit, versions, hardware, command and data."""
-        from training.record.environment import environment
-
         return environment(self.data.fingerprint, self.device)
 
     @property
@@ -73,7 +70,7 @@ class Run:
         return size if self.config.tokens_per_step else size // self.ranks.data
 
     @cached_property
-    def held_out(self) -> "tuple[Tensor, ...]":
+    def held_out(self) -> tuple[Tensor, ...]:
         return self.data.val_batch(self.config.eval_sequences)
 
     @cached_property
@@ -84,12 +81,10 @@ class Run:
         targets = self.held_out[1].numpy()  # in text, every target counts
         return self.data.tokenizer.count_bytes(targets) / targets.size
 
-    def batches(self, *, whole: bool = False) -> "Prefetcher":
+    def batches(self, *, whole: bool = False) -> Prefetcher:
         """The batches of each step, read ahead; a context manager. `whole` gives whole sequences
         where ranks share them, not read ahead.
         """
-        from data.prefetch import Prefetcher
-
         count = self.config.sequences_per_step
         return Prefetcher(
             self.data,
@@ -101,11 +96,16 @@ class Run:
             ahead=0 if whole else None,
         )
 
-    @phase("evaluating")
-    def evaluate(self, also: "Mapping[str, Backend] | None" = None) -> dict[str, float]:
-        """val/loss and the like on the held-out sequences, by loop/evaluate.py."""
-        from training.loop.evaluate import evaluate
+    def sequences(self, step: int) -> list[Pass]:
+        """The batch of a step again, in whole sequences: it is a function of seed and step."""
+        with self.batches(whole=True) as batches:
+            return batches.passes(step - 1)
 
+    @phase("evaluating")
+    def evaluate(self, switch_to: Backend | None = None) -> dict[str, float]:
+        """val/loss and the like on the held-out sequences, by loop/evaluate.py; with another
+        attention also val/loss_switched.
+        """
         return evaluate(
             self.model,
             *self.held_out,
@@ -114,5 +114,14 @@ class Run:
             accuracy=self.data.metric == "accuracy",
             bytes_per_token=self.bytes_per_token,
             ranks=self.ranks,
-            also=also,
+            also={"_switched": switch_to} if switch_to else {},
         )
+
+    def sample(self) -> str | None:
+        """A text by the model; None if its tokens are not text, or sample_tokens=0."""
+        tokens, tokenizer = self.config.sample_tokens, self.data.tokenizer
+        if not tokens or tokenizer is None:
+            return None
+        with self.autocast, phase("sampling"):
+            how = {"max_new_tokens": tokens, "seed": self.config.seed}
+            return sample_text(self.model, tokenizer, "def ", **how)

@@ -50,17 +50,6 @@ def chosen_attention(chosen: AttentionConfig) -> dict[int, Backend]:
     return schedule
 
 
-# what error messages call a feature
-IN_WORDS = {
-    "document_ids": "document masks",
-    "window": "windows",
-    "softcap": "a softcap",
-    "alibi_slopes": "ALiBi",
-    "score_mod": "changes of the scores",
-    "lse": "a log-sum-exp",
-}
-
-
 def needed_features(config: RunConfig) -> dict[str, str]:
     """The features that a run's attention must have, each with the setting that needs it."""
     chosen, asked = config.attention, {}
@@ -88,8 +77,8 @@ def check_schedule(config: RunConfig) -> dict[int, Backend]:
         for feature, setting in needed.items():
             if feature not in backend.features:
                 raise ValueError(
-                    f"{setting} needs {IN_WORDS[feature]}, which attention={backend.name} does not "
-                    f"have; these do: {', '.join(able(needed))}"
+                    f"{setting} needs {feature}, which attention={backend.name} does not support; "
+                    f"these do: {', '.join(able(needed))}"
                 )
         if backend.module is not None and len(schedule) > 1:
             raise ValueError(
@@ -109,15 +98,16 @@ def able(features: Collection[str]) -> list[str]:
     ]
 
 
-def suit_gpu(backend: Backend, options: Mapping[str, Any], needed: Collection[str]) -> Backend:
-    """The attention as a GPU runs it best, without changing `options`, which the user set.
+def suit_gpu(config: RunConfig, backend: Backend, options: Mapping[str, Any]) -> Backend:
+    """The attention of a run as a GPU runs it best, without changing `options`, which the user set.
 
     A defect that also exists as Triton kernels runs those, if they have the needed features and the
     options that are set. An exact tile loop takes larger tiles.
     """
     kernels = backend.implementations.get("triton")
     if kernels is not None and "impl" not in options:
-        able = kernels.features.issuperset(needed) and kernels.options.keys() >= options.keys()
+        able = kernels.features.issuperset(needed_features(config))
+        able &= kernels.options.keys() >= options.keys()
         return kernels.configured(**options) if able else backend
     # a loop that recomputes keeps a whole row of tiles, so it takes smaller ones
     is_loop = backend.name in BACKENDS and isinstance(backend.fn, TiledAttention)
@@ -178,20 +168,20 @@ def try_in_layer(
 def attention_schedule(
     config: RunConfig, *, dtype: torch.dtype, device: torch.device
 ) -> dict[int, Backend]:
-    """chosen_attention() of a run, checked. Warns of an attention that is broken on purpose."""
-    chosen = config.attention
-    schedule = check_schedule(config)
-    asked = {0: chosen.backend_options(), chosen.switch_at: chosen.switch_options}
+    """chosen_attention() of a run, checked, as its device runs it best. Warns of an attention that
+    is broken on purpose.
+    """
+    chosen, schedule = config.attention, check_schedule(config)
+    options = {0: chosen.backend_options(), chosen.switch_at: chosen.switch_options}
     for step, backend in schedule.items() if device.type == "cuda" else ():
-        suited = suit_gpu(backend, asked[step], needed_features(config))
+        suited = suit_gpu(config, backend, options[step])
         if suited is backend:
             continue
         try:
             check_model(config, {step: suited}, dtype=dtype, device=device)
-        except ValueError as error:
-            log.info(f"attention={backend.name} runs as on a CPU: {error}")
-        else:
             schedule[step] = suited
+        except ValueError as error:  # tiles that are too small for a kernel, say
+            log.info(f"attention={backend.name} runs as on a CPU: {error}")
     if chosen.switch_to is not None and chosen.switch_at is None:
         log.info(
             f"attention.switch_to={chosen.switch_to} without attention.switch_at=STEP: this run "
@@ -228,49 +218,38 @@ def backend_after(schedule: dict[int, Backend], step: int) -> Backend:
     return schedule[max(start for start in schedule if start <= step)]
 
 
-def prepare_model(model: GPT, backend: Backend, *, compile_mode: str) -> GPT:
-    """Give the model this attention; returns its form for training, compiled if will_compile()."""
+def prepare_model(model: GPT, backend: Backend, *, compiled: bool) -> GPT:
+    """Give the model this attention; returns its form for training."""
     model.backend = backend
-    device = next(model.parameters()).device.type
-    score_mod = "score_mod" in model.attention_features
-    compiled = will_compile(backend, device, compile_mode=compile_mode, score_mod=score_mod)
-    if compiled:
+    if compiled or next(model.parameters()).is_cuda:
         count_compiling()
+    if compiled:
         keep_compiled()
     return FastGPT(model, compiled=compiled)
 
 
-def will_compile(
-    backend: Backend, device: str, *, compile_mode: str, score_mod: bool = False
-) -> bool:
-    """Whether to use torch.compile: compile_mode is true, false or auto.
-
-    auto compiles on a GPU, unless the attention does not fit into a graph. compile=true raises
-    ValueError where it cannot.
+def run_compiles(config: RunConfig, backend: Backend, device: str) -> bool:
+    """Whether a run uses torch.compile. compile=auto does so on a GPU, unless the attention does
+    not fit into a graph; compile=true raises ValueError where it cannot.
     """
     fits = backend.traceable or is_operator(backend)
     # an operator takes no function as an argument, nor does the one that finds the largest score
-    if score_mod and not (backend.traceable and "max_score" in backend.features):
+    takes_function = backend.traceable and "max_score" in backend.features
+    if config.attention.score_mod is not None and not takes_function:
         fits = False
-        if compile_mode == "true":
+        if config.compile == "true":
             raise ValueError(
                 f"attention={backend.name} takes no attention.score_mod into a compiled graph; add "
                 "compile=false"
             )
-    return compile_mode == "true" or (compile_mode == "auto" and device == "cuda" and fits)
-
-
-def run_compiles(config: RunConfig, backend: Backend, device: str) -> bool:
-    """will_compile() under the settings of a run."""
-    how = {"compile_mode": config.compile, "score_mod": config.attention.score_mod is not None}
-    return will_compile(backend, device, **how)
+    return config.compile == "true" or (config.compile == "auto" and device == "cuda" and fits)
 
 
 def will_graph(
     config: RunConfig, backend: Backend, *, dtype: torch.dtype, device: torch.device
 ) -> bool:
     """Whether to launch steps as CUDA graphs. Raises ValueError for cuda_graph=true where there can
-    be no graph, and as will_compile() does.
+    be no graph, and as run_compiles() does.
     """
     reason = reason_against(
         backend,

@@ -1,13 +1,22 @@
-"""Takes the steps of a run. Each step is queued before the host looks at the one before it.
+"""A training step: gradients(), a look at its figures, update(). Stepper runs them, and keeps a GPU
+busy.
 
-train.py and scripts.profile both run this code.
+On a GPU nothing waits until something is due. The next step's gradients are queued before the host
+looks at this step's loss, so the GPU always has work:
+
+    host  | gradients 7 | sees 6 | update 7 | gradients 8 | sees 7 | update 8 | ...
+    GPU    update 6, gradients 7 ...          update 7, gradients 8 ...
+
+So a divergence is seen one step late. The weights have not moved by then: the GPU skips an update
+whose loss or norm is not finite, and the update after it was never queued.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import cached_property
 from math import inf, isfinite
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,352 +25,256 @@ from torch.profiler import record_function
 from attention import Backend
 from config import Due
 from data.prefetch import Pass
-from model.seam import LOOKING
-from training.launch.interrupt import Interrupt
+from model.seam import LOOKING, QUIET
 from training.loop.flops import flops_per_token
 from training.loop.graph import StepGraphs
-from training.loop.optimizer import clip_heads, learning_rate, set_learning_rate
-from training.loop.ranks import ALONE, GradientSum, Ranks
+from training.loop.optimizer import learning_rate
+from training.loop.ranks import GradientSum
+from training.loop.run import Run
 from training.loop.schedule import backend_after, prepare_model, run_compiles, will_graph
 from training.record.clock import phase
-from training.record.memory import MemoryMeter
+from training.record.files import Row
+from training.record.memory import MemoryMeter, cpu_memory_limit
 from training.record.speed import Throughput, peak_flops
-from training.record.starts import FIRST_START, Start
 
-if TYPE_CHECKING:
-    from training.loop.run import Run
+log = logging.getLogger("tilegpt")
 
 
-class PendingStep(NamedTuple):
-    """A step that is queued on the device; the host has not waited for its loss."""
+def gradients(
+    run: Run, passes: Sequence[Pass], *, look: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Forward and backward: leaves the gradients of a step in the parameters, clipped.
 
-    passes: Sequence[Pass]
-    loss_and_norm: Tensor  # the loss and the norm of the gradients, on the device
-    # waits for the same two on the host, and for the largest scores after them if they are due
-    figures: Callable[[], list[float]]
-    updated: bool  # whether the optimizer's step is queued too
-    # (num_layers, H) on the device: the largest score of each head; None if it did not look
-    max_scores: Tensor | None
+    Returns the mean loss over all passes of all ranks, the norm of the gradients before clipping
+    and, with `look`, the largest score of each head (num_layers, H). All three stay on the device,
+    and nothing waits for them. The named ranges show in a profiler's trace.
+    """
+    model, scaler, ranks = run.step_model, run.scaler, run.ranks
+    parameters = list(model.parameters())  # a slow look-up, so once
+    loss, scores, total = 0.0, [], GradientSum(ranks, parameters)
+    run.optimizer.zero_grad(set_to_none=True)
+    # around the backward passes too: they may run attention again
+    with model.using(call=ranks.attention):
+        for number, (inputs, divisor) in enumerate(passes, start=1):
+            looking = model.using(look=LOOKING if look else QUIET)
+            with record_function("forward"), run.autocast, looking:
+                part = model(*inputs, positions=ranks.positions(inputs[0])).loss / divisor
+            if look:
+                scores.append(model.max_scores().amax(1))
+            summing = total if number == len(passes) else nullcontext()
+            with record_function("backward"), summing:
+                scaler.scale(part).backward()
+            loss = loss + part.detach()
+    loss = total.of(loss)
+    with record_function("optimizer"):
+        scaler.unscale_(run.optimizer)
+        norm = nn.utils.get_total_norm(x.grad for x in parameters if x.grad is not None)
+        # a norm that is not finite would make every gradient non-finite, and hide which was first
+        limit, finite = run.config.optim.grad_clip or inf, norm.nan_to_num(nan=0.0, posinf=0.0)
+        nn.utils.clip_grads_with_norm_(parameters, limit, finite)
+    return loss, norm, ranks.largest(torch.stack(scores).amax(0)) if look else None
 
 
-NEVER = Interrupt()  # not entered, so it hears no signal
+def update(run: Run, figures: "Figures") -> None:
+    """The optimizer's step. The device skips it unless the loss and the norm are finite."""
+    optimizer, scaler, skips = run.optimizer, run.scaler, skips_by_itself(run)
+    with record_function("optimizer"):
+        if skips:  # by the two attributes that GradScaler uses
+            bad = (~figures.on_device.isfinite()).any().float()
+            optimizer.grad_scale, optimizer.found_inf = None, bad
+        scaler.step(optimizer)
+        scaler.update()
+        if skips:
+            del optimizer.grad_scale, optimizer.found_inf
 
 
-class StepResult(NamedTuple):
-    """A step whose loss the host knows."""
+def skips_by_itself(run: Run) -> bool:
+    """Whether the device can skip an update. PyTorch's fused AdamW can; a GradScaler asks first."""
+    fused = isinstance(run.optimizer, torch.optim.AdamW) and run.optimizer.defaults["fused"]
+    return fused and not run.scaler.is_enabled()
 
-    step: int  # how many are done, this one included
-    tokens: int  # of all steps so far
-    loss: float  # nats, the mean over the step's passes
-    lr: float
-    grad_norm: float  # before clipping
-    max_scores: list[list[float]] | None  # of each layer and head; None if no row is due
-    passes: Sequence[Pass]  # of this rank
-    sequences: Callable[[], Sequence[Pass]]  # passes with whole sequences, if ranks share them
-    loss_scale: float  # the weight of one sequence in the loss that was differentiated
-    updated: bool  # whether the weights have moved already
-    diverged: bool
-    finished: bool  # whether this is the last step, or a diverged one
-    last: bool  # whether the run ends here: finished, or stopped
-    due: Due
-    scores_on_device: Tensor | None = None  # (num_layers, H), as in max_scores; for optim.qk_clip
+
+class Figures:
+    """The loss of a step, the norm of its gradients and the largest scores: on the device, and on
+    their way to the host. Reading them there waits for the step, not for what is queued after it.
+    """
+
+    def __init__(self, step: int, loss: Tensor, norm: Tensor, scores: Tensor | None) -> None:
+        self.step = step  # how many are done, this one included
+        self.diverged: bool | None = None  # known once Stepper.see() has looked
+        # a copy: the next replay of a graph overwrites loss and norm
+        self.on_device = torch.stack((loss, norm))
+        self._heads = None if scores is None else scores.shape[1]
+        scored = [] if scores is None else [scores.flatten()]
+        # from a GPU, into pinned memory
+        self._host = torch.cat((self.on_device, *scored)).to("cpu", non_blocking=True)
+        self._arrived = torch.cuda.Event() if loss.is_cuda else None
+        if self._arrived is not None:
+            self._arrived.record()
+
+    @cached_property
+    def _values(self) -> list[float]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._host.tolist()
+
+    @property
+    def loss(self) -> float:
+        return self._values[0]
+
+    @property
+    def grad_norm(self) -> float:
+        return self._values[1]
+
+    @property
+    def max_scores(self) -> list[list[float]] | None:
+        """Of each layer and head; None if the step did not look."""
+        values, heads = self._values[2:], self._heads
+        return heads and [values[i : i + heads] for i in range(0, len(values), heads)]
 
 
 class Stepper:
-    """Takes the steps of a run. A context manager that on exit stops the thread that reads ahead.
+    """Runs gradients() and update() of each step: timed, measured, and on a GPU as CUDA graphs
+    where that is possible. A context manager that ends the reading of batches.
 
-    with Stepper(run, start) as stepper:
-        for result in stepper.steps():  # if nothing is due, the next step is queued already
-            ...                         # the clock of step_tokens_per_sec is stopped here
-            stepper.update(result)
+    done: steps that an earlier start has taken. stop: a context manager that hears signals, with
+    `requested`: whether one came.
     """
 
-    def __init__(self, run: "Run", start: Start = FIRST_START) -> None:
-        self.run, self.start = run, start
+    def __init__(self, run: Run, done: int, summary: Row, *, stop: Any = None) -> None:
+        self.run, self.summary, self.stop = run, summary, stop
+        self.step = done  # the newest
         self.batches = run.batches()
-        self.optim = run.config.optimizer()
-        self.step_args = {
-            "optimizer": run.optimizer,
-            "scaler": run.scaler,
-            "autocast": run.autocast,
-            "grad_clip": self.optim.grad_clip,
-            "z_loss": self.optim.z_loss,
-            "ranks": run.ranks,
-        }
-        flops = {
-            "mfu": flops_per_token(run.model, run.config.seq_len),
-            "mfu_causal": flops_per_token(run.model, run.config.seq_len, causal=True),
-        }
-        peak = peak_flops(run.device, run.dtype)
+        self.batch: Sequence[Pass] = ()  # of that step
+        self.before: Figures | None = None  # the step before
+        self.peaks: Row | None = {}  # of the memory, from a look until the next step begins
+        self.memory = MemoryMeter(run.device, run.ranks.largest_of)
+        length, peak = run.config.seq_len, peak_flops(run.device, run.dtype)
+        flops = {"mfu": flops_per_token(run.model, length)}
+        flops["mfu_causal"] = flops_per_token(run.model, length, causal=True)
         peak = peak and peak * run.ranks.world
         self.throughput = Throughput(run.device, flops_per_token=flops, peak=peak)
-        self.memory = MemoryMeter(run.device, run.ranks.largest_of)
-        self.done = start.step
-        self.use_attention(backend_after(run.schedule, start.step))
-
-    def __enter__(self) -> "Stepper":
-        self.batches.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.graphs is not None:  # an error's traceback may still refer to it
-            self.graphs.drop()
-        self.batches.__exit__(*error)
-
-    @property
-    def compiled(self) -> bool:
-        return run_compiles(self.run.config, self.run.model.backend, self.run.device.type)
+        self._prepare(backend_after(run.schedule, done))
+        summary["compiled"] = run_compiles(run.config, run.model.backend, run.device.type)
 
     def use_attention(self, backend: Backend) -> None:
-        """Train with this attention from here on; the speed excludes the compilation."""
-        self.model = prepare_model(self.run.model, backend, compile_mode=self.run.config.compile)
+        """Train with this attention from here on."""
+        options = dict(backend.options) or ""
+        log.info(f"step {self.step}: from here on attention={backend.name} {options}")
+        self._prepare(backend)
+
+    def _prepare(self, backend: Backend) -> None:
+        """The speed excludes what is compiled here."""
+        run, config = self.run, self.run.config
+        compiled = run_compiles(config, backend, run.device.type)
+        run.step_model = prepare_model(run.model, backend, compiled=compiled)
         self.throughput.warm_up()
-        graphed = will_graph(self.run.config, backend, dtype=self.run.dtype, device=self.run.device)
+        graphed = will_graph(config, backend, dtype=run.dtype, device=run.device)
         looks = "max_score" in backend.features
-        self.graphs = StepGraphs(compute_gradients, looks=looks) if graphed else None
+        self.graphs = StepGraphs(gradients, looks=looks) if graphed else None
         # the second step from here is compiled, has the optimizer's state, and is not timed
-        self.measured_step = min(self.done + 1, self.run.config.steps - 1)
+        self.measured_step = min(self.step + 2, config.steps)
         # the third is not timed either; it looks for scores, so that this compiles untimed too
-        self.looking_step = self.done + 2
+        self.looking_step = self.step + 3
 
-    def steps(self, stop: Interrupt = NEVER) -> Iterator[StepResult]:
-        """Yield a result per step, until the last step, a diverged one, or stop.requested."""
-        config, heads = self.run.config, self.run.config.model.num_heads
-        any_rank = self.run.ranks.any  # one that stops alone would leave the others waiting
-        step, ahead = self.start.step, None
-        while step < config.steps:
-            pending = ahead or self._queue(step)
-            ahead = None
-            if pending.updated and not any_rank(stop.requested):
-                ahead = self._queue(step + 1, before=pending)
-            with record_function("optimizer"), phase("training"):
-                loss, grad_norm, *scores = pending.figures()  # the one wait for the GPU
-            step = self.done = step + 1
-            scale = self.run.scaler.get_scale()
-            diverged = self._diverged(loss, grad_norm, scale)
-            finished = diverged or step == config.steps
-            due = config.due(step, diverged=diverged)
-            if not (due.log or due.compare):
-                scores = []
-            result = StepResult(
-                step=step,
-                tokens=self.start.tokens + (step - self.start.step) * self.run.tokens_per_step,
-                loss=loss,
-                lr=learning_rate(step - 1, config.steps, self.optim),
-                grad_norm=grad_norm,
-                max_scores=[scores[i : i + heads] for i in range(0, len(scores), heads)] or None,
-                passes=pending.passes,
-                sequences=partial(self._sequences, step - 1, pending.passes),
-                loss_scale=scale / config.sequences_per_step,
-                updated=pending.updated,
-                diverged=diverged,
-                finished=finished,
-                # a queued step must be waited for first
-                last=finished or (ahead is None and any_rank(stop.requested)),
-                due=due,
-                scores_on_device=pending.max_scores,
-            )
-            self.throughput.pause()
-            yield result
-            self.throughput.resume()
-            if result.last:
-                return
+    def __enter__(self) -> "Stepper":
+        with ExitStack() as stack:
+            stack.enter_context(cpu_memory_limit())
+            if self.stop is not None:
+                # a signal may come as late as here, and ends a sweep too
+                stack.callback(lambda: self.summary.update(stopped=self.stop.requested))
+                stack.enter_context(self.stop)
+            stack.enter_context(self.batches)
+            # an error's traceback may still refer to it
+            stack.callback(lambda: self.graphs and self.graphs.drop())
+            self._open = stack.pop_all()
+        return self
 
-    def update(self, result: StepResult) -> None:
-        """Update the weights, unless that is queued already. Counts as part of the step."""
-        if result.updated:
-            return
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
+
+    def stopping(self) -> bool:
+        """Whether a signal came, to any rank: one that stops alone leaves the others waiting."""
+        return self.run.ranks.any(self.stop is not None and self.stop.requested)
+
+    @phase("training")
+    def passes(self, step: int) -> Sequence[Pass]:
+        """Begin a step: its batch on the device, in passes that fit into memory."""
+        run, self.step = self.run, step
+        run.ranks.seed_step(run.config.seed, step - 1)
+        if self.peaks is not None:  # to look and to evaluate is no part of a step
+            self.memory.reset()
+            self.peaks = None
+        if step == self.measured_step:  # freed before, so as not to be freed while it measures
+            run.optimizer.zero_grad(set_to_none=True)
         self.throughput.resume()
-        with (
-            phase("training"),
-            record_function("optimizer"),
-            self._measured(result.step - 1, result.passes),
-        ):
-            self.run.scaler.step(self.run.optimizer)
-            self.run.scaler.update()
-            if self.optim.qk_clip:
-                clip_heads(self.run.model, result.scores_on_device, self.optim.qk_clip)
-        self.throughput.step(self.run.tokens_per_step)
-        self.throughput.pause()
+        with record_function("data"):
+            self.batch = self.batches.passes(step - 1)
+        return self.batch
 
-    def restore_gradients(self, result: StepResult) -> None:
-        """Compute the gradients of a diverged step again if a queued step has cleared them.
+    def queue(self, part: Callable[..., Any], *args: Any, **how: Any) -> Any:
+        """Run gradients() or update() of this step, on the clock. A GPU only queues it."""
+        if part is gradients:
+            part = self.graphs or gradients
+            how["look"] = how.get("look", False) or self.step == self.looking_step
+        self.throughput.resume()
+        with phase("training"), self._measured():
+            return part(self.run, *args, **how)
 
-        The weights are still the same: the device skips an update if a loss or norm is not finite.
+    def runs_ahead(self, due: Due, *, last: bool) -> bool:
+        """Whether a GPU can work on while the host looks at the step before."""
+        return skips_by_itself(self.run) and not (last or any(due))
+
+    @phase("training")
+    def see(self, now: Figures, due: Due, *, last: bool) -> Figures:
+        """Wait for a step: for `now`, or for the step before it while a GPU works on `now`. Returns
+        whichever diverged first. If something is due the clock stands still until the update.
         """
-        if result.updated:
-            compute_gradients(self.model, result.passes, **self.step_args)
+        before, self.before = self.before, now
+        late = before is not None and self.runs_ahead(due, last=last)
+        for seen in (before,) if late else (before, now):
+            if seen is not None and self._diverged(seen):
+                break
+        if last or any(due) or seen.diverged:
+            self.throughput.pause()
+        if due.log or due.compare or due.evaluate or seen.diverged:
+            self.peaks = self.memory.row()
+        if seen.diverged and seen is not now:
+            # the gradients of `now` have replaced those that broke; the weights are still the same
+            gradients(self.run, self.batches.passes(seen.step - 1))
+        return seen
 
-    def _queue(self, step: int, before: PendingStep | None = None) -> PendingStep:
-        config = self.run.config
-        set_learning_rate(self.run.optimizer, step, config.steps, self.optim)
-        self.run.ranks.seed_step(config.seed, step)
-        with phase("training"):
-            with record_function("data"):
-                passes = self.batches.passes(step)
-            # if something is due after this step, the weights must not change before it is done
-            due = config.due(step + 1)
-            look = due.log or due.compare or step == self.looking_step
-            how = {"update": not any(due), "look": look, "qk_clip": self.optim.qk_clip}
-            how["compute"] = self.graphs
-            if step == self.measured_step:  # freed before, so as not to be freed while it measures
-                self.run.optimizer.zero_grad(set_to_none=True)
-            with self._measured(step, passes):
-                pending = queue_step(self.model, passes, **self.step_args, **how, before=before)
-        if pending.updated:
+    def _diverged(self, seen: Figures) -> bool:
+        if seen.diverged is None:
+            bad = not isfinite(seen.loss)  # the one wait for the GPU
+            if self.run.scaler.is_enabled():
+                # it causes infinite gradients on purpose; only a collapsed scale is an error
+                seen.diverged = bad or self.run.scaler.get_scale() < 1
+            else:
+                seen.diverged = bad or not isfinite(seen.grad_norm)
+        return seen.diverged
+
+    def row(self, seen: Figures, due: Due) -> Row:
+        """End a step. Returns its figures that are due, and memory and speed since the last row."""
+        row, config = {}, self.run.config
+        if not seen.diverged:
             self.throughput.step(self.run.tokens_per_step)
-        return pending
+        if any(due):
+            self.throughput.pause()
+        if due.log or due.compare or due.evaluate:
+            row |= self.peaks
+            speed = self.throughput.step_tokens_per_sec
+            self.summary |= self.memory.summary() | {"step_tokens_per_sec": speed}
+        if due.log:
+            lr = learning_rate(seen.step - 1, config.steps, config.optimizer())
+            row |= {"train/loss": seen.loss, "lr": lr, "grad_norm": seen.grad_norm}
+            row |= self.throughput.row()
+        return row
 
-    def _sequences(self, step: int, passes: Sequence[Pass]) -> Sequence[Pass]:
-        if self.run.ranks.context == 1:
-            return passes
-        with self.run.batches(whole=True) as batches:
-            return batches.passes(step)
-
-    def _measured(self, step: int, passes: Sequence[Pass]) -> AbstractContextManager:
+    def _measured(self) -> AbstractContextManager:
         """Measures the memory of a CPU, if this is the step to measure."""
-        if step != self.measured_step:
+        if self.step != self.measured_step or self.run.device.type != "cpu":
             return nullcontext()
         weights = [*self.run.model.parameters(), *self.run.model.buffers()]
-        gradients = [weight.grad for weight in weights]
-        return self.memory.measured(
-            weights, gradients, self.run.optimizer.state_dict()["state"], passes
-        )
-
-    def _diverged(self, loss: float, grad_norm: float, scale: float) -> bool:
-        if self.run.scaler.is_enabled():
-            # a loss scaler causes infinite gradients on purpose; only a collapsed scale is an error
-            return not isfinite(loss) or scale < 1
-        return not (isfinite(loss) and isfinite(grad_norm))
-
-
-def queue_step(
-    step_model: nn.Module,
-    passes: Sequence[Pass],
-    *,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-    update: bool,
-    ranks: Ranks = ALONE,
-    look: bool = False,
-    qk_clip: float = 0.0,
-    before: PendingStep | None = None,
-    compute: Callable[..., tuple[Tensor, Tensor]] | None = None,
-    **step_args: Any,
-) -> PendingStep:
-    """Enqueue forward and backward, and the optimizer's step too if `update` is set and the fused
-    optimizer can skip non-finite gradients by itself. With `look` the attention also returns the
-    largest score of each head. With `qk_clip` the optimizer's step ends with clip_heads().
-
-    The next step can then be enqueued before the host looks at this one, so the device never waits
-    for the host. `before` is the step before this one: unless both are finite, no weights change.
-    `step_args` are passed to `compute`: StepGraphs, or if it is None compute_gradients().
-    """
-    compute = compute or compute_gradients
-    step_args |= {"optimizer": optimizer, "scaler": scaler, "ranks": ranks}
-    scores: list[Tensor] | None = [] if look or qk_clip else None
-    loss_and_norm = torch.stack(compute(step_model, passes, **step_args, scores=scores))
-    figures, largest = loss_and_norm, None
-    if scores:
-        largest = ranks.largest(torch.stack(scores).amax(0))
-        figures = torch.cat((loss_and_norm, largest.flatten()))
-    figures = copy_to_host_async(figures)
-    decisive = loss_and_norm
-    if before is not None:
-        decisive = torch.cat((before.loss_and_norm, loss_and_norm))
-    updated = update and update_if_finite(decisive, optimizer=optimizer, scaler=scaler)
-    if updated and qk_clip:  # nothing is clipped unless all of `decisive` is finite
-        clip_heads(step_model, largest.where(decisive.isfinite().all(), torch.nan), qk_clip)
-    return PendingStep(passes, loss_and_norm, figures, updated, largest)
-
-
-def compute_gradients(
-    step_model: nn.Module,
-    passes: Sequence[Pass],
-    *,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-    autocast: AbstractContextManager,
-    grad_clip: float,
-    z_loss: float = 0.0,
-    ranks: Ranks = ALONE,
-    scores: list[Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Returns the mean loss of a step, over all passes of all ranks, and the norm of its gradients.
-
-    Both stay on the device, and nothing waits for them. Gradients are left in the parameters,
-    clipped to `grad_clip` unless that is 0 or the norm is not finite. The norm is that before
-    clipping. The named ranges show in a profiler's trace, and cost microseconds without one.
-
-    If `scores` is a list, the largest scores (num_layers, H) of each pass are appended to it. See
-    GPT.forward() for `z_loss`.
-    """
-    optimizer.zero_grad(set_to_none=True)
-    loss, terms = 0.0, {"z_loss": z_loss} if z_loss else {}
-    parameters = list(step_model.parameters())  # a slow look-up, so once
-    total = GradientSum(ranks, parameters)
-    # around the backward passes too: they may run attention again
-    with step_model.using(call=ranks.attention) if ranks.shards else nullcontext():
-        for number, (inputs, divisor) in enumerate(passes, start=1):
-            if ranks.shards:
-                terms["positions"] = ranks.shards.own_positions(inputs[0])
-            looking = nullcontext() if scores is None else step_model.using(look=LOOKING)
-            with record_function("forward"), autocast, looking:
-                micro_loss = step_model(*inputs, **terms).loss
-            if scores is not None:
-                scores.append(step_model.max_scores().amax(1))
-            summing = total if number == len(passes) else nullcontext()
-            with record_function("backward"), summing:
-                scaler.scale(micro_loss / divisor).backward()
-            loss = loss + micro_loss.detach() / divisor
-    loss = total.of(loss)
-    with record_function("optimizer"):
-        scaler.unscale_(optimizer)
-        norm = nn.utils.get_total_norm(
-            parameter.grad for parameter in parameters if parameter.grad is not None
-        )
-        # a norm that is not finite would make every gradient non-finite, and hide which was first
-        nn.utils.clip_grads_with_norm_(
-            parameters, grad_clip or inf, norm.nan_to_num(nan=0.0, posinf=0.0)
-        )
-        return loss, norm
-
-
-def copy_to_host_async(x: Tensor) -> Callable[[], list[float]]:
-    """Start copying x to the host; returns a function that waits for the copy, with its values.
-
-    It does not wait for what is enqueued on the GPU after the copy.
-    """
-    if x.device.type != "cuda":
-        return x.tolist
-    host, arrived = torch.empty_like(x, device="cpu", pin_memory=True), torch.cuda.Event()
-    host.copy_(x, non_blocking=True)
-    arrived.record()
-
-    def wait() -> list[float]:
-        arrived.synchronize()
-        return host.tolist()
-
-    return wait
-
-
-def update_if_finite(
-    decisive: Tensor, *, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
-) -> bool:
-    """Enqueue an optimizer step that skips itself unless all of `decisive` is finite.
-
-    `decisive` holds losses and norms, on the device. Returns False, and does nothing, if the
-    optimizer cannot skip or an enabled GradScaler decides. PyTorch's fused AdamW can skip, through
-    the two attributes that GradScaler uses.
-    """
-    if scaler.is_enabled() or not (
-        isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults["fused"]
-    ):
-        return False
-    optimizer.grad_scale, optimizer.found_inf = None, (~decisive.isfinite()).any().float()
-    try:
-        with record_function("optimizer"):
-            optimizer.step()
-    finally:
-        del optimizer.grad_scale, optimizer.found_inf
-    return True
+        held = [weight.grad for weight in weights], self.run.optimizer.state_dict()["state"]
+        return self.memory.measured(weights, *held, self.batch)

@@ -77,8 +77,7 @@ class Checkpoints:
     In the background (the default on CUDA) save() copies the state to host memory, and a thread
     writes it while the training continues. The next save() and the exit wait for that write, and
     raise its OSError. On a CPU the thread would slow the training down, and the copy would take
-    memory from it. After the last step nothing changes the state, so it is not copied:
-    write_ahead() writes it beside the evaluation, and save(last=True) waits for it.
+    memory from it.
     """
 
     def __init__(
@@ -100,7 +99,6 @@ class Checkpoints:
         self.background = next(model.parameters()).is_cuda if background is None else background
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
-        self._ahead: tuple[Future[Row], dict, list] | None = None  # see write_ahead()
 
     def begin(self, entry: Row) -> Start:
         """Resume from the checkpoint of resume=, or begin at step 0.
@@ -154,7 +152,7 @@ class Checkpoints:
         path = self.run_dir / METRICS
         rows = path.read_bytes() if path.is_file() else None
         if last or not self.background:
-            files = self._written_ahead() or _write_state(self.run_dir, *self._state())
+            files = _write_state(self.run_dir, *self._state())
             _publish(self.run_dir, files, rows, meta, self.keep)
             return
         tensors, state = _on_host(self._state())
@@ -167,52 +165,6 @@ class Checkpoints:
             _publish(self.run_dir, files, rows, meta, self.keep)
 
         self._pending = self._writer.submit(write)
-
-    def write_ahead(self, *, last: bool) -> None:
-        """After the last step, start to write the state. The evaluation goes on meanwhile, and
-        save(last=True) follows.
-
-        Does nothing after other steps, or where save() writes at once.
-        """
-        if not (last and self.writes and self.background):
-            return
-        self._wait()
-        stream = None
-        if torch.cuda.is_initialized():
-            # copies in the evaluation's stream would wait for its kernels
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-        tensors, state = self._state()
-
-        def write() -> Row:
-            with torch.cuda.stream(stream):
-                return _write_state(self.run_dir, tensors, state)
-
-        self._ahead = self._writer.submit(write), self._versions(), tree_leaves(state["random"])
-
-    def _written_ahead(self) -> Row | None:
-        """What write_ahead() wrote. None if a user's attention has changed a buffer or drawn random
-        numbers in the evaluation: a resumed run must go on after these.
-        """
-        if self._ahead is None:
-            return None
-        (written, versions, before), self._ahead = self._ahead, None
-        files, now = written.result(), tree_leaves(_random_state())
-        pairs = zip(before, now, strict=True)
-        same = all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
-        return files if same and self._are_still(versions) else None
-
-    def _versions(self) -> dict[str, tuple[Tensor, int]]:
-        """The model's tensors, and PyTorch's counts of how often each was changed in place."""
-        named = _named_tensors(self.model)
-        return {name: (tensor, tensor._version) for name, tensor in named.items()}
-
-    def _are_still(self, versions: dict[str, tuple[Tensor, int]]) -> bool:
-        now = _named_tensors(self.model)
-        return now.keys() == versions.keys() and all(
-            now[name] is tensor and tensor._version == version
-            for name, (tensor, version) in versions.items()
-        )
 
     def _state(self) -> tuple[dict[str, Tensor], Row]:
         """The weights, and what else a resumed run needs."""
