@@ -3,21 +3,14 @@
     python train.py                                            minutes on two CPU cores
     python train.py attention=triton seq_len=8192 model=gpt2   our Triton flash-attention, on a GPU
     python train.py -m attention=tiled,sdpa,no_max seed=0,1    a sweep, with a table at the end
-    python train.py resume=outputs/DAY/TIME steps=1200         resume a run; or a sweep
+    python train.py resume=outputs/DAY/TIME steps=1200         resume a run
 
 A run directory holds config.yaml, env.json, metrics.jsonl, summary.json, checkpoint/,
 checkpoint.best/ and loss_curve.png.
 """
 
-import time
-
-BEGAN = time.time()  # before the imports: they are a part of what a run costs
-from training.launch.interrupt import hide_ctrl_c
-
-if __name__ == "__main__":
-    hide_ctrl_c()
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import hydra
 from omegaconf import DictConfig
@@ -100,12 +93,5 @@ def main(cfg: DictConfig) -> float:
     return Objective(summary)
 
 
-def resume_sweep(sweep: Path) -> NoReturn:
-    """The jobs of this sweep that are left."""
-    from hydra_plugins import gpus
-
-    gpus.resume_sweep(sweep)
-
-
 if __name__ == "__main__":
-    launch(main, BEGAN, resume_sweep)
+    launch(main)

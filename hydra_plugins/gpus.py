@@ -12,6 +12,7 @@ launcher.
 
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 from yaml import YAMLError
+
+from training.launch.interrupt import Signals
 
 OWN_FILES = {".lock", ".hydra", "train.log", "output.log"}  # of a job before its run begins
 
@@ -58,6 +61,24 @@ class Job:
     arguments: list[str]  # of train.py
     places: list[str] = field(default_factory=list)  # its GPUs, or slots
     began: float = 0.0
+
+
+class Noted(Signals):
+    """Used around child processes: signals are only noted, so that they can be passed on."""
+
+    came = False
+
+    def __init__(self) -> None:
+        self._new: list[signal.Signals] = []
+
+    def new(self) -> list[signal.Signals]:
+        """The signals since the last call."""
+        new, self._new = self._new, []
+        return new
+
+    def _handle(self, number: int, frame: Any) -> None:
+        self.came = True
+        self._new.append(signal.Signals(number))
 
 
 class GpusLauncher(Launcher):
@@ -138,7 +159,6 @@ class GpusLauncher(Launcher):
 
     def run(self, waiting: list[Job]) -> dict[int, JobReturn]:
         """How each job ended. A signal ends the program, after the jobs that run have saved."""
-        from training.launch.interrupt import Noted
         from training.launch.sweep import finish_sweep
 
         running: dict[Popen, Job] = {}
@@ -243,7 +263,8 @@ class GpusLauncher(Launcher):
 
 def labelled(overrides: list[str], shared: set[str]) -> str:
     """A job's name in what is printed: the overrides that not all jobs share."""
-    from training.launch.command_line import key_of, unescaped
+    from training.launch.command_line import key_of
+    from training.record.names import unescaped
 
     own = [each for each in overrides if each not in shared] or overrides
     return unescaped(" ".join(each for each in own if key_of(each) != "left_out"))

@@ -5,7 +5,7 @@ Hydra finds both here, in the package hydra_plugins, like the plugins that pip i
 
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 if TYPE_CHECKING:
     from config import RunConfig
-    from training.launch.settings import Unread
 
 
 class OwnAttention(ConfigSource):
@@ -168,13 +167,13 @@ class CheckedSweeper(Sweeper):
         return [dict(zip(values, job, strict=True)) for job in product(*values.values())]
 
     def checked(self, jobs: list[list[str]]) -> list[dict[str, Any]]:
-        """The jobs to launch, each with left_out= for the settings that it does not read.
+        """The jobs to launch, each without the settings that it does not read.
 
         See begin_sweep() for the entries of a job. Ends the program with all reasons if a job
         cannot run.
         """
         from training.launch.command_line import key_of
-        from training.launch.settings import is_asked, settle, unread
+        from training.launch.settings import is_asked, reset, settle
 
         problems: dict[int, str] = {}
         composed = self.composed(jobs, problems)
@@ -191,25 +190,23 @@ class CheckedSweeper(Sweeper):
         for number, (config, settings) in composed.items():
             job = jobs[number]
             asked = {key_of(override) for override in job}
-            excused = [
-                key for key in unread(settings) if key in read_by_some and is_asked(key, asked)
-            ]
-            config.left_out = [*config.left_out, *excused]
+            reasons = {key: why for key, why in settings.items() if why is not None}
+            excused = [key for key in reasons if key in read_by_some and is_asked(key, asked)]
+            for key in excused:
+                reset(config, key)
             try:
-                reasons = settle(config, asked=asked)
+                settle(config, asked=asked)
                 self.check(config)
                 ranks = ranks_of(config)
             except ValueError as error:
                 problems[number] = str(error)
                 continue
             left_out |= dict.fromkeys(f"without {key}: {reasons[key]}" for key in excused)
-            same = repr(asdict(replace(config, left_out=[])))
+            same = repr(asdict(config))
             if same in seen and (seen[same] or excused):
                 continue
             seen[same] = bool(excused)
-            if excused:
-                job = [override for override in job if key_of(override) != "left_out"]
-                job.append(f"left_out=[{','.join(config.left_out)}]")
+            job = [each for each in job if not any(is_asked(x, {key_of(each)}) for x in excused)]
             kept.append({"overrides": job} | named_by(config) | {"ranks": ranks})
         if problems:
             raise SystemExit(refusal(jobs, problems))
@@ -227,12 +224,11 @@ class CheckedSweeper(Sweeper):
 
     def composed(
         self, jobs: list[list[str]], problems: dict[int, str]
-    ) -> "dict[int, tuple[RunConfig, dict[str, Unread | None]]]":
+    ) -> "dict[int, tuple[RunConfig, dict[str, str | None]]]":
         """Each job's settings, and those that only some choices read, by its number.
 
         A job that cannot be composed goes into `problems` instead.
         """
-        from training.launch.interrupt import Stopped
         from training.launch.settings import conditional_settings
 
         composed = {}
@@ -240,11 +236,8 @@ class CheckedSweeper(Sweeper):
             try:
                 config = self.compose(job)
                 composed[number] = config, conditional_settings(config)
-            except (ValueError, KeyboardInterrupt) as error:
-                if isinstance(error, Stopped):  # by a signal, not by a user's module
-                    raise
-                raised = f"{type(error).__name__} was raised while the job was checked"
-                problems[number] = str(error) or raised
+            except ValueError as error:
+                problems[number] = str(error)
         return composed
 
     def compose(self, job: list[str]) -> "RunConfig":
@@ -292,7 +285,7 @@ def as_overrides(settings: DictConfig | dict[str, Any]) -> list[str]:
 
 def refusal(jobs: list[list[str]], problems: dict[int, str]) -> str:
     """error: 2 of 3 jobs cannot run, so none was started: attention=sdpa, attention=flex: ..."""
-    from training.launch.command_line import unescaped
+    from training.record.names import unescaped
 
     shared = set.intersection(*map(set, jobs))
     by_reason: dict[str, list[str]] = {}

@@ -21,13 +21,7 @@ def build_run(config: "RunConfig", summary: Row | None = None) -> Run:
     `summary` is filled along the way, so that an error loses nothing. Raises ValueError for what
     can be refused before the first step: an unusable device, dtype, attention or data source.
     """
-    from training.launch.command_line import where_it_was_typed
-
-    with where_it_was_typed():
-        return _build_run(config, {} if summary is None else summary)
-
-
-def _build_run(config: "RunConfig", summary: Row) -> Run:
+    summary = {} if summary is None else summary
     import torch
 
     from attention import dtype_name

@@ -22,7 +22,6 @@ from math import isnan, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from training.launch.interrupt import Stopped
 from training.loop.lost_ranks import RankLost, Watch, abort_nccl
 from training.record.files import Row, write_json
 
@@ -427,7 +426,7 @@ def why_another_failed(error: BaseException) -> Row | None:
 
     message = isinstance(error, distributed.DistError) or "gloo" in str(error)
     # when one rank has ended, torchrun ends the others by a signal
-    ended = isinstance(error, (RankLost, Stopped))
+    ended = isinstance(error, (RankLost, KeyboardInterrupt))
     if not ended and not (isinstance(error, RuntimeError) and message):
         return None
     if _watch is not None:
@@ -436,7 +435,7 @@ def why_another_failed(error: BaseException) -> Row | None:
         if _watch.lost is not None:
             return _watch.lost
     # NCCL's own error says more, and a signal may have another cause
-    if isinstance(error, Stopped) or "NCCL error" in str(error):
+    if isinstance(error, KeyboardInterrupt) or "NCCL error" in str(error):
         return None
     reason = "another rank ended and did not say why: it was killed, or lost"
     return {"status": "failed", "error": reason}

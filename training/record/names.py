@@ -8,13 +8,13 @@ Nothing here imports torch.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from config import BACKEND_OPTIONS, FUNCTION_SETTINGS, SHORT_DTYPES, AttentionConfig
-from training.launch.command_line import unescaped
 from training.record.files import Row
 from training.record.retention import are_starts
 
@@ -186,6 +186,11 @@ def _overrides(row: Mapping[str, Any]) -> dict[str, str]:
     pairs = [override.lstrip("+").partition("=") for override in given]
     found = {key: unescaped(value) for key, _, value in pairs}
     return {key: SHORT_DTYPES.get(x, x) if key == "dtype" else x for key, x in found.items()}
+
+
+def unescaped(text: str) -> str:
+    """A value as a person would write it: sweepers put a backslash before colons, commas etc."""
+    return re.sub(r"\\([\\()\[\]{}:=, \t])", r"\1", text)
 
 
 def _folder(row: Mapping[str, Any]) -> str:

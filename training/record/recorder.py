@@ -11,7 +11,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from attention import Backend
 from config import LoggerConfig
 from model import sample_text
-from training.launch.command_line import job_overrides, searched_folders
+from training.launch.command_line import job_overrides
 from training.launch.interrupt import Interrupt
 from training.launch.sweep import job_names
 from training.loop.compiler import end_workers
@@ -58,7 +58,7 @@ class Recorder:
         )
         summary |= {"steps_done": first.step, "tokens": first.tokens, "starts": first.starts}
         summary["compiled"] = stepper.compiled
-        write_settings(run_dir, run.settings, job_overrides() + searched_folders())
+        write_settings(run_dir, run.settings, job_overrides())
         write_json(run_dir / "env.json", run.environment)
         self._announce()
         with phase("logging", f"starting logger={config.logger.name}"):
