@@ -12,7 +12,13 @@ from training.launch.interrupt import Ending, Interrupt
 
 
 @pytest.mark.parametrize(
-    "command", [["train.py"], ["-m", "scripts.verify"]], ids=["train", "script"]
+    "command",
+    [
+        ["train.py"],
+        ["-m", "scripts.verify"],
+        ["-c", "from conformance.command import main; main()"],
+    ],
+    ids=["train", "script", "attn-conform"],
 )
 def test_a_reader_of_the_help_that_has_read_enough(command):
     """A regression test: `python train.py --help | head` ended with a traceback."""

@@ -1,5 +1,6 @@
 """Runs one job, from Hydra's composed settings to a summary. Every outcome is a status."""
 
+import copy
 import logging
 import shlex
 import sys
@@ -73,10 +74,16 @@ def run_job(train: Train, cfg: Any) -> tuple[Row, BaseException | None]:
 def run_overrides(train: Train, overrides: tuple[str, ...]) -> Row:
     """Does the work of training.run(), which has made our own modules importable."""
     from hydra.core.hydra_config import HydraConfig
-    from omegaconf import OmegaConf, open_dict, read_write
+    from omegaconf import open_dict, read_write
 
     from training.launch.sweep import SweepSummary
 
+    for each in overrides:
+        if not isinstance(each, str) or each.startswith("-"):
+            raise ValueError(
+                f"run({each!r}): run() takes settings as text, such as 'steps=50'; options and "
+                "sweeps (-m) belong to python train.py"
+            )
     cfg = hydra_config(*replay_overrides(list(overrides)), with_hydra=True)
     if "MULTIRUN" in str(cfg.hydra.mode):  # a recipe asks for it
         given = shlex.join(overrides)
@@ -91,7 +98,9 @@ def run_overrides(train: Train, overrides: tuple[str, ...]) -> Row:
         cfg.hydra.runtime.output_dir = str(run_dir.absolute())
     before = HydraConfig.instance().cfg
     HydraConfig.instance().set_config(cfg)
-    task = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
+    task = copy.deepcopy(cfg)
+    with open_dict(task):
+        del task["hydra"]
     try:
         with lines_shown(run_dir / "train.log"):
             summary, error = run_job(train, task)
