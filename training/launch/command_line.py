@@ -50,8 +50,7 @@ MEANT = {
 
 def launch(main: Callable[[], Any]) -> None:
     """Run `main`, which Hydra decorates, with the command line of this process."""
-    # the imports so far are a part of what a run costs
-    phases.process_began = time.time() - time.process_time()
+    phases.process_began = time.time()  # imports are a part of what a run costs
     # the imports and torch.compile make a million objects that stay: looking among them for garbage
     # takes 0.7 s of the shortest run
     gc.set_threshold(100_000, 20, 100)
@@ -131,7 +130,8 @@ def one_sentence() -> Iterator[None]:
         if choices := getattr(error, "options", None):
             group, _, name = error.missing_cfg_file.rpartition("/")
             hint = did_you_mean(name, {each: each for each in choices})
-            text = f"there is no {group}={name}; {hint}the choices are {', '.join(choices)}"
+            own = " and your own my_module:BACKEND" if group == "attention" else ""
+            text = f"there is no {group}={name}; {hint}the choices are {', '.join(choices)}{own}"
         elif error.__cause__ is not None:
             text = f"{text}: {in_one_line(error.__cause__)}"
         raise ValueError(text) from error
@@ -204,7 +204,8 @@ def replay_overrides(arguments: list[str]) -> list[str]:
     if resume == "null":
         # argparse finds its own options before the first override or after the last one
         return [*options, *overrides]
-    if sweep or os.path.isfile(f"{resume}/index.jsonl"):
+    # empty where a variable of the shell is not set
+    if not resume or sweep or os.path.isfile(f"{resume}/index.jsonl"):
         raise ValueError(
             f"resume={resume} must name one run; to go on with a sweep, give its command again "
             "with its hydra.sweep.dir=FOLDER"
@@ -237,7 +238,10 @@ def recorded_overrides(run_dir: Path) -> list[str]:
         recorded = yaml.safe_load(path.read_bytes())
         check_overrides(recorded)
     except (ValueError, TypeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} is no list of a run's settings: {in_one_line(error)}") from None
+        raise ValueError(
+            f"{path} is no list of a run's settings: {in_one_line(error)}; "
+            f"{run_dir / 'config.yaml'} has all of their values"
+        ) from None
     return recorded
 
 
