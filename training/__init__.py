@@ -30,9 +30,8 @@ if not (ROOT / "conf").is_dir():
 # waiting threads must sleep: if another program shares a core, spinning makes a run several times
 # slower. OpenMP reads this when torch is loaded. The user's own values win
 SLEEP = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
-_torch = sys.modules.get("torch")
-_late = _torch is not None and _torch.get_num_threads() > 1 and not SLEEP.keys() & os.environ.keys()
-if _late and not _torch.cuda.is_available():
+_torch, _own = sys.modules.get("torch"), SLEEP.keys() & os.environ.keys()
+if _torch and not _own and _torch.get_num_threads() > 1 and not _torch.cuda.is_available():
     logging.getLogger("tilegpt").warning(
         "torch was imported before training, so on a busy machine runs may be several times "
         "slower; import training first, or set OMP_WAIT_POLICY=PASSIVE"
