@@ -199,6 +199,9 @@ def replay_overrides(arguments: list[str]) -> list[str]:
     recipe = any(each.startswith(("experiment=", "hydra.mode=")) for each in overrides)
     new = [each for each in overrides if key_of(each) != "resume"]
     check_overrides(new, sweeps=bool(sweep) or recipe)
+    if sweep or recipe:  # a variant may have settings that the recipe gives none
+        variant = r"^(hydra\.sweeper\.variants\.\w+=\{)"
+        overrides = [re.sub(variant, r"++\1", each) for each in overrides]
     given = {key_of(each): each.partition("=")[2].strip("'\"") for each in overrides}
     resume = given.get("resume", "null")
     if resume == "null":
