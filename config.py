@@ -506,8 +506,6 @@ class RunConfig:
     keep: int = 2
     # tokens of the sample printed at the end; 0 is no sample
     sample_tokens: int = 256
-    # settings that may be given even if this run does not read them; a sweep fills this list
-    left_out: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.dtype = SHORT_DTYPES.get(self.dtype, self.dtype)

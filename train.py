@@ -10,15 +10,11 @@ checkpoint.best/ and loss_curve.png.
 """
 
 from training.record.clock import program_began  # isort: skip - first, so that imports count
-from training.launch.interrupt import hide_ctrl_c
 
-if __name__ == "__main__":
-    hide_ctrl_c()
 from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.utils import get_original_cwd
 from omegaconf import DictConfig
 
 from config import RunConfig, register
@@ -30,10 +26,10 @@ register()
 def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
     """One run, from settings to files. It fills `summary` as it goes, so an error loses nothing."""
     # imported here, so that --help and a mistyped key are answered without loading torch
-    from training.launch.command_line import job_overrides, searched_folders
+    from training.launch.command_line import job_overrides
     from training.launch.interrupt import Interrupt
     from training.launch.settings import check_settings
-        from training.loop.build import build_run
+    from training.loop.build import build_run
     from training.loop.health import AttentionMonitor
     from training.loop.optimizer import set_learning_rate
     from training.loop.step import Figures, Stepper, gradients, update
@@ -45,7 +41,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
 
     # Build. What can be refused is refused here.
     check_settings(config, summary)
-    run = build_run(config, summary, folder=get_original_cwd())
+    run = build_run(config, summary)
 
     # Begin at step 0, or where the checkpoint of resume= stopped.
     checkpoints = Checkpoints(
@@ -55,7 +51,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
     rows = read_metrics(run_dir / "metrics.jsonl")  # of earlier starts of this run
     monitor = AttentionMonitor(run, rows, summary)
     stepper = Stepper(run, start.step, summary, stop=Interrupt())
-    job = {"overrides": job_overrides() + searched_folders(), "names": job_names}
+    job = {"overrides": job_overrides(), "names": job_names}
     job["environment"] = run.environment
     recorder = Recorder(run_dir, config, start, checkpoints, summary, **job)
 

@@ -90,12 +90,12 @@ class Options:
 
 def main() -> None:
     words = sys.argv[1:]
-    if not words or {"-h", "--help"} & set(words):
-        names = {"dialects": ", ".join(DIALECTS), "dtypes": ", ".join(DTYPES)}
-        print((__doc__ or "").strip().format(**names))
-        return
     commands = {"run": run, "probe": run_probe, "fuzz": run_fuzz}
     try:
+        if not words or {"-h", "--help"} & set(words):
+            names = {"dialects": ", ".join(DIALECTS), "dtypes": ", ".join(DTYPES)}
+            print((__doc__ or "").strip().format(**names), flush=True)
+            return
         if words[0] not in commands:
             raise ValueError(f"{words[0]} is not one of: {', '.join(commands)}")
         wrong = commands[words[0]](words[1:])

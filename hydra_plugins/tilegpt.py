@@ -135,7 +135,7 @@ class CheckedSweeper(BasicSweeper):
             for key, unread in conditional.items():
                 without = tuple(each for each in job if not is_asked(key, {key_of(each)}))
                 if unread and key in read_by_some and without != job:
-                    lines[f"without {key}: {unread.why}"] = None
+                    lines[f"without {key}: {unread}"] = None
                     job = without
             kept[job] = None  # once, if jobs are the same without a setting
         for line in lines:

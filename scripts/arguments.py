@@ -7,8 +7,10 @@ settings of train.py go there.
 
 import difflib
 import functools
+import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from types import NoneType, UnionType
@@ -18,10 +20,11 @@ import yaml
 
 from attention import BACKENDS, Backend, get_backend
 from config import SHORT_DTYPES, RunConfig, check_int64
-from training.launch.command_line import check_keys, compose, key_of, split
-from training.launch.interrupt import one_line
+from training.launch.command_line import check_overrides, compose, key_of
+from training.launch.interrupt import reader_may_leave
 from training.launch.settings import settle
 from training.record.files import check_writable
+from training.record.memory import is_out_of_memory
 
 Options = TypeVar("Options")
 Device = Literal["auto", "cpu", "cuda"]
@@ -63,6 +66,27 @@ def command(main: Callable[[Any], None], of: Callable | None = None) -> Callable
     return run
 
 
+@contextmanager
+def one_line(script: str) -> Iterator[None]:
+    """Decorates a script's main(): reports in one line what ended it early.
+
+    Exits with code 130 after Ctrl-C, 141 if the reader of its output left, and 1 otherwise. Files
+    that were already written stay.
+    """
+    try:
+        with reader_may_leave():
+            yield
+    except KeyboardInterrupt:
+        print(f"{script}: stopped by Ctrl-C", file=sys.stderr)
+        sys.exit(130)
+    except OSError as error:
+        sys.exit(f"{script}: {error}")
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        sys.exit(f"{script}: out of memory: {str(error).splitlines()[0]}; ask for smaller sizes")
+
+
 def default(*values: Any) -> Any:
     """The default values of a key that takes a list."""
     return field(default_factory=lambda: list(values))
@@ -89,7 +113,7 @@ def read_settings(options: type[Options], arguments: Iterable[str]) -> Options:
         else:
             raise ValueError(unknown_key(argument, keys))
     if passes_on:
-        check_keys(overrides, keys)
+        check_overrides(overrides, others=keys)
         values["overrides"] = overrides
     if bare:
         values["paths"] = bare
@@ -128,6 +152,13 @@ def convert(declared: Field, text: str) -> Any:
     if get_origin(kind) is list:
         return [convert_one(declared.name, *get_args(kind), part) for part in split(text)]
     return convert_one(declared.name, kind, text)
+
+
+def split(text: str) -> list[str]:
+    """Split at the commas between values, not those between options of one value:
+    naive,tiled:block_q=8,impl=x has two values.
+    """
+    return re.split(r",(?![^,:=]*=)", text)
 
 
 def convert_one(key: str, kind: Any, text: str) -> Any:

@@ -22,7 +22,7 @@ from config import (
     RunConfig,
 )
 from tests.command import register_once
-from training.launch.command_line import check_keys, quoted, replay_overrides
+from training.launch.command_line import quoted, replay_overrides
 from training.loop.schedule import suit_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -165,7 +165,7 @@ def run_dir(tmp_path):
     folder = tmp_path / "a run, with = in its name"
     folder.mkdir()
     (folder / "overrides.yaml").write_text(
-        yaml.safe_dump(["attention=sdpa", "seq_len=64", "+attention.options.mine=1", "~logger"])
+        yaml.safe_dump(["attention=sdpa", "seq_len=64", "+attention.options.mine=1"])
     )
     return folder
 
@@ -183,7 +183,7 @@ def test_the_flag_of_a_sweep_may_stand_between_the_settings():
 
 
 def test_resume_replays_what_the_run_was_asked_for(run_dir):
-    old = ["attention=sdpa", "seq_len=64", "+attention.options.mine=1", "~logger"]
+    old = ["attention=sdpa", "seq_len=64", "+attention.options.mine=1"]
     resume = f"resume='{run_dir}'"
     place = [f"hydra.run.dir='{run_dir}'", "hydra.mode=RUN", "hydra.output_subdir=null"]
     assert replay_overrides([resume]) == [*old, resume, *place]
@@ -201,38 +201,6 @@ def test_resume_replays_what_the_run_was_asked_for(run_dir):
     parsed = OverridesParser.create().parse_overrides(replay_overrides([f"resume={run_dir}"]))
     values = {override.key_or_group: override.value() for override in parsed}
     assert values["resume"] == str(run_dir)
-
-
-def kept(run_dir: Path, *new: str) -> list[str]:
-    """The overrides of a run that are replayed together with new ones."""
-    replayed = replay_overrides([f"resume={run_dir}", *new])
-    return replayed[: replayed.index(f"resume='{run_dir}'")]
-
-
-def test_another_attention_does_not_inherit_the_options_of_the_first(tmp_path):
-    old = ["attention=no_rescale", "attention.block_kv=16", "attention.switch_at=40", "seq_len=64"]
-    (tmp_path / "overrides.yaml").write_text(yaml.safe_dump(old))
-
-    def replayed(attention: str) -> list[str]:
-        return kept(tmp_path, attention)
-
-    assert replayed("attention=sdpa") == ["attention.switch_at=40", "seq_len=64"]
-    assert replayed("attention=no_rescale") == old[1:]
-
-
-def test_other_data_do_not_inherit_the_place_of_the_first(tmp_path):
-    shared = ["data.val_fraction=0.1", "data.documents=true", "seq_len=64"]
-    old = ["data=text", "data.path=books", *shared]
-    (tmp_path / "overrides.yaml").write_text(yaml.safe_dump(old))
-    assert kept(tmp_path, "data=stdlib") == shared
-    assert kept(tmp_path, "data=text") == old[1:]
-
-
-def test_a_backend_of_ones_own_gives_way_to_another_attention(tmp_path):
-    old = ["attention=custom", "attention.target=pkg.module:MINE", "seq_len=64"]
-    old += ["+attention.options.sharpness=2"]
-    (tmp_path / "overrides.yaml").write_text(yaml.safe_dump(old))
-    assert kept(tmp_path, "attention=sdpa") == ["seq_len=64"]
 
 
 TEXTS = ["", "it's", "''", "a\\b", "C:\\", "\\'", "\\\\'x", "\\\\", "f\\'g\\"]
@@ -253,21 +221,21 @@ def test_resuming_a_resumed_run(run_dir):
 
 
 def test_a_resume_stays_in_its_folder(run_dir, tmp_path):
-    assert replay_overrides([f"resume={run_dir}", f"hydra.run.dir={run_dir}/"])
-    with pytest.raises(SystemExit, match="hydra.run.dir="):
+    assert replay_overrides([f"resume={run_dir}", f"hydra.run.dir={quoted(f'{run_dir}/')}"])
+    with pytest.raises(ValueError, match="hydra.run.dir="):
         replay_overrides([f"resume={run_dir}", f"hydra.run.dir={tmp_path}/elsewhere"])
 
 
 @pytest.mark.parametrize("flag", ["-m", "--multirun"])
 def test_resume_cannot_be_part_of_a_sweep(run_dir, flag):
-    with pytest.raises(SystemExit, match="resume=.*sweep"):
+    with pytest.raises(ValueError, match="resume=.*sweep"):
         replay_overrides([flag, f"resume={run_dir}"])
 
 
 def test_resuming_the_folder_of_all_runs_names_one(run_dir, tmp_path):
     outputs = tmp_path / "outputs"
     shutil.copytree(run_dir, outputs / "2026-11-26/09-30-00")
-    with pytest.raises(SystemExit) as refused:
+    with pytest.raises(ValueError) as refused:
         replay_overrides([f"resume={outputs}"])
     assert f"{outputs}/2026-11-26/09-30-00" in str(refused.value)
 
@@ -300,15 +268,3 @@ def test_intervals_of_zero_are_never_due():
     config = RunConfig(attention=switched, steps=10, eval_every=0, diagnose_every=0)
     assert not config.due(7).evaluate and config.due(7).switch
     assert not config.due(10).evaluate and not config.due(10).compare
-
-
-def test_a_module_without_its_backend_is_told_how_to_name_one(tmp_path, monkeypatch):
-    """The module is found, not imported: an import takes seconds, and may end the program."""
-    (tmp_path / "my_attention.py").write_text("raise SystemExit(3)\n")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="attention=my_attention:BACKEND"):
-        check_keys(["attention=my_attention"])
-    for name in ("random", "data", "not_there"):  # Python's, ours, nobody's
-        with pytest.raises(ValueError) as raised:
-            check_keys([f"attention={name}"])
-        assert "BACKEND" not in str(raised.value)

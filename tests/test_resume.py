@@ -483,7 +483,7 @@ def test_what_is_no_run_cannot_be_resumed(run_dir, tmp_path):
     assert f"resume={tmp_path} " in answer and answer.endswith(str(run_dir))
     answer = run(f"resume={run_dir}/checkpoint.best").complaint()
     assert answer.endswith(f"the run {run_dir}")
-    assert "resume= is empty" in run("resume=").complaint()
+    assert "resume= must name" in run("resume=").complaint()
     answer = run("-m", f"resume={run_dir}", "seed=0,1").complaint()
     assert f"resume={run_dir} " in answer and "sweep" in answer
     for folder in ("checkpoint", "checkpoint.best"):

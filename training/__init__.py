@@ -9,19 +9,34 @@ rooms: `launch` is how runs begin, sweep and end; `loop` what a run does; `recor
 Each may import the ones after it, and none of them imports this page.
 """
 
+import logging
 import os
+import sys
 from typing import TYPE_CHECKING
 
-from training.own_modules import own_modules
+from training.own_modules import ROOT, own_modules
 
 if TYPE_CHECKING:
     from config import RunConfig
     from training.loop.run import Run
     from training.record.files import Row
 
+if not (ROOT / "conf").is_dir():
+    raise SystemExit(
+        f"error: {ROOT} has only the Python files of tilegpt; install it by `pip install -e .` in "
+        "its own folder"
+    )
+
 # waiting threads must sleep: if another program shares a core, spinning makes a run several times
-# slower. The user's own values win
-os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"} | os.environ
+# slower. OpenMP reads this when torch is loaded. The user's own values win
+SLEEP = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+_torch, _own = sys.modules.get("torch"), SLEEP.keys() & os.environ.keys()
+if _torch and not _own and _torch.get_num_threads() > 1 and not _torch.cuda.is_available():
+    logging.getLogger("tilegpt").warning(
+        "torch was imported before training, so on a busy machine runs may be several times "
+        "slower; import training first, or set OMP_WAIT_POLICY=PASSIVE"
+    )
+os.environ |= SLEEP | os.environ
 
 
 def build_run(config: "RunConfig", summary: "Row | None" = None) -> "Run":

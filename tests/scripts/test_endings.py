@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from training.launch.interrupt import one_line
+from scripts.arguments import one_line
 from training.record.files import check_writable, write_file
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"

@@ -1,6 +1,5 @@
 """Runs one job, from Hydra's composed settings to a summary. Every outcome is a status."""
 
-import contextlib
 import copy
 import logging
 import shlex
@@ -8,15 +7,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
 
-from config import RunConfig
 from training.launch.command_line import (
     as_written,
-    check_readable,
     hydra_config,
-    options_first,
     read_config,
     replay_overrides,
     task_overrides,
@@ -40,8 +37,9 @@ def run_job(
     """
     from hydra.core.hydra_config import HydraConfig
 
-    run_dir = Path(HydraConfig.get().runtime.output_dir)
-    written, began = as_written(cfg), began or time.time()
+    runtime = HydraConfig.get().runtime
+    run_dir = Path(runtime.output_dir)
+    written, began, failure = as_written(cfg), began or time.time(), None
     PHASES.begin(began)
     summary = {
         "status": "running",
@@ -51,11 +49,11 @@ def run_job(
         "overrides": task_overrides(),
         "started": began,
     }
-    failure = config = None
     with Ending() as ending:
         try:
-            config = read_config(cfg)
-            train(config, run_dir, summary)
+            # paths start where they were typed, also under hydra.job.chdir=true
+            with chdir(runtime.cwd):
+                train(read_config(cfg), run_dir, summary)
         except BaseException as error:
             ending.held = True
             failure = error
@@ -65,26 +63,11 @@ def run_job(
             traceback.clear_frames(error.__traceback__)
         # no call stands between the training and this line, so no signal can skip the summary
         ending.held = True
-        close_run(run_dir, summary, ending)
-        # the terminal shows that a single run was refused; a sweep's logger must show it too
-        refused = "steps_done" not in summary and summary["status"] in ("failed", "oom")
-        if refused and config is not None and config.resume is None:
-            log_refused(run_dir, summary, config)
+        # a sweep ends there, even if the signal came too late to interrupt the run
+        summary["stopped"] = ending.requested or summary.get("stopped", False)
+        ending.requested = False
+        close_run(run_dir, summary)
     return summary, failure
-
-
-def log_refused(run_dir: Path, summary: Row, config: RunConfig) -> None:
-    """Send a sweep's job to its logger even if it ended before its training."""
-    from training.record.loggers import build_logger
-    from training.record.runs import job_names
-
-    names = job_names(run_dir, summary, config)
-    if names["group"] is None:
-        return
-    with contextlib.suppress(ValueError):  # the logger may be what was refused
-        logger = build_logger(config.logger, run_dir=run_dir, **names)
-        logger.summary(summary)
-        logger.finish(exit_code=1)
 
 
 def run_overrides(train: Train, overrides: tuple[str, ...]) -> Row:
@@ -94,29 +77,25 @@ def run_overrides(train: Train, overrides: tuple[str, ...]) -> Row:
 
     from training.launch.sweep import SweepSummary
 
-    for override in overrides:
-        if not isinstance(override, str):
-            raise ValueError(f"run({override!r}): write each setting as text, such as 'steps=50'")
-    options, settings = options_first(overrides)
-    if options:
-        raise ValueError(
-            f"{options[0]}: run() takes settings, such as steps=50; options and sweeps (-m) belong "
-            "to python train.py"
-        )
+    for each in overrides:
+        if not isinstance(each, str) or each.startswith("-"):
+            raise ValueError(
+                f"run({each!r}): run() takes settings as text, such as 'steps=50'; options and "
+                "sweeps (-m) belong to python train.py"
+            )
+    cfg = hydra_config(*replay_overrides(list(overrides)), with_hydra=True)
+    if "MULTIRUN" in str(cfg.hydra.mode):  # a recipe asks for it
+        given = shlex.join(overrides)
+        raise ValueError(f"{given} is a sweep: run it by `python train.py {given}`")
+    folders = SweepSummary()
     try:
-        check_readable(settings)
-        cfg = hydra_config(*replay_overrides(settings), with_hydra=True)
-        if "MULTIRUN" in str(cfg.hydra.mode):  # a recipe asks for it
-            given = shlex.join(settings)
-            raise ValueError(f"{given} is a sweep: run it by `python train.py {given}`")
-        folders = SweepSummary()
         folders.on_run_start(cfg)  # locks the run's folder
-    except SystemExit as error:  # a refused command line exits
+    except SystemExit as error:
         raise ValueError(str(error).removeprefix("error: ")) from None
     run_dir = Path(cfg.hydra.run.dir)
-    before = HydraConfig.instance().cfg
     with read_write(cfg.hydra.runtime), open_dict(cfg.hydra.runtime):
         cfg.hydra.runtime.output_dir = str(run_dir.absolute())
+    before = HydraConfig.instance().cfg
     HydraConfig.instance().set_config(cfg)
     task = copy.deepcopy(cfg)
     with open_dict(task):
@@ -132,7 +111,7 @@ def run_overrides(train: Train, overrides: tuple[str, ...]) -> Row:
     return summary
 
 
-@contextlib.contextmanager
+@contextmanager
 def lines_shown(path: Path) -> Iterator[None]:
     """Write a run's log lines to standard output and to a file, as Hydra does for a job."""
     log = logging.getLogger("tilegpt")

@@ -5,13 +5,14 @@ such a setting were ignored silently, two runs that differ only in it would look
 """
 
 import logging
+import os
 from collections.abc import Iterable
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
-from attention import BACKENDS, Backend, get_backend
+from attention import get_backend
 from config import BACKEND_OPTIONS, SYNTHETIC_SOURCES, TEXT_SOURCES, AttentionConfig, RunConfig
-from training.launch.command_line import asked_keys, cli_overrides, where_it_was_typed
+from training.launch.command_line import cli_overrides, key_of
 from training.record.loggers import check_logger
 from training.record.names import attention_names
 from training.record.starts import check_resume
@@ -40,30 +41,81 @@ READ_UNDER = {
 }
 
 
-class Unread(NamedTuple):
-    """Why a run does not read a setting, and what to do instead."""
+def check_settings(config: RunConfig, summary: dict[str, Any]) -> None:
+    """Leave out the settings that this run does not read, and note them in `summary`.
 
-    why: str  # attention=naive has no option block_kv (it has no options)
-    instead: str  # choose an attention that has it: tiled, no_max
+    Raises ValueError for those that were typed for it, for a logger that is not installed, and for
+    a resume under settings that nobody asked for.
+    """
+    left_out = settle(config, asked=asked_keys())
+    summary["variant"] = attention_names(config.attention)[0][1]
+    if left_out:
+        summary["left_out"] = left_out
+        log.info("\n".join(f"without {key}: {why}" for key, why in left_out.items()))
+    check_logger(config.logger)
+    check_resume(config, asked=set(map(key_of, cli_overrides())))
 
 
-def conditional_settings(config: RunConfig) -> dict[str, Unread | None]:
+def asked_keys() -> set[str]:
+    """The keys that the user typed for this start. Empty if a sweep or `wandb agent` chose them:
+    these combine settings without knowing which of them each choice reads.
+    """
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    # every launcher numbers the jobs of a sweep, even if it runs each as a separate command
+    swept = not OmegaConf.is_missing(HydraConfig.get().job, "num")
+    if swept or "WANDB_SWEEP_ID" in os.environ:
+        return set()
+    return set(map(key_of, cli_overrides()))
+
+
+def settle(config: RunConfig, *, asked: Iterable[str]) -> dict[str, str]:
+    """Reset the settings that this run does not read; returns {setting: why}.
+
+    Raises ValueError for those in `asked`, the keys that a user set.
+    """
+    asked = set(asked)
+    settings = conditional_settings(config).items()
+    left_out = {key: why for key, why in settings if why is not None}
+    for key, why in left_out.items():
+        if is_asked(key, asked):
+            raise ValueError(f"{key}={value_of(config, key)} has no effect: {why}; leave it out")
+        reset(config, key)
+    return left_out
+
+
+def is_asked(key: str, asked: set[str]) -> bool:
+    """Whether the keys `asked` include this setting; tokenizer=gpt2 sets tokenizer.name."""
+    return key in asked or (key == "tokenizer.name" and "tokenizer" in asked)
+
+
+def conditional_settings(config: RunConfig) -> dict[str, str | None]:
     """The changed settings that only some choices read: None if this run reads it, else why not."""
-    settings: dict[str, Unread | None] = {}
+    settings: dict[str, str | None] = {}
     defaults = RunConfig()
     for key, (decider, readers) in READ_UNDER.items():
-        chosen = value_of(config, decider)
         if value_of(config, key) != value_of(defaults, key):
-            choice = decider.removesuffix(".name").removesuffix(".source")
-            instead = "add " + " or ".join(f"{choice}={value}" for value in readers)
-            why = f"{choice}={chosen} does not read it"
-            settings[key] = None if chosen in readers else Unread(why, instead)
+            chosen, choice = value_of(config, decider), decider.removesuffix(".name")
+            choice = choice.removesuffix(".source")
+            others = " or ".join(f"{choice}={reader}" for reader in readers)
+            why = f"{choice}={chosen} does not read it, {others} would"
+            settings[key] = None if chosen in readers else why
     options = option_names(config.attention)
     for name in config.attention.backend_options():
         key = f"attention.{name}" if name in BACKEND_OPTIONS else f"attention.options.{name}"
-        is_read = name in options
-        settings[key] = None if is_read else _unread_option(name, config.attention, options)
+        why = f"attention={config.attention.backend_name} has the options: {', '.join(options)}"
+        settings[key] = None if name in options else why
     return settings
+
+
+def option_names(chosen: AttentionConfig) -> list[str]:
+    """The options of an attention, in the implementation that is chosen."""
+    options, backend = chosen.backend_options(), get_backend(chosen.backend_name)
+    own = ["impl"] if backend.implementations else []
+    if own and "impl" in options:
+        backend = backend.configured(impl=options["impl"])
+    return [*own, *backend.options]
 
 
 def value_of(config: RunConfig, key: str) -> Any:
@@ -81,76 +133,3 @@ def reset(config: RunConfig, key: str) -> None:
         del parent[name]
     else:
         setattr(parent, name, value_of(RunConfig(), key))
-
-
-def check_settings(config: RunConfig, summary: dict[str, Any]) -> None:
-    """Leave out the settings that this run does not read, and note them in `summary`.
-
-    Raises ValueError for those on this command line, for a logger that is not installed, and for a
-    resume under settings that nobody asked for.
-    """
-    with where_it_was_typed():  # an own attention's module may lie there
-        left_out = settle(config, asked=asked_keys())
-        summary["variant"] = attention_names(config.attention)[0][1]
-    if left_out:
-        summary["left_out"] = left_out
-        log.info("\n".join(f"without {key}: {why}" for key, why in left_out.items()))
-    check_logger(config.logger)
-    check_resume(config, asked=cli_overrides())
-
-
-def settle(config: RunConfig, *, asked: Iterable[str]) -> dict[str, str]:
-    """Reset the settings that this run does not read; returns {setting: why}.
-
-    Raises ValueError for those in `asked`, the keys of the command line, unless config.left_out
-    allows them.
-    """
-    asked = set(asked)
-    for key in config.left_out:
-        if key not in READ_UNDER and not key.startswith("attention."):
-            raise ValueError(
-                f"left_out=[{key}]: every run reads {key}, or there is no such setting; take it "
-                "out of left_out"
-            )
-    left_out = unread(conditional_settings(config))
-    for key, reason in left_out.items():
-        if is_asked(key, asked) and key not in config.left_out:
-            raise ValueError(
-                f"{key}={value_of(config, key)} has no effect: {reason.why}; leave it out, or "
-                f"{reason.instead}"
-            )
-    for key in left_out:
-        reset(config, key)
-    return {key: reason.why for key, reason in left_out.items()}
-
-
-def unread(settings: dict[str, Unread | None]) -> dict[str, Unread]:
-    return {key: reason for key, reason in settings.items() if reason is not None}
-
-
-def is_asked(key: str, asked: set[str]) -> bool:
-    """Whether the keys `asked` include this setting; tokenizer=gpt2 sets tokenizer.name."""
-    return key in asked or (key == "tokenizer.name" and "tokenizer" in asked)
-
-
-def option_names(chosen: AttentionConfig) -> list[str]:
-    """The options of an attention, in the implementation that is chosen."""
-    options, backend = chosen.backend_options(), get_backend(chosen.backend_name)
-    if "impl" in options and backend.implementations:
-        return ["impl", *backend.configured(impl=options["impl"]).options]
-    return _options_of(backend)
-
-
-def _options_of(backend: Backend) -> list[str]:
-    return [*(["impl"] if backend.implementations else []), *backend.options]
-
-
-def _unread_option(name: str, attention: AttentionConfig, options: list[str]) -> Unread:
-    own = f"its options: {', '.join(options)}" if options else "it has no options"
-    others = [other for other, backend in BACKENDS.items() if name in _options_of(backend)]
-    instead = "name an option that it has"
-    if ":" in attention.backend_name:
-        instead = f"declare it in your Backend(..., options={{{name!r}: DEFAULT}})"
-    elif others:
-        instead = f"choose an attention that has it: {', '.join(others)}"
-    return Unread(f"attention={attention.backend_name} has no option {name} ({own})", instead)

@@ -1,7 +1,6 @@
 """Builds a run from its settings: device, attention by step, data, model, optimizer and ranks."""
 
 import logging
-from contextlib import chdir
 from dataclasses import is_dataclass
 from operator import attrgetter
 
@@ -30,17 +29,13 @@ from training.record.files import Row
 log = logging.getLogger("tilegpt")
 
 
-def build_run(config: RunConfig, summary: Row | None = None, *, folder: str = ".") -> Run:
-    """Build everything that `config` describes. Its relative paths start in `folder`.
+def build_run(config: RunConfig, summary: Row | None = None) -> Run:
+    """Build everything that `config` describes.
 
     `summary` is filled along the way, so that an error loses nothing. Raises ValueError for what
     can be refused before the first step: an unusable device, dtype, attention or data source.
     """
-    with chdir(folder):
-        return _build_run(config, {} if summary is None else summary)
-
-
-def _build_run(config: RunConfig, summary: Row) -> Run:
+    summary = {} if summary is None else summary
     ranks, device = _meet(config)
     if ranks.several:
         summary["ranks"] = ranks.world

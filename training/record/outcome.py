@@ -1,4 +1,11 @@
-"""How a run ended, as data: every error becomes a status, so that the jobs of a sweep go on."""
+"""How a run ended, as data: every error becomes a status, so that the jobs of a sweep go on.
+
+completed    all steps are done
+diverged     the loss or a gradient was not finite
+oom          memory ran out
+interrupted  by Ctrl-C or another signal
+failed       by any other error
+"""
 
 import logging
 import math
@@ -9,8 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from attention.look.blame import is_foreign, place, with_place
-from training.launch.interrupt import Ending, Stopped
+from attention.look.blame import is_foreign, with_place
 from training.record.clock import PHASES, in_words
 from training.record.files import Row, write_json
 from training.record.memory import describe_out_of_memory, is_out_of_memory, release_memory
@@ -40,59 +46,47 @@ class Objective(float):
         )
 
 
-def outcome_of(
-    error: BaseException,
-    device: str,
-    run_dir: Path,
-    *,
-    status: str = "running",
-) -> Row:
+def outcome_of(error: BaseException, device: str, run_dir: Path, *, status: str = "running") -> Row:
     """The entries of summary.json for a run that `error` ended; logs it in one line.
 
     `status` is completed or diverged if the training was over, and only its last checkpoint was
     still being written.
     """
-    if isinstance(error, Stopped) and status != "running":
+    if isinstance(error, KeyboardInterrupt) and status != "running":
         return _stopped_after(status)
-    if isinstance(error, Stopped):
+    if isinstance(error, KeyboardInterrupt):
         log.warning("stopped at once: the steps since the last checkpoint are lost")
         return {"status": "interrupted"}
     if is_out_of_memory(error):
         oom = describe_out_of_memory(error, device)
         log.error(f"out of memory: {oom['message']}")
         return {"status": "oom", "oom": oom}
-    if not isinstance(error, Exception):  # sys.exit() in a user's module, say
-        reason = f"{type(error).__name__}({error}) was raised in {place(error)}"
-        log.error(
-            f"error: {reason}, and cannot end a run; raise an exception of another type there"
-        )
-        return {"status": "failed", "error": reason}
     reason = (str(error) or type(error).__name__) + where_it_began(error, run_dir)
     # the message of our ValueError or OSError tells users what to fix; other errors are bugs
-    way_out = ""
     if not isinstance(error, (ValueError, OSError)) or is_foreign(error):
-        way_out = _log_traceback(error)
+        log.error("".join(traceback.format_exception(error)))
         reason = with_place(error)
-    if isinstance(error, OSError) and (run_dir / "checkpoint").exists():
-        way_out += f"; {resume_command(run_dir)}"
-    log.error(f"error: {reason}{way_out}")
+    saved = isinstance(error, OSError) and (run_dir / "checkpoint").exists()
+    log.error(f"error: {reason}" + (f"; {resume_command(run_dir)}" if saved else ""))
     return {"status": "failed", "error": reason}
 
 
-def _log_traceback(error: Exception) -> str:
-    """Log the traceback; in files only, if users need no more than the place in their own file.
+def outcome_outside_training(error: BaseException, status: str, run_dir: Path) -> Row:
+    """outcome_of() for an error before the training began, or after it ended and was saved.
 
-    Returns what the line of the error adds about it.
+    Returns nothing where the training itself ended with an error.
     """
-    text = "".join(traceback.format_exception(error))
-    handlers = [*log.handlers, *(logging.root.handlers if log.propagate else ())]
-    files = [each for each in handlers if isinstance(each, logging.FileHandler)]
-    if not is_foreign(error) or not files:
-        log.error(text)
-        return ""
-    for file in files:
-        file.handle(logging.LogRecord(log.name, logging.ERROR, "", 0, text, (), None))
-    return f"; its traceback is in {files[0].baseFilename}"
+    if status == "running":
+        return outcome_of(error, "cpu", run_dir)
+    if status in ("oom", "failed") or (
+        status == "interrupted" and isinstance(error, KeyboardInterrupt)
+    ):
+        return {}
+    if isinstance(error, KeyboardInterrupt):
+        return _stopped_after(status)
+    reason = str(error) or type(error).__name__
+    log.error(f"error after the training: {reason}")
+    return {"error": reason}
 
 
 def _stopped_after(status: str) -> Row:
@@ -120,21 +114,6 @@ def resume_command(run_dir: Path) -> str:
     return f"go on with: python train.py {shlex.quote(f'resume={run_dir}')}"
 
 
-def outcome_outside_training(error: BaseException, status: str, run_dir: Path) -> Row:
-    """outcome_of() for an error before the training began, or after it ended and was saved.
-
-    Returns nothing where the training itself ended with an error.
-    """
-    if status == "running":
-        return outcome_of(error, "cpu", run_dir)
-    if status not in ("completed", "diverged", "interrupted"):
-        return {}
-    if isinstance(error, Stopped):
-        return {} if status == "interrupted" else _stopped_after(status)
-    log.error(f"error after the training: {str(error) or type(error).__name__}")
-    return {"error": str(error) or type(error).__name__}
-
-
 def save_summary(run_dir: Path, summary: Row) -> None:
     """Write the summary so far, in case this process is killed before close_run().
 
@@ -145,11 +124,8 @@ def save_summary(run_dir: Path, summary: Row) -> None:
         write_json(run_dir / "summary.json", written)
 
 
-def close_run(run_dir: Path, summary: Row, ending: Ending) -> None:
-    """Release the memory and write summary.json. If that cannot be written, the run has failed.
-
-    "stopped" says that a signal came, even if too late to interrupt the run: a sweep ends there.
-    """
+def close_run(run_dir: Path, summary: Row) -> None:
+    """Release the memory and write summary.json. If that cannot be written, the run has failed."""
     started = summary.pop("started")
     release_memory(summary.get("device", "cpu"))
     # the time of all starts, unless the training never began
@@ -158,9 +134,6 @@ def close_run(run_dir: Path, summary: Row, ending: Ending) -> None:
     summary["seconds_by_phase"] = PHASES.seconds()
     if starts:
         log.info(in_words(summary["seconds_by_phase"]))
-    # a later signal is raised after the run, when its summary is written
-    summary["stopped"] = ending.noted or summary.get("stopped", False)
-    ending.noted = False
     # a refused resume leaves the summary of the run as it was
     resumes = any(override.startswith("resume=") for override in summary["overrides"])
     if resumes and "steps_done" not in summary:

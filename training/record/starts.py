@@ -18,6 +18,7 @@ Steps taken after the checkpoint that a later start resumed from are not recorde
 """
 
 import dataclasses
+import json
 import logging
 import math
 import re
@@ -33,7 +34,6 @@ import yaml
 from attention import BACKENDS
 from config import AttentionConfig, RunConfig
 from data.token_file import sha256_of
-from training.launch.command_line import key_of, quoted
 from training.record.files import Row, write_file
 from training.record.names import WATCHING, as_typed, attention_names
 from training.record.retention import meta_of, newest_first
@@ -47,17 +47,16 @@ log = logging.getLogger("tilegpt")
 PLACES = ("resume", "data.cache_dir")
 
 
-def check_resume(config: RunConfig, *, asked: Iterable[str]) -> None:
+def check_resume(config: RunConfig, *, asked: set[str]) -> None:
     """Raise ValueError for a resume under settings that nobody asked for.
 
     They would change silently if overrides.yaml has lost a line, or conf/ was edited since.
-    `asked` are the overrides of this command line.
+    `asked` are the keys of this command line.
     """
     if config.resume is None:
         return
     run_dir = Path(config.resume)
-    keys = {key_of(override) for override in asked}
-    if "init_from" in keys:
+    if "init_from" in asked:
         raise ValueError(
             f"init_from={config.init_from} begins a run, and resume={run_dir} goes on with the "
             "weights of one; leave one of them out"
@@ -65,7 +64,7 @@ def check_resume(config: RunConfig, *, asked: Iterable[str]) -> None:
     changed = differences(_settings_before(run_dir), dataclasses.asdict(config))
     if "seq_len" in changed:
         changed.pop("model.max_seq_len", None)  # it follows seq_len
-    changed = {key: pair for key, pair in changed.items() if not _asked_for(key, keys)}
+    changed = {key: pair for key, pair in changed.items() if not _asked_for(key, asked)}
     if not changed:
         return
     changes = ", ".join(
@@ -267,5 +266,5 @@ def _literal(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(map(_literal, value)) + "]"
     if isinstance(value, str) and not re.fullmatch(r"[\w./+-]+", value):
-        return quoted(value)
+        return json.dumps(value, ensure_ascii=False)
     return as_typed(value)
