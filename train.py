@@ -47,10 +47,9 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
     run = build_run(config, summary)
 
     # Begin at step 0, or where the checkpoint of resume= stopped.
-    checkpoints = Checkpoints(
-        run_dir, **run.state, config=run.settings, keep=config.keep, writes=run.ranks.first
-    )
-    stepper = Stepper(run, checkpoints.begin(new_start(run, summary["started"])))
+    checkpoints = Checkpoints(run_dir, **run.state, config=run.settings, writes=run.ranks.first)
+    entry = new_start(summary["started"], config.attention, run.environment, run.init_from)
+    stepper = Stepper(run, checkpoints.begin(entry))
     # the largest scores of earlier starts belong to this run too
     monitor = AttentionMonitor(run.model, run.autocast, read_metrics(run_dir / "metrics.jsonl"))
     recorder = Recorder(run, stepper, monitor, run_dir, summary)
@@ -72,7 +71,6 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
                 stepper.update(result)
 
             # Evaluate; at a switch, under the next attention too: val/loss_switched.
-            checkpoints.write_ahead(last=result.last)
             switch_to = run.schedule[step] if due.switch else None
             if due.evaluate:
                 row |= run.evaluate(also={"_switched": switch_to} if switch_to else {})

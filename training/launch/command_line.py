@@ -29,7 +29,7 @@ from training.launch.interrupt import Ending, end_unread
 from training.loop.ranks import PATIENCE, Ranks, leave, of_environment, run_before_restart
 from training.own_modules import OURS, ROOT
 from training.record import phases
-from training.record.retention import newest_first, no_run
+from training.record.files import CheckpointError, check_version, newest_first, no_run
 
 CONF = ROOT / "conf"
 
@@ -354,6 +354,10 @@ def replay_overrides(arguments: list[str]) -> list[str]:
     if not resume[-1]:  # such as that of an unset shell variable
         raise SystemExit("error: resume= is empty: name a run directory")
     run_dir = Path(resume[-1])
+    try:
+        check_version(run_dir)
+    except CheckpointError as error:
+        raise SystemExit(f"error: resume={error}") from None
     recorded = _recorded_overrides(run_dir)
     if {"-m", "--multirun"} & set(arguments):
         raise SystemExit(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from attention import BACKENDS, Backend, get_backend
 from config import BACKEND_OPTIONS, SYNTHETIC_SOURCES, TEXT_SOURCES, AttentionConfig, RunConfig
-from training.launch.command_line import asked_keys, cli_overrides, where_it_was_typed
+from training.launch.command_line import asked_keys, cli_overrides, key_of, where_it_was_typed
 from training.record.loggers import check_logger
 from training.record.names import attention_names
 from training.record.starts import check_resume
@@ -98,7 +98,7 @@ def check_settings(config: RunConfig, summary: dict[str, Any]) -> None:
         summary["left_out"] = left_out
         log.info("\n".join(f"without {key}: {why}" for key, why in left_out.items()))
     check_logger(config.logger)
-    check_resume(config, asked=cli_overrides())
+    check_resume(config, asked={key_of(each) for each in cli_overrides()})
 
 
 def settle(config: RunConfig, *, asked: Iterable[str]) -> dict[str, str]:

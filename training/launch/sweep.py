@@ -28,10 +28,19 @@ from config import BACKEND_OPTIONS, FUNCTION_SETTINGS, RunConfig
 from training.launch.command_line import as_written
 from training.loop.ranks import of_environment
 from training.own_modules import ROOT
-from training.record.files import Row, parse_rows, read_metrics, strict, try_folder, write_file
+from training.record.files import (
+    LATEST,
+    Row,
+    newest_first,
+    parse_rows,
+    read_mapping,
+    read_metrics,
+    strict,
+    try_folder,
+    write_file,
+)
 from training.record.names import differing_settings, name_run, name_runs
-from training.record.retention import LATEST, load_json, newest_first
-from training.record.starts import changes_in_words, load_yaml
+from training.record.starts import changes_in_words
 from training.record.text_table import text_table
 
 log = logging.getLogger("tilegpt")
@@ -337,7 +346,7 @@ def jobs_left(folder: Path) -> list[tuple[Row, bool]]:
     for row in index_rows(folder):
         run_dir = folder / row.get("dir", str(row.get("job")))
         # without metrics.jsonl, which read_run() reads: a sweep may have many long runs
-        now = load_json(run_dir / "summary.json") if run_dir.is_dir() else row
+        now = read_mapping(run_dir / "summary.json") if run_dir.is_dir() else row
         if now.get("status") not in ("completed", "diverged", "oom"):
             left.append((row, bool(list(newest_first(run_dir)))))
     return left
@@ -351,10 +360,10 @@ def read_run(run_dir: Path) -> Row:
         rows = []
     evaluated_step = max((row["step"] for row in rows if "val/loss" in row), default=None)
     own = {"evaluated_step": evaluated_step, "dir": str(run_dir)}
-    summary = load_json(run_dir / "summary.json")
+    summary = read_mapping(run_dir / "summary.json")
     if "status" in summary:
         return summary | own
-    config = load_yaml(run_dir / "config.yaml")
+    config = read_mapping(run_dir / "config.yaml")
     attention = config.get("attention")
     attention = attention if isinstance(attention, dict) else {"name": attention}
     last = {key: value for row in rows for key, value in row.items() if value is not None}

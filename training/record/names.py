@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from config import BACKEND_OPTIONS, FUNCTION_SETTINGS, SHORT_DTYPES, AttentionConfig
 from training.launch.command_line import unescaped
 from training.record.files import Row
-from training.record.retention import are_starts
 
 # settings that change what is reported of a run, not what it learns
 WATCHING = (
@@ -157,9 +156,8 @@ def attention_in_words(row: Mapping[str, Any]) -> str:
 
 def recorded_starts(row: Mapping[str, Any]) -> list[Row]:
     """The starts of a run; see training.record.starts. A run that never trained has one, too."""
-    starts = row.get("starts")
-    if starts and are_starts(starts):
-        return starts
+    if row.get("starts"):
+        return row["starts"]
     attention = [[0, str(row.get("variant") or _with_its_options(row))]]
     if isinstance(row.get("switch_at"), int):
         attention.append([row["switch_at"], str(row.get("switch_to"))])

@@ -15,7 +15,7 @@ from training.loop.ranks import why_another_failed
 from training.record.files import Row, write_json
 from training.record.memory import describe_out_of_memory, is_out_of_memory, release_memory
 from training.record.phases import current, in_words
-from training.record.starts import stop_clock, where_it_began
+from training.record.starts import stop_clock
 
 log = logging.getLogger("tilegpt")
 
@@ -74,7 +74,7 @@ def outcome_of(
             f"error: {reason}, and cannot end a run; raise an exception of another type there"
         )
         return {"status": "failed", "error": reason}
-    reason = (str(error) or type(error).__name__) + where_it_began(error, run_dir)
+    reason = str(error) or type(error).__name__
     # the message of our ValueError or OSError tells users what to fix; other errors are bugs
     way_out = ""
     if not isinstance(error, (ValueError, OSError)) or is_foreign(error):
