@@ -344,14 +344,13 @@ def _check_settings(then: Row, now: Row, folder: Path) -> None:
     """Raise CheckpointError for the first setting under which the weights would mean another
     model, or the state be of another optimizer.
     """
-    free = FREE_SETTINGS
-    # only learned positions have a table of max_seq_len rows; other models run at any length
-    if now["model"]["positions"] in ("rope", "alibi"):
-        free += ("model.max_seq_len",)
     for key, (before, present) in differences(then, now).items():
-        if key == "optim.name" or (key.startswith("model.") and key not in free):
-            # max_seq_len follows seq_len
-            keep = "optim" if key == "optim.name" else key.replace("model.max_seq_len", "seq_len")
+        length = key == "model.max_seq_len"
+        # only learned positions have a table of max_seq_len rows; other models run at any length
+        free = key in FREE_SETTINGS or (length and now["model"]["positions"] in ("rope", "alibi"))
+        if key == "optim.name" or (key.startswith("model.") and not free):
+            # a longer sequence asks for a longer table
+            keep = "seq_len" if length else key.removesuffix(".name")
             raise _unfit(folder, key, before, present, f"{keep}={as_typed(before)}")
 
 
