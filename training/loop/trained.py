@@ -49,7 +49,7 @@ def read_run_config(run: Path) -> RunConfig:
     is no checkpoint, and for a setting of an older version that this one cannot follow.
     """
     if not newest_first(run):
-        raise ValueError(no_run(run, "checkpoint/meta.json"))
+        raise ValueError(no_run(run, "checkpoint"))
     meta, run_dir = read_meta(run), run_of(run)
     try:
         known = OmegaConf.merge(
