@@ -187,16 +187,6 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_last_good_one(straight, tmp
     assert computed(tmp_path) == computed(straight["fp32"])
 
 
-def test_a_damaged_checkpoint_without_another_is_refused(run_dir):
-    for folder in ("checkpoint.best", "checkpoint.previous"):
-        shutil.rmtree(run_dir / folder, ignore_errors=True)
-    truncate(run_dir / "checkpoint/model.safetensors")
-    before = contents(run_dir)
-    answer = run(f"resume={run_dir}", "steps=6").complaint()
-    assert str(run_dir / "checkpoint/model.safetensors") in answer
-    assert contents(run_dir) == before
-
-
 def best_and_evaluated(run_dir: Path) -> tuple[int, dict[int, float]]:
     """The step of checkpoint.best, and val/loss by step of all evaluations but the first."""
     held_out = {
@@ -252,13 +242,11 @@ def test_a_deterministic_run_on_a_gpu_is_the_same_run(monkeypatch, tmp_path, att
 
 REFUSED = {
     "nothing-to-do": ("", "steps=4"),
-    "fewer-steps": ("steps=3", "steps=3"),
     "layers": ("steps=6 model.num_layers=2", "model.num_layers .*1.* 2 "),
     "first-of-two": ("steps=6 model.num_heads=4 model.bias=false", "model.num_heads .*2.* 4"),
     "tokenizer": ("steps=6 tokenizer=bpe", r"\(257, .* \(8193, .* the tokenizer"),
     "optimizer": ("steps=6 optim=muon", "keep optim=adamw"),
     "longer": ("steps=6 seq_len=64", "max_seq_len .* keep seq_len=32"),
-    "shorter": ("steps=6 seq_len=16", "max_seq_len .* keep seq_len=32"),
     "switch": ("steps=6 attention.switch_at=2 attention.switch_to=sdpa", "switch_at=2 .* step 4"),
     "not-installed": ("steps=6 logger=tensorboard", "logger=tensorboard needs"),
 }
@@ -301,22 +289,10 @@ def test_changed_data_are_refused(tmp_path, books):
     assert second["changed"] == {"data.path": [str(books), str(copy)], "steps": [4, 6]}
 
 
-def test_other_data_can_be_asked_for(tmp_path, books):
-    own = ("data=text", f"data.path={books}", "data.val_fraction=0.1")
-    assert run(*tiny(tmp_path / "run", *own)).code == 0
-    assert run(f"resume={tmp_path / 'run'}", "steps=6", "data=stdlib").code == 0
-    assert summary(tmp_path / "run")["starts"][1]["changed"] == {
-        "data.source": ["text", "stdlib"],
-        "data.path": [str(books), None],
-        "steps": [4, 6],
-    }
-    assert "val_fraction: 0.1" in (tmp_path / "run/config.yaml").read_text()
-
-
 @pytest.mark.parametrize(
     "content",
-    [b"", bytes(200), b"- steps=4\n- [", b"steps: 4\n", b"- 4\n", b"- a=[1\n", b"- stepz=4\n"],
-    ids=["empty", "zeros", "torn", "mapping", "number", "value", "key"],
+    [b"", b"- steps=4\n- [", b"- stepz=4\n"],
+    ids=["empty", "torn", "key"],
 )
 def test_damaged_overrides_are_refused(run_dir, content):
     (run_dir / "overrides.yaml").write_bytes(content)
@@ -366,21 +342,6 @@ def test_what_a_resume_asked_for_counts_even_if_it_saved_nothing(run_dir, monkey
         assert run(f"resume={run_dir}", "steps=6", "log_every=2").code == 130
     assert run(f"resume={run_dir}").code == 0
     assert summary(run_dir)["starts"][-1]["changed"] == {"log_every": [1, 2], "steps": [4, 6]}
-
-
-def test_what_is_asked_for_is_never_refused(tmp_path):
-    """Regression tests: such as a line of overrides.yaml again, and a NaN, which differs from
-    itself.
-    """
-    assert run(*tiny(tmp_path, "batch_size=4", "tokens_per_step=128")).code == 0
-    assert run(f"resume={tmp_path}", "steps=5", "batch_size=4").code == 0
-    custom = (
-        "attention=custom",
-        "attention.target=tests.user_backends:WITH_AN_OPTION",
-        "+attention.options.a=nan",
-    )
-    assert run(*tiny(tmp_path / "nan", *custom)).code == 0
-    assert run(f"resume={tmp_path / 'nan'}", "steps=5").code == 0
 
 
 def test_a_configuration_of_ones_own_is_found_again(tmp_path):

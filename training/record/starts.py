@@ -16,10 +16,8 @@ began:
 Steps taken after the checkpoint that a later start resumed from are not recorded.
 """
 
-import json
 import logging
 import math
-import re
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -62,16 +60,13 @@ def check_resume(config: RunConfig, *, asked: set[str]) -> None:
         )
     if "seq_len" in asked:
         asked = asked | {"model.max_seq_len"}  # which follows it
-    recorded = read_mapping(run_dir / "config.yaml")
-    edited = {
-        key: pair for key, pair in differences(recorded, now).items() if not _asked_for(key, asked)
-    }
+    edited, changed = (
+        {key: pair for key, pair in differences(then, now).items() if not _asked_for(key, asked)}
+        for then in (read_mapping(run_dir / "config.yaml"), _saved_settings(run_dir))
+    )
     # what an earlier resume changed stands in config.yaml, even if that start saved nothing
-    changed = {
-        key: pair
-        for key, pair in differences(_saved_settings(run_dir), now).items()
-        if not _asked_for(key, asked) and (key in edited or not recorded)
-    }
+    if read_mapping(run_dir / "config.yaml"):
+        changed = {key: pair for key, pair in changed.items() if key in edited}
     if changed:
         raise ValueError(
             f"resume={run_dir}: {in_words(changed)}, which nobody asked for: overrides.yaml there "
@@ -85,7 +80,7 @@ def warn_of_edits(run_dir: Path, edited: dict[str, list[Any]]) -> None:
     """Name the settings in which RUN/config.yaml is not what the run has: {key: [there, here]}."""
     if edited:
         there, here = (
-            " ".join(f"{key}={_literal(pair[i])}" for key, pair in edited.items()) for i in (0, 1)
+            " ".join(f"{key}={as_typed(pair[i])}" for key, pair in edited.items()) for i in (0, 1)
         )
         log.warning(
             f"{run_dir}/config.yaml says {there}; the settings in its checkpoint count: {here}"
@@ -194,7 +189,7 @@ def in_words(changed: dict[str, list[Any]]) -> str:
     """attention.name=sdpa (tiled before), steps=600 (500 before)"""
     pairs = changed.items()
     return ", ".join(
-        f"{key}={_literal(now)} ({_literal(then)} before)" for key, (then, now) in pairs
+        f"{key}={as_typed(now)} ({as_typed(then)} before)" for key, (then, now) in pairs
     )
 
 
@@ -204,45 +199,28 @@ def differences(then: Row, now: Row) -> dict[str, list[Any]]:
     Leaves out settings that only one version of the program has, and options of an attention that
     are at their defaults.
     """
-    before = dict(_flat(_without_defaults(then)))
+    before = dict(_flat(then))
     return {
         key: [before[key], value]
-        for key, value in _flat(_without_defaults(now))
+        for key, value in _flat(now)
         # as strings: a NaN does not differ from itself
         if key in before and key not in PLACES and repr(before[key]) != repr(value)
     }
 
 
-def _without_defaults(settings: Row) -> Row:
-    """The settings with None for each option of the attention that is at its default."""
-    chosen = settings.get("attention", {})
-    defaults = BACKEND_OPTIONS.items()
-    unset = {name: None for name, value in defaults if chosen.get(name) == value}
-    return settings | {"attention": chosen | unset}
-
-
 def _flat(settings: Row, prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in settings.items():
+    for name, value in settings.items():
         # the options of an attention have no fixed names, so they count as one value
-        if isinstance(value, dict) and not key.endswith("options"):
-            yield from _flat(value, f"{prefix}{key}.")
+        if isinstance(value, dict) and not name.endswith("options"):
+            yield from _flat(value, f"{prefix}{name}.")
         else:
-            yield prefix + key, value
+            is_default = prefix == "attention." and value == BACKEND_OPTIONS.get(name)
+            yield prefix + name, None if is_default else value
 
 
 def _asked_for(key: str, asked: set[str]) -> bool:
+    """Whether the keys `asked` name this one, its group or a part of it."""
     # an experiment may set anything
-    return bool({key, key.partition(".")[0], "experiment"} & asked) or any(
-        each.startswith(f"{key}.") for each in asked
+    return "experiment" in asked or any(
+        f"{key}.".startswith(f"{each}.") or each.startswith(f"{key}.") for each in asked
     )
-
-
-def _literal(value: Any) -> str:
-    """The value as Hydra reads it on a command line."""
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_literal(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ",".join(map(_literal, value)) + "]"
-    if isinstance(value, str) and not re.fullmatch(r"[\w./+-]+", value):
-        return json.dumps(value, ensure_ascii=False)
-    return as_typed(value)
