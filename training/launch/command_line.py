@@ -357,7 +357,7 @@ def replay_overrides(arguments: list[str]) -> list[str]:
     try:
         check_version(run_dir)
     except CheckpointError as error:
-        raise SystemExit(f"error: resume={error}") from None
+        raise SystemExit(f"error: {error}") from None
     recorded = _recorded_overrides(run_dir)
     if {"-m", "--multirun"} & set(arguments):
         raise SystemExit(

@@ -29,8 +29,9 @@ from training.record.starts import differences, warn_of_edits
 
 # settings that say what the weights compute, and on which data
 MEANING = ("attention.", "model.", "data.", "tokenizer.")
-# values that former settings of the model had unless a user set them
-FORMER_DEFAULTS = {"model.init_std": 0.02, "model.rope_theta": 10_000.0}
+# former settings among these that never said that
+SILENT = ("attention.splits", "attention.impl", "attention.detach_max", "model.init_std")
+SILENT += ("data.streaming", "data.fingerprint", "data.cache_dir")
 
 
 class Trained(NamedTuple):
@@ -52,15 +53,12 @@ def read_run_config(run: Path) -> RunConfig:
         raise ValueError(no_run(run, "checkpoint"))
     meta, run_dir = read_meta(run), run_of(run)
     try:
-        known = OmegaConf.merge(
-            OmegaConf.structured(RunConfig), _still_there(meta["config"], RunConfig())
-        )
-        config = OmegaConf.to_object(known)
+        settings = _still_there(meta["config"], RunConfig())
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), settings))
     except (ValueError, OmegaConfBaseException) as error:
-        reason = str(error).splitlines()[0]
         raise ValueError(
             f"{run} is a run of commit {commit_of(meta, run_dir)}, whose settings this version "
-            f"does not take: {reason}"
+            f"does not take: {str(error).splitlines()[0]}"
         ) from error
     warn_of_edits(run_dir, differences(read_mapping(run_dir / "config.yaml"), meta["config"]))
     return config
@@ -76,7 +74,7 @@ def _still_there(settings: Row, known: Any, group: str = "") -> Row:
         if hasattr(known, name):
             inner = getattr(known, name)
             kept[name] = _still_there(value, inner, f"{key}.") if is_dataclass(inner) else value
-        elif key.startswith(MEANING) and value and value != FORMER_DEFAULTS.get(key):
+        elif key.startswith(MEANING) and value and key not in SILENT:
             raise ValueError(f"there is no {key} any more, and it was {value}")
     return kept
 
@@ -99,9 +97,12 @@ def load_trained(
     step = read_meta(run)["step"]
     # built with the run's own attention, whose parameters are among the weights
     schedule = chosen_attention(config.attention)
-    made = {"backend": backend_after(schedule, step)}
-    made |= {"vocab_size": vocab_size, "attention": config.attention}
-    model = GPT(config.model, **made).to(device)
+    model = GPT(
+        config.model,
+        vocab_size=vocab_size,
+        backend=backend_after(schedule, step),
+        attention=config.attention,
+    ).to(device)
     load_model_state(run, model)
     if backend is not None:
         model.backend = backend

@@ -152,8 +152,8 @@ def check_version(run_dir: Path) -> None:
         meta = read_mapping(folder / META)
         if meta.get("format") == FORMAT and meta.get("version") != VERSION:
             raise CheckpointError(
-                f"{run_dir} is a run of commit {commit_of(meta, run_dir)}, which has other "
-                "settings; check out that commit to resume it. scripts.sample, report and "
+                f"resume={run_dir}: it is a run of commit {commit_of(meta, run_dir)}, which has "
+                "other settings; check out that commit to resume it. scripts.sample, report and "
                 "cross_eval read it as it is"
             )
 

@@ -36,7 +36,7 @@ from training.record.files import (
     read_mapping,
     write_file,
 )
-from training.record.names import WATCHING, as_typed, attention_names, recorded_starts
+from training.record.names import WATCHING, as_typed, attention_names
 
 log = logging.getLogger("tilegpt")
 
@@ -177,7 +177,7 @@ def write_settings(run_dir: Path, config: Row, overrides: list[str]) -> None:
 def changes_in_words(summary: Row) -> str:
     """The settings that resumes of a run changed, if they change what the run learns."""
     resumes = []
-    for start in recorded_starts(summary):
+    for start in summary.get("starts") or []:
         changed = start["changed"].items()
         learned = {key: pair for key, pair in changed if not key.startswith(WATCHING)}
         if learned:
