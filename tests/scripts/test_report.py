@@ -272,7 +272,7 @@ def test_a_run_that_was_resumed_under_another_attention_is_named(tmp_path):
         {"step": 300, "attention": [[300, "sdpa"]], "changed": changed},
     ]
     write_run(tmp_path / "0", "sdpa", starts=starts)
-    write_run(tmp_path / "1", "naive", starts=[{"step": 0, "attention": "all", "changed": 3}])
+    write_run(tmp_path / "1", "naive")
     runs = load_runs([tmp_path])
     resumed, plain = (run.variant for run in runs)
     assert re.findall(r"tiled|sdpa|\d+", resumed) == ["tiled", "sdpa", "300"] and plain == "naive"

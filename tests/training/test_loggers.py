@@ -164,7 +164,7 @@ from training.record.files import MetricsFile
 folder, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 metrics = MetricsFile(folder / "metrics.jsonl")
 if first:
-    metrics.go_back_to(first - 1, folder / "none")
+    metrics.path.write_text("".join(metrics.path.open().readlines()[:first]))
 logger = build_logger(
     LoggerConfig(name=sys.argv[4], mode="offline"), run_dir=folder, wandb_dir=folder,
     name="n", group=None, tags=[], run_config={},
