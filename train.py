@@ -44,10 +44,9 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
     run = build_run(config, summary)
 
     # Begin at step 0, or where the checkpoint of resume= stopped.
-    checkpoints = Checkpoints(
-        run_dir, **run.state, config=run.settings, keep=config.keep, writes=run.ranks.first
-    )
-    start = checkpoints.begin(new_start(run, summary["started"]))
+    checkpoints = Checkpoints(run_dir, **run.state, config=run.settings, writes=run.ranks.first)
+    entry = new_start(summary["started"], config.attention, run.environment, run.init_from)
+    start = checkpoints.begin(entry)
     rows = read_metrics(run_dir / "metrics.jsonl")  # of earlier starts of this run
     monitor = AttentionMonitor(run, rows, summary)
     stepper = Stepper(run, start.step, summary, stop=Interrupt())

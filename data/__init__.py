@@ -42,8 +42,7 @@ def build_data(
 ) -> TrainingData:
     """The data of a run.
 
-    Raises ValueError, naming the setting, if the corpus cannot be read or stored, is too short, or
-    does not have the fingerprint in data.fingerprint.
+    Raises ValueError, naming the setting, if the corpus cannot be read or stored, or is too short.
     """
     if config.source in SYNTHETIC_SOURCES:
         from data.synthetic import SyntheticData
@@ -53,10 +52,4 @@ def build_data(
         from data.batches import TextData
 
         data = TextData(config, build_tokenizer(tokenizer), seq_len=seq_len, seed=seed)
-    if config.fingerprint not in (None, data.fingerprint):
-        raise ValueError(
-            f"data.fingerprint={config.fingerprint} is asked for, and data={config.source} has "
-            f"{data.fingerprint}: its documents, tokenizer or held-out share differ; "
-            "data.fingerprint=null takes what is there"
-        )
     return data

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from scripts.arguments import Json, command
 from scripts.runs import runs_below
-from training.record.files import read_metrics, write_json
-from training.record.runs import load_json
+from training.record.files import read_mapping, read_metrics, write_json
 
 # columns of metrics.jsonl
 CURVES = (
@@ -59,7 +58,7 @@ def main(options: Options) -> None:
         del run["dir"]
         runs.append(run | {"curves": condense(run_dir)})
     # the runs of one sweep usually share their environment
-    environments = [load_json(run_dir / "env.json") for run_dir in found]
+    environments = [read_mapping(run_dir / "env.json") for run_dir in found]
     first, *others = list(filter(None, environments)) or [{}]
     common = {key: first[key] for key in first if all(x.get(key) == first[key] for x in others)}
     if "commit" not in common:  # a new commit was made during the sweep

@@ -40,8 +40,14 @@ from torch.utils._pytree import tree_flatten
 from scripts.arguments import Json, Natural, command
 from scripts.tables import Row
 from training.record.environment import ROOT, measured_on
-from training.record.files import read_metrics, write_json
-from training.record.retention import FRESH, LATEST, newest_first, step_of
+from training.record.files import (
+    FRESH,
+    LATEST,
+    newest_first,
+    read_metrics,
+    step_of,
+    write_json,
+)
 
 STEPS, EVERY = 200, 10
 # everything that has state: dropout, two passes a step, rows, evaluations and checkpoints at
@@ -50,7 +56,7 @@ STEPS, EVERY = 200, 10
 RUN = (
     "device=cpu model.num_layers=2 model.num_heads=2 model.hidden_size=64 model.dropout=0.1 "
     "seq_len=32 batch_size=4 tokens_per_step=256 "
-    f"steps={STEPS} log_every=3 eval_every=15 eval_sequences=8 checkpoint_every={EVERY} keep=3 "
+    f"steps={STEPS} log_every=3 eval_every=15 eval_sequences=8 checkpoint_every={EVERY} "
     "sample_tokens=0 logger=none"
 ).split()
 # prefixes of the columns that differ between two otherwise equal runs

@@ -51,8 +51,7 @@ from training.launch.command_line import compose
 from training.loop.device import pick_device, pick_dtype
 from training.loop.trained import data_of
 from training.record.environment import ROOT, measured_on
-from training.record.files import read_metrics, write_json
-from training.record.runs import load_json
+from training.record.files import read_mapping, read_metrics, write_json
 
 LOG_EVERY = 10  # steps
 THEIR_VOCABULARY = 50304  # without a meta.pkl beside the tokens
@@ -212,7 +211,7 @@ def run_ours(run_dir: Path, overrides: list[str], **variables: str) -> Row:
 
     arguments = ["train.py", *overrides, f"hydra.run.dir={run_dir}"]
     _, seconds, arrivals = watch(arguments, log, steps, cwd=ROOT, env=os.environ | variables)
-    summary = load_json(run_dir / "summary.json")
+    summary = read_mapping(run_dir / "summary.json")
     if summary.get("status") != "completed":
         raise ValueError(
             f"train.py {' '.join(overrides)} ended {summary.get('status')}: "

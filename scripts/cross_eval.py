@@ -40,9 +40,8 @@ from training.loop.device import pick_device
 from training.loop.evaluate import evaluate_under, exact_attention
 from training.loop.schedule import chosen_attention, needed_features
 from training.loop.trained import Trained, data_of, load_trained, read_run_config
-from training.record.checkpoint import read_meta
 from training.record.environment import environment
-from training.record.files import check_writable, write_json
+from training.record.files import check_writable, read_meta, write_json
 from training.record.memory import is_out_of_memory, release_memory
 from training.record.names import differing_settings, name_runs
 from training.record.runs import remark

@@ -28,7 +28,7 @@ from data.tokenizer_json import tokenizer_files
 from model import to_hugging_face
 from scripts.arguments import command
 from training.loop.trained import load_trained, read_run_config
-from training.record.checkpoint import read_meta
+from training.record.files import read_meta
 
 
 @dataclass

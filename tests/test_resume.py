@@ -1,12 +1,13 @@
 """Interrupted, killed and resumed: the same run to the last bit, or a refusal without loss."""
 
+import json
 import os
 import random
 import re
-import shlex
 import shutil
 import signal
 import sys
+import tarfile
 import time
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 import torch
 
 from data.batches import TextData
+from scripts import cross_eval, sample
+from scripts.report import __main__ as report
 from tests.command import (
     ROOT,
     checkpoint,
@@ -30,8 +33,8 @@ from tests.command import (
     wait_for_rows,
 )
 from tests.training.test_checkpoint import file_size, truncate
-from training.loop.trained import load_trained, read_run_config
-from training.record.checkpoint import read_meta
+from training.loop.trained import read_run_config
+from training.record.files import read_meta
 
 # everything that has state: two passes a step, dropout, and rows, evaluations and checkpoints out
 # of step with one another
@@ -174,7 +177,7 @@ def test_resume_may_change_the_attention_and_the_length(run_dir, finished):
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_last_good_one(straight, tmp_path):
     """In one line, and the run is the same: the rows since then are computed again."""
-    assert run(*tiny(tmp_path, *STATEFUL, "keep=2")).code == 0
+    assert run(*tiny(tmp_path, *STATEFUL)).code == 0
     truncate(tmp_path / "checkpoint/training.pt")
     done = run(f"resume={tmp_path}")
     assert done.code == 0, done.output
@@ -182,15 +185,6 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_last_good_one(straight, tmp
     assert str(tmp_path / "checkpoint/training.pt") in said
     assert same(checkpoint(tmp_path), checkpoint(straight["fp32"]))
     assert computed(tmp_path) == computed(straight["fp32"])
-
-
-def test_a_damaged_checkpoint_without_another_is_refused(run_dir):
-    shutil.rmtree(run_dir / "checkpoint.best")
-    truncate(run_dir / "checkpoint/model.safetensors")
-    before = contents(run_dir)
-    answer = run(f"resume={run_dir}", "steps=6").complaint()
-    assert str(run_dir / "checkpoint/model.safetensors") in answer
-    assert contents(run_dir) == before
 
 
 def best_and_evaluated(run_dir: Path) -> tuple[int, dict[int, float]]:
@@ -248,13 +242,11 @@ def test_a_deterministic_run_on_a_gpu_is_the_same_run(monkeypatch, tmp_path, att
 
 REFUSED = {
     "nothing-to-do": ("", "steps=4"),
-    "fewer-steps": ("steps=3", "steps=3"),
     "layers": ("steps=6 model.num_layers=2", "model.num_layers .*1.* 2 "),
     "first-of-two": ("steps=6 model.num_heads=4 model.bias=false", "model.num_heads .*2.* 4"),
-    "tokenizer": ("steps=6 tokenizer=bpe", "8193 now"),
+    "tokenizer": ("steps=6 tokenizer=bpe", r"\(257, .* \(8193, .* the tokenizer"),
     "optimizer": ("steps=6 optim=muon", "keep optim=adamw"),
-    "longer": ("steps=6 seq_len=64", "seq_len .* keep seq_len=32"),
-    "shorter": ("steps=6 seq_len=16", "keep model.max_seq_len=32"),
+    "longer": ("steps=6 seq_len=64", "max_seq_len .* keep seq_len=32"),
     "switch": ("steps=6 attention.switch_at=2 attention.switch_to=sdpa", "switch_at=2 .* step 4"),
     "not-installed": ("steps=6 logger=tensorboard", "logger=tensorboard needs"),
 }
@@ -281,43 +273,26 @@ def books(tmp_path) -> Path:
 
 
 def test_changed_data_are_refused(tmp_path, books):
-    """With other data it would not be the same run. On request it goes on, and says so."""
+    """With other data it would not be the same run. Under another name it goes on, and says so."""
     run_dir = tmp_path / "run"
     assert run(*tiny(run_dir, "data=text", f"data.path={books}")).code == 0
     before, fingerprint = contents(run_dir), summary(run_dir)["data"]
     books.write_text("sphinx of black quartz, judge my vow\n\n" * 300)
     answer = run(f"resume={run_dir}", "steps=6").complaint()
-    found = re.search(rf"{fingerprint} .* add data.fingerprint=(\w+)", answer)
-    assert found and found[1] != fingerprint
+    assert fingerprint in answer and "data.path=" in answer
     assert contents(run_dir) == before
 
-    assert run(f"resume={run_dir}", "steps=6", f"data.fingerprint={found[1]}").code == 0
+    copy = shutil.copy(books, tmp_path / "copy.txt")
+    assert run(f"resume={run_dir}", "steps=6", f"data.path={copy}").code == 0
     first, second = summary(run_dir)["starts"]
-    assert (first["data"], second["data"]) == (fingerprint, found[1])
-    assert second["step"] == 4
-    assert second["changed"] == {"data.fingerprint": [None, found[1]], "steps": [4, 6]}
-    books.write_text("pack my box with five dozen liquor jugs\n\n" * 300)
-    answer = run(f"resume={run_dir}", "steps=8").complaint()
-    assert f"data.fingerprint={found[1]}" in answer and "data.fingerprint=null" in answer
-    assert run(f"resume={run_dir}", "steps=8", "data.fingerprint=null").code == 0
-
-
-def test_other_data_can_be_asked_for(tmp_path, books):
-    own = ("data=text", f"data.path={books}", "data.val_fraction=0.1")
-    assert run(*tiny(tmp_path / "run", *own)).code == 0
-    assert run(f"resume={tmp_path / 'run'}", "steps=6", "data=stdlib").code == 0
-    assert summary(tmp_path / "run")["starts"][1]["changed"] == {
-        "data.source": ["text", "stdlib"],
-        "data.path": [str(books), None],
-        "steps": [4, 6],
-    }
-    assert "val_fraction: 0.1" in (tmp_path / "run/config.yaml").read_text()
+    assert first["data"] == fingerprint != second["data"] and second["step"] == 4
+    assert second["changed"] == {"data.path": [str(books), str(copy)], "steps": [4, 6]}
 
 
 @pytest.mark.parametrize(
     "content",
-    [b"", bytes(200), b"- steps=4\n- [", b"steps: 4\n", b"- 4\n", b"- a=[1\n", b"- stepz=4\n"],
-    ids=["empty", "zeros", "torn", "mapping", "number", "value", "key"],
+    [b"", b"- steps=4\n- [", b"- stepz=4\n"],
+    ids=["empty", "torn", "key"],
 )
 def test_damaged_overrides_are_refused(run_dir, content):
     (run_dir / "overrides.yaml").write_bytes(content)
@@ -327,63 +302,46 @@ def test_damaged_overrides_are_refused(run_dir, content):
     assert contents(run_dir) == before
 
 
-@pytest.mark.parametrize("damaged", ["overrides.yaml", "overrides.yaml and config.yaml", "conf"])
-def test_settings_that_nobody_asked_for_are_refused(run_dir, damaged):
-    """For example, a line of overrides.yaml is lost, or a default has changed."""
-    if damaged == "conf":
-        path, line, lost = run_dir / "config.yaml", "keep: 2\n", "keep: 3\n"
-        key, then, now = "keep", 3, 2
-    else:
-        path, line, lost = run_dir / "overrides.yaml", "- batch_size=4\n", ""
-        key, then, now = "batch_size", 4, 16
+@pytest.mark.parametrize("config_too", [False, True])
+def test_settings_that_nobody_asked_for_are_refused(run_dir, config_too):
+    """For example, a line of overrides.yaml is lost. What is asked for is recorded."""
+    path, line = run_dir / "overrides.yaml", "- batch_size=4\n"
     assert path.read_text().count(line) == 1
-    path.write_text(path.read_text().replace(line, lost))
-    if "and" in damaged:
+    path.write_text(path.read_text().replace(line, ""))
+    if config_too:
         (run_dir / "config.yaml").write_bytes(bytes(100))
     before = contents(run_dir)
     answer = run(f"resume={run_dir}", "steps=6").complaint()
-    assert f"add {key}={then}, or else {key}={now}" in answer
-    assert contents(run_dir) == before
-    for steps, value in ((6, now), (7, then)):
-        assert run(f"resume={run_dir}", f"steps={steps}", f"{key}={value}").code == 0
-    assert run(f"resume={run_dir}", "steps=8").code == 0, "what was asked for is recorded"
-    assert f"{key}: {then}\n" in (run_dir / "config.yaml").read_text()
+    assert "batch_size=16 (4 before)" in answer and contents(run_dir) == before
+    for steps, value in ((6, 16), (7, 4)):
+        assert run(f"resume={run_dir}", f"steps={steps}", f"batch_size={value}").code == 0
+    assert run(f"resume={run_dir}", "steps=8").code == 0
+    assert "batch_size: 4\n" in (run_dir / "config.yaml").read_text()
 
 
-def test_all_of_them_are_named_with_one_way_out(run_dir, books):
-    """The command is in Hydra's syntax, and leaves out settings that follow from others."""
-    strange = books.rename(books.with_name("it's, all = mine.txt"))
-    path = "data.path='" + str(strange).replace("'", "\\'") + "'"
-    assert run(f"resume={run_dir}", "steps=5", "data=text", path, "seed=1").code == 0
-    (run_dir / "overrides.yaml").write_text("- seq_len=16\n- steps=5\n- data.val_fraction=0.05\n")
-    answer = run(f"resume={run_dir}", "steps=6").complaint()
-    assert "max_seq_len" not in answer
-    way_out = re.search(r" add (.*), or else ", answer)[1]
-    assert run(f"resume={run_dir}", "steps=6", *shlex.split(way_out)).code == 0
-    config = (run_dir / "config.yaml").read_text()
-    assert "seed: 1" in config and "seq_len: 32" in config
-    assert strange.name in config.replace("''", "'")
-
-
-def test_what_is_asked_for_is_never_refused(tmp_path):
-    """Regression tests: an argument that repeated a line of overrides.yaml did not count.
-
-    And a NaN differs from itself.
-    """
-    assert run(*tiny(tmp_path, "batch_size=4", "tokens_per_step=128")).code == 0
-    assert run(f"resume={tmp_path}", "steps=5", "batch_size=4").code == 0
-    recorded = tmp_path / "overrides.yaml"
-    recorded.write_text(recorded.read_text().replace("log_every=1", "log_every=2"))
-    answer = run(f"resume={tmp_path}", "steps=6").complaint()
-    assert "log_every=1" in answer and "log_every=2" in answer
-    assert run(f"resume={tmp_path}", "steps=6", "log_every=2").code == 0
-    custom = (
-        "attention=custom",
-        "attention.target=tests.user_backends:WITH_AN_OPTION",
-        "+attention.options.a=nan",
+def test_the_settings_in_the_checkpoint_count_and_an_edited_config_is_named(run_dir, caplog):
+    """A regression test: weights were read under the settings of a config.yaml of another run."""
+    path = run_dir / "config.yaml"
+    path.write_text(
+        path.read_text().replace("name: tiled", "name: no_max").replace("seed: 0", "seed: 9")
     )
-    assert run(*tiny(tmp_path / "nan", *custom)).code == 0
-    assert run(f"resume={tmp_path / 'nan'}", "steps=5").code == 0
+    config = read_run_config(run_dir)
+    assert (config.attention.name, config.seed) == ("tiled", 0)
+    said = "attention.name=no_max seed=9"
+    assert said in caplog.text and str(path) in caplog.text
+    done = run(f"resume={run_dir}", "steps=5")
+    assert done.code == 0 and said in done.output and "steps=5 (4 before)" in done.output
+    assert summary(run_dir)["attention"] == "tiled"
+    path.unlink()
+    assert read_run_config(run_dir).seed == 0
+
+
+def test_what_a_resume_asked_for_counts_even_if_it_saved_nothing(run_dir, monkeypatch):
+    with monkeypatch.context() as stopped:
+        send_at_step(stopped, 4, signal.SIGINT, signal.SIGINT)
+        assert run(f"resume={run_dir}", "steps=6", "log_every=2").code == 130
+    assert run(f"resume={run_dir}").code == 0
+    assert summary(run_dir)["starts"][-1]["changed"] == {"log_every": [1, 2], "steps": [4, 6]}
 
 
 def test_a_configuration_of_ones_own_is_found_again(tmp_path):
@@ -415,32 +373,48 @@ def test_the_best_on_other_data_is_no_measure(tmp_path, books):
 def test_a_run_that_saved_nothing_is_started_anew(tmp_path):
     """A regression test: each refusal named the other command as the way out."""
     assert run(*tiny(tmp_path)).code == 0
-    for folder in ("checkpoint", "checkpoint.best"):
-        shutil.rmtree(tmp_path / folder)
+    for folder in tmp_path.glob("checkpoint*"):
+        shutil.rmtree(folder)
     assert "saved nothing" in run(*tiny(tmp_path)).complaint()
     assert "started anew" in run(f"resume={tmp_path}", "steps=5").complaint()
 
 
-@pytest.mark.parametrize("harm", ["cut", "removed", "hole", "altered", "step"])
+@pytest.mark.parametrize("harm", ["removed", "altered"])
 def test_damaged_metrics_are_put_back(straight, monkeypatch, tmp_path, harm):
     """They are restored from the checkpoint, and equal those of an undisturbed run."""
     send_at_step(monkeypatch, 6, signal.SIGTERM)
     assert run(*tiny(tmp_path, *STATEFUL)).code == 130
     path = tmp_path / "metrics.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
     whole = path.read_bytes()
     path.unlink()
-    if harm != "removed":
-        harmed = {
-            "cut": whole[:300],
-            "hole": b"".join(lines[:1] + lines[2:]),
-            "altered": whole.replace(b'"lr": ', b'"lr": 1', 1),
-            "step": b'{"step": "five", "tokens": 3}\n' + b"".join(lines[1:]),
-        }
-        path.write_bytes(harmed[harm])
-    done = run(f"resume={tmp_path}")
-    assert done.code == 0 and done.output.count(f"{path} was damaged") == 1, done.output
+    if harm == "altered":
+        path.write_bytes(whole.replace(b'"lr": ', b'"lr": 1', 1)[:-40])
+    assert run(f"resume={tmp_path}").code == 0
     assert computed(tmp_path) == computed(straight["fp32"])
+
+
+@pytest.mark.parametrize("gone", ["metrics.jsonl", ""])
+def test_a_run_whose_files_were_deleted_is_not_completed(monkeypatch, tmp_path, gone):
+    """A regression test: it said completed, with a part of its rows or in a folder without its
+    settings.
+    """
+    run_dir, train_batch = tmp_path / "run", TextData.train_batch
+
+    def deleting(self, step: int, num_sequences: int):
+        if step == 6 and (run_dir / "config.yaml").exists():
+            (shutil.rmtree if not gone else Path.unlink)(run_dir / gone)
+        return train_batch(self, step, num_sequences)
+
+    monkeypatch.setattr(TextData, "train_batch", deleting)
+    done = run(*tiny(run_dir, "steps=9", "checkpoint_every=3"))
+    assert done.code not in (0, None) and "completed" not in done.output, done.output
+    assert f"{run_dir}/metrics.jsonl was deleted" in done.output and "lost" in done.output
+    assert gone or not run_dir.exists()
+    if gone:
+        monkeypatch.undo()
+        assert summary(run_dir)["status"] == "failed"
+        assert run(f"resume={run_dir}").code == 0
+        assert [row["step"] for row in metrics(run_dir)] == list(range(10))
 
 
 def test_every_start_is_recorded(run_dir):
@@ -486,31 +460,9 @@ def test_what_is_no_run_cannot_be_resumed(run_dir, tmp_path):
     assert "resume= must name" in run("resume=").complaint()
     answer = run("-m", f"resume={run_dir}", "seed=0,1").complaint()
     assert f"resume={run_dir} " in answer and "sweep" in answer
-    for folder in ("checkpoint", "checkpoint.best"):
-        shutil.rmtree(run_dir / folder)
+    for folder in run_dir.glob("checkpoint*"):
+        shutil.rmtree(folder)
     assert "no checkpoint" in run(f"resume={run_dir}", "steps=6").complaint()
-
-
-def test_a_run_whose_attention_lies_in_another_folder_says_where(tmp_path, monkeypatch):
-    """A regression test. The error named the module, and not the folder that has it."""
-    module, folder = tmp_path / "history.py", tmp_path / "run"
-    module.write_text("from tests.user_backends import RIGHT as BACKEND\n")
-    with monkeypatch.context() as there:
-        there.syspath_prepend(tmp_path)
-        assert run(*tiny(folder, "attention=history:BACKEND", "steps=1")).code == 0
-    monkeypatch.delitem(sys.modules, "history")
-    recorded = folder / ".hydra/hydra.yaml"  # the tests start every run in the same folder
-    began, moved = f"\n    cwd: {ROOT}\n", f"\n    cwd: {tmp_path}\n"
-    assert began in recorded.read_text()
-    recorded.write_text(recorded.read_text().replace(began, moved))
-    where = f"began in {tmp_path}"
-    answer = run(f"resume={folder}", "steps=2").complaint()
-    assert "history.py" in answer and "PYTHONPATH" in answer and where in answer
-    with pytest.raises(ValueError, match=where):
-        load_trained(folder / "checkpoint", read_run_config(folder), 257)
-    module.unlink()
-    answer = run(f"resume={folder}", "steps=2").complaint()
-    assert "history.py" in answer and where not in answer
 
 
 def test_a_folder_of_any_name_can_be_resumed(tmp_path):
@@ -526,3 +478,33 @@ def test_what_a_resume_replays_stays_what_was_asked_for(run_dir):
     for steps in (5, 6):
         assert run(f"resume={run_dir}", f"steps={steps}").code == 0
     assert recorded.read_text().splitlines() == [*asked_for, "- steps=6"]
+
+
+@pytest.fixture
+def run_of_before(tmp_path) -> Path:
+    """A run of commit ac47aec: no_rescale, six steps on the standard library."""
+    with tarfile.open(ROOT / "tests/assets/run_of_ac47aec.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    return tmp_path / "run_of_ac47aec"
+
+
+def test_a_run_of_before_is_read_and_not_resumed(run_of_before, capsys):
+    """A regression test: Hydra said that a key that went is not in RunConfig."""
+    before = contents(run_of_before)
+    for new in ((), ("steps=9", "attention=tiled")):
+        answer = run(f"resume={run_of_before}", *new).complaint()
+        assert str(run_of_before) in answer and "commit ac47aec" in answer
+    assert contents(run_of_before) == before
+    config = read_run_config(run_of_before)
+    assert (config.attention.name, config.attention.block_kv, config.steps) == ("no_rescale", 16, 6)
+
+    report.main([str(run_of_before)])
+    page = (run_of_before / "report.html").read_text()
+    assert "no_rescale block_kv=16" in page and "amage" not in page
+    sample.main([f"run={run_of_before}", "tokens=5", "prompt=def"])
+    assert "\ndef" in capsys.readouterr().out
+    out = run_of_before / "cross_eval.json"
+    cross_eval.main([str(run_of_before), "under=sdpa", f"out={out}", "device=cpu"])
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["trained_under"]["name"] == "no_rescale"
+    assert row["loss"] == pytest.approx(summary(run_of_before)["val/loss_exact"], abs=1e-3)

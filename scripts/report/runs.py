@@ -9,10 +9,9 @@ from typing import Any
 
 from scripts.runs import runs_below
 from scripts.tables import Row
-from training.record.files import read_metrics
+from training.record.files import read_mapping, read_metrics
 from training.record.names import attention_steps, name_runs
-from training.record.runs import is_stale, load_json
-from training.record.starts import load_yaml
+from training.record.runs import is_stale
 
 MIN_POINTS = 2  # least points of a curve
 
@@ -133,8 +132,8 @@ def _load(path: Path, summary: Row) -> Run:
     return Run(
         summary,
         metrics,
-        load_json(path / "env.json"),
-        load_yaml(path / "config.yaml").get("eval_sequences") or 0,
+        read_mapping(path / "env.json"),
+        read_mapping(path / "config.yaml").get("eval_sequences") or 0,
         "; ".join(_damages(path, summary, metrics)),
     )
 
@@ -143,7 +142,7 @@ def _damages(path: Path, summary: Row, metrics: list[Row]) -> Iterator[str]:
     """What is missing in a run's files. The sweep's index may still say how the run ended."""
     ran = summary["status"] not in ("failed", "unfinished", "oom")
     summary_exists = (path / "summary.json").exists()
-    if "status" not in load_json(path / "summary.json") and (ran or summary_exists):
+    if "status" not in read_mapping(path / "summary.json") and (ran or summary_exists):
         yield f"summary.json is {'unreadable' if summary_exists else 'missing'}"
     if not ran:
         return

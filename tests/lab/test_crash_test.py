@@ -13,7 +13,7 @@ from lab.crash_test import damage, is_one_line, main, same
 from tests.command import load_checkpoint
 from tests.training.test_checkpoint import save
 from training.record.checkpoint import CheckpointError
-from training.record.retention import newest_first
+from training.record.files import newest_first
 
 
 def test_one_bit_makes_another_run():

@@ -316,7 +316,7 @@ REFUSED = {
     "seq_len=64": ("seq_len=64", "inputs="),
     "layer=1": ("layer=1", "run=DIR"),
     "row=8": ("row=8",),
-    "run=nowhere": ("nowhere", "config.yaml"),
+    "run=nowhere": ("nowhere", "checkpoint"),
     "run=nowhere inputs=large": ("inputs=large", "run=nowhere"),
     "out=nowhere/page.html": ("out=nowhere/page.html",),
 }

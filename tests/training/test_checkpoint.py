@@ -1,11 +1,9 @@
-"""Checkpoints: exact resume, refusal by name, and survival of every kind of interruption."""
+"""Checkpoints: exact resume, refusal by name, which ones stay, and every kind of interruption."""
 
 import contextlib
-import errno
-import hashlib
 import json
+import logging
 import os
-import pickle
 import random
 import re
 import resource
@@ -17,15 +15,15 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.amp import GradScaler
 
-import training.record.checkpoint
 from config import OptimConfig
-from data.token_file import meta_checksum
-from tests.command import load_checkpoint, save_checkpoint
+from tests.command import load_checkpoint, same, save_checkpoint
 from training.loop.optimizer import build_optimizer
-from training.record.checkpoint import CheckpointError, Checkpoints, load_model_state, read_meta
+from training.record.checkpoint import Checkpoints, load_model_state
+from training.record.files import CheckpointError, newest_first, read_meta
 
 CONFIG = {
     "seed": 0,
@@ -142,19 +140,6 @@ def test_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path, scaled):
     assert scaler.get_scale() == whole[2].get_scale()
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_a_save_that_a_second_ctrl_c_ends_leaves_nothing(tmp_path, monkeypatch, background):
-    monkeypatch.setattr(
-        training.record.checkpoint, "rotate", mock.Mock(side_effect=KeyboardInterrupt)
-    )
-    with (
-        pytest.raises(KeyboardInterrupt),
-        Checkpoints(tmp_path, **new_parts(), background=background) as checkpoints,
-    ):
-        checkpoints.save(5, 60, last=True)
-    assert not list(tmp_path.iterdir())
-
-
 def test_optimizer_settings_are_the_callers(tmp_path):
     save(tmp_path)
     model = TiedModel()
@@ -167,8 +152,6 @@ def test_optimizer_settings_are_the_callers(tmp_path):
 
 
 def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
-    from safetensors.torch import load_file
-
     model, optimizer, scaler = build()
     save(tmp_path, model=model)
     stored = load_file(tmp_path / "checkpoint/model.safetensors")
@@ -185,15 +168,6 @@ def test_a_compiled_module_is_refused(tmp_path):
     compiled._orig_mod = TiedModel()
     with pytest.raises(AssertionError, match="torch.compile"):
         save(tmp_path, model=compiled)
-
-
-def test_a_second_save_replaces_the_first_and_leaves_nothing_else(tmp_path):
-    save(tmp_path, step=1)
-    folder = save(tmp_path, step=2)
-    assert folder == tmp_path / "checkpoint"
-    assert os.listdir(tmp_path) == ["checkpoint"]
-    assert sorted(os.listdir(folder)) == ["meta.json", "model.safetensors", "training.pt"]
-    assert read_meta(tmp_path)["step"] == 2
 
 
 def refusal(run_dir: Path, model: nn.Module | None = None, config: dict = CONFIG) -> str:
@@ -229,114 +203,6 @@ def alter(file: Path) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "training.pt"])
-@pytest.mark.parametrize(
-    "harm, said", [(truncate, "truncated"), (alter, "altered"), (Path.unlink, "missing")]
-)
-def test_a_damaged_file_is_named(tmp_path, name, harm, said):
-    path = save(tmp_path) / name
-    harm(path)
-    message = refusal(tmp_path)
-    assert message.startswith(str(path)) and said in message
-
-
-@pytest.mark.parametrize(
-    "content, said",
-    [
-        ("{torn", "cannot be read"),
-        ("[1, 2]", "another program"),
-        ("null", "another program"),
-        ('{"iteration": 7, "model_args": {}}', "another program"),
-        ('{"format": "tilegpt-checkpoint", "version": 99}', "version 99"),
-        ('{"format": "tilegpt-checkpoint", "version": 1, "step": 3}', "tokens, config, files"),
-        ("[" * 100_000 + "]" * 100_000, "nested"),
-        (None, "checkpoint of this program"),
-    ],
-    ids=["torn", "list", "null", "foreign", "newer", "incomplete", "deep", "missing"],
-)
-def test_a_meta_file_of_another_form_is_refused(tmp_path, content, said):
-    """A regression test: some of them ended in a traceback."""
-    folder = save(tmp_path)
-    if content is None:
-        (folder / "meta.json").unlink()
-    else:
-        (folder / "meta.json").write_text(content)
-    message = refusal(tmp_path)
-    assert str(folder) in message and re.search(said, message)
-
-
-def rewrite(folder: Path, **changed: object) -> None:
-    """Change meta.json, and its own checksum with it."""
-    path = folder / "meta.json"
-    meta = json.loads(path.read_text()) | changed
-    path.write_text(json.dumps(meta | {"sha256": meta_checksum(meta)}))
-
-
-TILED = [[0, "tiled"]]
-CRAFTED = {
-    "step": {"step": "four"},
-    "step-negative": {"step": -4},
-    "step-huge": {"step": 10**30},
-    "tokens": {"tokens": None},
-    "val_loss": {"val_loss": ["low"]},
-    "files-list": {"files": []},
-    "files-number": {"files": {"model.safetensors": 5}},
-    "files-elsewhere": {"files": {"../metrics.jsonl": {"bytes": 1, "sha256": ""}}},
-    "files-none": {"files": {}},
-    "config-number": {"config": 5},
-    "starts-number": {"starts": 5},
-    "starts-of-numbers": {"starts": [5]},
-    "starts-attention": {"starts": [{"step": 0, "attention": [[0]], "changed": {}}]},
-    "starts-changed": {"starts": [{"step": 0, "attention": TILED, "changed": {"seed": 1}}]},
-}
-
-
-@pytest.mark.parametrize("changed", CRAFTED.values(), ids=CRAFTED)
-def test_a_crafted_meta_file_is_refused_by_its_key(tmp_path, changed):
-    """A regression test: each was a traceback."""
-    rewrite(save(tmp_path), **changed)
-    (key,) = changed
-    said = "model.safetensors, training.pt" if changed == {"files": {}} else key
-    assert said in refusal(tmp_path)
-
-
-class Harm:
-    """An object whose unpickling would run code."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self):
-        return (Path.touch, (self.path,))
-
-
-STATES = {
-    "list": lambda state: [1, 2],
-    "empty": lambda state: {},
-    "optimizer": lambda state: state | {"optimizer": 5},
-    "random": lambda state: state | {"random": {"python": 3}},
-}
-
-
-@pytest.mark.parametrize("kind", [*STATES, "pickle", "words", "weights"])
-def test_a_crafted_state_is_refused_and_not_run(tmp_path, kind):
-    """A regression test: PyTorch ended with a traceback. It never ran the code inside."""
-    folder = save(tmp_path)
-    path = folder / ("model.safetensors" if kind == "weights" else "training.pt")
-    if kind in STATES:
-        torch.save(STATES[kind](torch.load(path, weights_only=True)), path)
-    else:
-        words = b"words that are no weights"
-        path.write_bytes(pickle.dumps(Harm(tmp_path / "harm")) if kind == "pickle" else words)
-    files = read_meta(tmp_path)["files"]
-    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-    rewrite(folder, files=files | {path.name: {"bytes": path.stat().st_size, "sha256": sha256}})
-    # the weights are loaded before a state that is of another form is seen
-    with pytest.raises(CheckpointError, match=path.name):
-        load_checkpoint(tmp_path, **new_parts())
-    assert not (tmp_path / "harm").exists()
-
-
 def with_model(**changed) -> dict:
     return CONFIG | {"model": CONFIG["model"] | changed}
 
@@ -346,7 +212,6 @@ def with_model(**changed) -> dict:
     [
         ({"num_layers": 6, "hidden_size": 16}, {"num_layers": 2}),
         ({"max_seq_len": 32}, {"max_seq_len": 16}),
-        ({"bias": False}, {"bias": None}),  # of a later version
     ],
 )
 def test_the_first_differing_setting_is_named(tmp_path, changed, then):
@@ -357,7 +222,7 @@ def test_the_first_differing_setting_is_named(tmp_path, changed, then):
 
 
 def test_settings_that_change_no_weight_may_differ(tmp_path):
-    save(tmp_path, config=with_model(positions="rope", offload=False))  # of an older version
+    save(tmp_path, config=with_model(positions="rope"))
     now = with_model(positions="rope", name="other", dropout=0.0, max_seq_len=64)
     assert load_checkpoint(tmp_path, **new_parts() | {"config": now})["step"] == 3
 
@@ -365,53 +230,288 @@ def test_settings_that_change_no_weight_may_differ(tmp_path):
 def test_differing_weights_are_named(tmp_path):
     save(tmp_path)
     for name, model in {
-        "vocab_size is 11 .* 12 now": TiedModel(vocab_size=12),
-        r"embedding.weight is \(11, 8\) float32 .* \(11, 16\)": TiedModel(hidden_size=16),
-        r"output.weight is absent .* \(11, 8\)": TiedModel(tied=False),
+        r"embedding.weight is \(11, 8\) .* \(12, 8\) now": TiedModel(vocab_size=12),
+        r"output.weight is None .* \(11, 8\)": TiedModel(tied=False),
     }.items():
         assert re.search(name, refusal(tmp_path, model))
 
 
+@pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("limit", [200, 5000], ids=["weights", "training-end"])
-def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path, limit):
+def test_a_full_disk_is_said_and_keeps_the_last_good_checkpoint(tmp_path, limit, background):
+    """In the background, the next save or the end of the run says so."""
     save(tmp_path, step=1)
     assert limit < (tmp_path / "checkpoint/training.pt").stat().st_size
     with file_size(limit), pytest.raises(OSError, match=f"{tmp_path}.* GiB free"):
-        save(tmp_path, step=2)
+        save_in(tmp_path, {2: None}, background=background)
     assert os.listdir(tmp_path) == ["checkpoint"]
     assert load_checkpoint(tmp_path, **new_parts())["step"] == 1
-    save(tmp_path, step=3)
-    assert read_meta(tmp_path)["step"] == 3
 
 
-@pytest.mark.parametrize(
-    ("error", "way_out"),
-    [
-        (OSError(errno.ENOSPC, "No space left on device"), "free some space"),
-        (RuntimeError("I/O error: File too large (os error 27)"), "ulimit -f"),
-        (RuntimeError("enforce fail: unexpected pos"), "ulimit -f.*quota"),
-        (OSError(errno.EDQUOT, "Disk quota exceeded"), "quota"),
-        (PermissionError(errno.EACCES, "Permission denied"), "denied$"),
-    ],
-)
-def test_what_to_do_when_a_checkpoint_cannot_be_written(tmp_path, monkeypatch, error, way_out):
-    """A regression test: it asked for free space even if only a limit was too low."""
-    monkeypatch.setattr(torch, "save", mock.Mock(side_effect=error))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: mock.Mock(free=10**9))
-    with pytest.raises(OSError, match=f"cannot write.*{way_out}"):
-        save_checkpoint(tmp_path, step=1, tokens=1, **new_parts())
+def test_a_full_disk_hides_no_other_error(tmp_path, caplog):
+    with (
+        file_size(2000),
+        pytest.raises(RuntimeError, match="of the training"),
+        Checkpoints(tmp_path, **new_parts(), background=True) as checkpoints,
+    ):
+        checkpoints.save(1, 100)
+        raise RuntimeError("of the training")
+    assert f"checkpoint to {tmp_path}" in caplog.text
 
 
-def test_an_output_folder_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="cannot write"):
-        save(tmp_path / "file")
+def test_a_run_folder_that_was_deleted_is_not_created_again(tmp_path):
+    """A regression test: a checkpoint was left alone in a folder without settings."""
+    shutil.rmtree(tmp_path)
+    with pytest.raises(OSError, match=str(tmp_path)):
+        save(tmp_path)
+    assert not tmp_path.exists()
 
 
-def test_meta_is_plain_json(tmp_path):
-    meta = json.loads((save(tmp_path) / "meta.json").read_text())
-    assert set(meta["files"]) == {"model.safetensors", "training.pt"}
-    assert (
-        torch.load(tmp_path / "checkpoint/training.pt", weights_only=True)["random"]["torch"].dtype
-        == torch.uint8
-    )
+def save_in(run_dir: Path, losses: dict[int, float | None], *, background: bool = False) -> None:
+    """A checkpoint for every step of `losses`, whose weights tell the step."""
+    parts = new_parts()
+    with Checkpoints(run_dir, **parts, background=background) as checkpoints:
+        for step, loss in losses.items():
+            parts["model"].embedding.weight.data.fill_(step)
+            checkpoints.save(step, step * 100, loss)
+
+
+def steps(run_dir: Path) -> dict[str, int]:
+    """The step whose weights each folder of the run holds."""
+    found = {}
+    for folder in newest_first(run_dir):
+        model = TiedModel()
+        step = load_model_state(folder, model)["step"]
+        assert (model.embedding.weight == step).all()
+        found[folder.name] = step
+    assert found.keys() == set(os.listdir(run_dir))
+    return found
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_latest_the_one_before_and_the_best_stay(tmp_path, background):
+    save_in(tmp_path, {100: 3.0, 200: 2.0, 300: 2.5, 400: None, 500: 2.25}, background=background)
+    assert steps(tmp_path) == {
+        "checkpoint": 500,
+        "checkpoint.previous": 400,
+        "checkpoint.best": 200,
+    }
+
+
+def test_without_an_evaluation_there_is_no_best(tmp_path):
+    save_in(tmp_path, {1: None, 2: float("nan"), 3: float("inf")})
+    assert steps(tmp_path) == {"checkpoint": 3, "checkpoint.previous": 2}
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_the_best_takes_no_room_of_its_own_where_there_are_hard_links(tmp_path, monkeypatch, links):
+    if not links:
+        monkeypatch.setattr(os, "link", mock.Mock(side_effect=OSError("not permitted")))
+    save_in(tmp_path, {1: 2.0})
+    assert steps(tmp_path) == {"checkpoint": 1, "checkpoint.best": 1}
+    for name in ("model.safetensors", "training.pt", "meta.json"):
+        pair = (tmp_path / "checkpoint.best" / name, tmp_path / "checkpoint" / name)
+        assert pair[0].samefile(pair[1]) == links
+
+
+def foreign(file: Path) -> None:
+    file.write_text('{"iteration": 7, "model_args": {}}')
+
+
+HARMS = [
+    ("model.safetensors", truncate),
+    ("model.safetensors", Path.unlink),
+    ("training.pt", alter),
+    ("metrics.jsonl", alter),
+    ("meta.json", truncate),
+    ("meta.json", foreign),
+    ("meta.json", Path.unlink),
+]
+
+
+@pytest.mark.parametrize("name, harm", HARMS)
+def test_a_damaged_one_is_passed_over_for_the_one_before_in_one_line(tmp_path, caplog, name, harm):
+    """Nothing is deleted, and the next save does not replace the one that was whole."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    start = [{"step": 0, "started": 0.0, "data": "text"}]
+    parts = new_parts()
+    for step in (100, 200):
+        checkpoints = Checkpoints(tmp_path, **parts)
+        checkpoints.starts = start
+        checkpoints.save(step, 0)
+    harm(tmp_path / "checkpoint" / name)
+    before = sorted(tmp_path.rglob("*"))
+    with caplog.at_level(logging.WARNING):
+        checkpoints = Checkpoints(tmp_path, **parts)
+        folder, meta = checkpoints.load()
+    assert (folder, meta["step"]) == (tmp_path / "checkpoint.previous", 100)
+    (said,) = caplog.messages
+    assert str(tmp_path / "checkpoint") in said and name in said and "\n" not in said
+    assert str(folder) in said and sorted(tmp_path.rglob("*")) == before
+    checkpoints.save(300, 0)
+    assert [read_meta(folder)["step"] for folder in newest_first(tmp_path)] == [300, 100]
+
+
+def test_a_newer_format_is_refused(tmp_path):
+    path = save(tmp_path) / "meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 99}))
+    assert "version 99" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("byte", range(0, 900, 100))
+def test_no_altered_byte_of_the_meta_file_goes_unseen(tmp_path, byte):
+    """A flipped bit in the number of the step, say, would be a wrong resume."""
+    path = save(tmp_path, step=123456) / "meta.json"
+    said, content = read_meta(tmp_path), bytearray(path.read_bytes())
+    content[byte % len(content)] ^= 1
+    path.write_bytes(content)
+    with contextlib.suppress(CheckpointError):
+        assert read_meta(tmp_path) == said  # only white space may differ
+
+
+def test_where_all_are_damaged_the_refusal_names_the_latest(tmp_path):
+    save_in(tmp_path, {100: 1.0, 200: 2.0})
+    for folder in newest_first(tmp_path):
+        truncate(folder / "training.pt")
+    before = sorted(tmp_path.rglob("*"))
+    assert str(tmp_path / "checkpoint/training.pt") in refusal(tmp_path)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_where_only_the_best_is_left_a_run_goes_on_from_it_and_says_so(tmp_path, caplog):
+    """But nobody else takes it for the latest, unless its folder is named."""
+    save_in(tmp_path, {100: 1.0, 200: 2.0})
+    for name in ("checkpoint", "checkpoint.previous"):
+        shutil.rmtree(tmp_path / name)
+    with caplog.at_level(logging.WARNING):
+        assert load_checkpoint(tmp_path, **new_parts())["step"] == 100
+    assert f"{tmp_path}/checkpoint.best" in caplog.text
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        read_meta(tmp_path)
+    assert read_meta(tmp_path / "checkpoint.best")["step"] == 100
+
+
+def test_a_best_one_that_the_run_went_back_behind_is_not_kept(tmp_path):
+    save_in(tmp_path, {100: 3.0, 200: 1.0})
+    alter(tmp_path / "checkpoint/model.safetensors")  # the best is a link to it
+    checkpoints = Checkpoints(tmp_path, **new_parts())
+    assert checkpoints.load()[1]["step"] == 100
+    checkpoints.save(150, 15000, 2.0)
+    assert {folder.name: read_meta(folder)["step"] for folder in newest_first(tmp_path)} == {
+        "checkpoint": 150,
+        "checkpoint.best": 150,
+        "checkpoint.previous": 100,
+    }
+
+
+def cut_off(moments: int, run_dir: Path) -> int:
+    """Save step 300 in a process that dies before its call number `moments` of the file system,
+    counted from 0; its exit code.
+    """
+
+    def cut(call):
+        def counted(*arguments, **options):
+            nonlocal moments
+            if moments == 0:
+                os._exit(9)
+            moments -= 1
+            return call(*arguments, **options)
+
+        return counted
+
+    pid = os.fork()
+    if pid == 0:
+        try:
+            for owner, name in (
+                (Path, "rename"),
+                (Path, "mkdir"),
+                (os, "link"),
+                (shutil, "rmtree"),
+            ):
+                setattr(owner, name, cut(getattr(owner, name)))
+            save_in(run_dir, {300: 0.5})
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_kill_between_any_two_steps_of_a_save(tmp_path):
+    """What can be gone on from is the old checkpoint or the new one, and so is the best."""
+    (tmp_path / "old").mkdir()
+    save_in(tmp_path / "old", {100: 1.0, 200: 2.0})
+    moments, code, best = 0, 9, set()
+    while code == 9:
+        run_dir = tmp_path / "run"
+        shutil.rmtree(run_dir, ignore_errors=True)
+        shutil.copytree(tmp_path / "old", run_dir)
+        code = cut_off(moments, run_dir)
+        last = load_checkpoint(run_dir, **new_parts())["step"]
+        assert last in (200, 300)
+        if (run_dir / "checkpoint.best").is_dir():
+            best.add(load_model_state(run_dir / "checkpoint.best", TiedModel())["step"])
+        checkpoints = Checkpoints(run_dir, **new_parts())
+        checkpoints.load()
+        checkpoints.save(400, 40000)
+        assert read_meta(run_dir)["step"] == 400
+        moments += 1
+    assert code == 0 and moments > 8 and last == 300 and best == {100, 300}
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_that_a_second_ctrl_c_ends_leaves_nothing(tmp_path, monkeypatch, background):
+    monkeypatch.setattr(Path, "rename", mock.Mock(side_effect=KeyboardInterrupt))
+    with (
+        pytest.raises(KeyboardInterrupt),
+        Checkpoints(tmp_path, **new_parts(), background=background) as checkpoints,
+    ):
+        checkpoints.save(5, 60, last=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_background_save_is_of_its_moment(tmp_path):
+    """Weights change in place before the writer has got through them."""
+    model = nn.Linear(1024, 1024)
+    parts = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "scaler": None}
+    then = model.weight.detach().clone()
+    with Checkpoints(tmp_path, model=model, **parts, config=CONFIG, background=True) as saves:
+        saves.save(1, 100)
+        model.weight.data.zero_()
+    stored = load_file(tmp_path / "checkpoint/model.safetensors")
+    assert torch.equal(stored["weight"], then)
+
+
+def test_the_last_save_is_there_when_it_returns(tmp_path):
+    with Checkpoints(tmp_path, **new_parts(), background=True) as saves:
+        saves.save(1, 100)
+        saves.save(2, 200, last=True)
+        found = [read_meta(folder)["step"] for folder in newest_first(tmp_path)]
+        assert found == [2, 1]
+
+
+@pytest.mark.gpu
+def test_a_gpu_saves_behind_the_training(tmp_path):
+    """The state of the moment, though the next steps are already queued; loaded bit for bit."""
+    model = nn.Linear(4096, 4096).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    parts = {"model": model, "optimizer": optimizer, "scaler": None, "config": {}}
+
+    def step() -> None:
+        model(torch.randn(64, 4096, device="cuda")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with Checkpoints(tmp_path, **parts) as saves:
+        assert saves.background
+        then = [tensor.clone() for tensor in model.parameters()]
+        moments = [value["exp_avg"].clone() for value in optimizer.state.values()]
+        saves.save(1, 1)
+        for _ in range(20):
+            step()
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    with Checkpoints(tmp_path, **parts) as saves:
+        saves.load()
+    assert same(then, [tensor.detach() for tensor in model.parameters()])
+    assert same(moments, [value["exp_avg"] for value in optimizer.state.values()])
+    step()

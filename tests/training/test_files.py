@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from training.record.files import MetricsFile, layout, read_metrics, write_json
+from training.record.files import MetricsFile, read_mapping, read_metrics, write_json
 
 
 def strict_loads(text: str):
@@ -46,46 +46,41 @@ def test_nonfinite_values_become_null_and_are_named(tmp_path):
     }
 
 
-def test_json_has_a_line_for_each_row():
-    row = {"attention": "naive", "settings": ["seed=0"]}
-    curve = {"step": list(range(200)), "loss": [0.5] * 200}
-    value = {"environment": {"gpu": None}, "rows": [row] * 20, "runs": [row | {"curve": curve}]}
-    text = layout(value)
-    assert json.loads(text) == value
-    # a row fits; the run does not, and has a line for each part of its curve
-    assert text.count("\n") == 34 and ' "step": [0, 1, 2,' in text
-    assert layout({}) == "{}" and json.loads(layout({1: value, None: []})) == {
-        "1": value,
-        "null": [],
-    }
-
-
-def test_truncation_drops_later_rows_and_a_torn_line(tmp_path):
+def test_torn_lines_are_left_out(tmp_path):
     file = MetricsFile(tmp_path / "metrics.jsonl")
-    for step in (10, 20, 30):
+    for step in (10, 20):
         file.write({"step": step, "train/loss": 1 / step})
     with file.path.open("a") as handle:
         handle.write('{"step": 40, "train/lo')
-    assert [row["step"] for row in read_metrics(file.path)] == [10, 20, 30]
-    MetricsFile(file.path).go_back_to(20, tmp_path / "none")
-    file.write({"step": 25})
-    kept = [strict_loads(line)["step"] for line in file.path.read_text().splitlines()]
-    assert kept == [10, 20, 25]
+    assert [row["step"] for row in read_metrics(file.path)] == [10, 20]
 
 
-@pytest.mark.parametrize("victim", ["write_json", "go_back_to"])
-def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch, victim):
-    file = MetricsFile(tmp_path / "file")
+def test_a_deleted_file_is_not_begun_again(tmp_path):
+    """A regression test: the run went on with the later rows alone."""
+    file = MetricsFile(tmp_path / "metrics.jsonl")
     file.write({"step": 1})
-    before = file.path.read_text()
+    file.path.unlink()
+    with pytest.raises(OSError, match=rf"{file.path} was deleted.* lost"):
+        file.write({"step": 2})
+    assert not file.path.exists()
+
+
+def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "summary.json"
+    write_json(path, {"a": 1})
 
     def no_space(descriptor):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", no_space)
-    with pytest.raises(OSError):
-        if victim == "write_json":
-            write_json(file.path, {"a": 1})
-        else:
-            file.go_back_to(0, tmp_path / "none")
-    assert file.path.read_text() == before
+    with pytest.raises(OSError, match=f"{path} .*No space left"):
+        write_json(path, {"a": 2})
+    assert read_mapping(path) == {"a": 1} and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("name", ["env.json", "config.yaml"])
+@pytest.mark.parametrize("content", [None, b"", b"{torn", b"[1]", b"\xff\xfe", b"null"])
+def test_what_is_no_mapping_is_read_as_nothing(tmp_path, name, content):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    assert read_mapping(tmp_path / name) == {}

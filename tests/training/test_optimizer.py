@@ -217,12 +217,14 @@ def test_a_run_with_muon_goes_on_to_the_bit(tmp_path):
 
 @pytest.mark.parametrize(("saved", "now"), [("muon", "adamw"), ("adamw", "muon")])
 def test_the_state_of_another_optimizer_is_refused_in_one_line(tmp_path, saved, now):
-    model, parts = build_gpt(), {"scaler": None, "config": {}}
+    model = build_gpt()
     optimizer = build_optimizer(model, OptimConfig(name=saved, lr=0.01))
     train(model, optimizer, range(1))
+    parts = {"scaler": None, "config": {"optim": {"name": saved}}}
     save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=1, tokens=1, **parts)
+    parts["config"] = {"optim": {"name": now}}
     other = build_optimizer(model, OptimConfig(name=now, lr=0.01))
-    with pytest.raises(CheckpointError, match="optimizer"):
+    with pytest.raises(CheckpointError, match=f"optim={saved}"):
         load_checkpoint(tmp_path, model=model, optimizer=other, **parts)
 
 

@@ -1,29 +1,34 @@
-"""Reading the settings of a run that an older version wrote."""
+"""Reading the settings of a run that an older version made, out of its checkpoint."""
+
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from config import RunConfig
+from tests.training.test_checkpoint import save
 from training.loop.trained import read_run_config
 
 
-def written(folder, *settings):
-    """config.yaml of a run with these settings, among them keys of an older version."""
-    config = OmegaConf.create(OmegaConf.to_yaml(OmegaConf.structured(RunConfig)))
-    OmegaConf.save(
-        OmegaConf.merge(config, OmegaConf.from_dotlist(list(settings))), folder / "config.yaml"
-    )
+def saved(folder: Path, **groups: dict) -> Path:
+    """A checkpoint whose settings have these too."""
+    settings = asdict(RunConfig(seq_len=77))
+    for name, changed in groups.items():
+        settings[name] |= changed
+    save(folder, config=settings | {"keep": 3})
+    return folder
 
 
-def test_keys_that_went_and_were_not_used_are_left_out(tmp_path):
+def test_keys_that_went_are_left_out_if_the_weights_do_not_mean_another_model(tmp_path):
     """A regression test: every run of the version before had such keys, and no script read it."""
-    old = "model.chunk_tokens=null", "model.offload=false"
-    written(tmp_path, *old, "seq_len=77", "attention.options.dropped=false")
-    found = read_run_config(tmp_path)
+    former = {"model": {"gone": False, "init_std": 0.02}, "optim": {"gone": 0.5}}
+    run = saved(tmp_path, **former, attention={"options": {"dropped": False}})
+    found = read_run_config(run)
     assert (found.seq_len, found.attention.options) == (77, {"dropped": False})
 
 
-def test_a_key_that_went_and_was_used_is_named(tmp_path):
-    written(tmp_path, "model.offload=true")
-    with pytest.raises(ValueError, match="offload"):
-        read_run_config(tmp_path)
+@pytest.mark.parametrize("key, value", [("model.gone", True), ("attention.gone", [8, None])])
+def test_a_key_that_went_and_was_used_is_named(tmp_path, key, value):
+    group, _, name = key.partition(".")
+    with pytest.raises(ValueError, match=key):
+        read_run_config(saved(tmp_path, **{group: {name: value}}))

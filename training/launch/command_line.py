@@ -24,7 +24,7 @@ from config import RunConfig, register, setting_keys
 from training.launch.interrupt import Ending, reader_may_leave
 from training.loop.ranks import leave, of_environment
 from training.own_modules import ROOT
-from training.record.retention import no_run
+from training.record.files import check_version, no_run
 
 CONF = ROOT / "conf"
 
@@ -211,6 +211,7 @@ def replay_overrides(arguments: list[str]) -> list[str]:
             f"resume={resume} must name one run; to go on with a sweep, give its command again "
             "with its hydra.sweep.dir=FOLDER"
         )
+    check_version(Path(resume))
     recorded = recorded_overrides(Path(resume))
     folder = given.get("hydra.run.dir", resume)
     if os.path.realpath(folder) != os.path.realpath(resume):

@@ -11,8 +11,7 @@ from typing import IO, Any
 from omegaconf import read_write
 
 from training.launch.command_line import as_written
-from training.record.files import try_folder
-from training.record.retention import LATEST, META
+from training.record.files import LATEST, META, try_folder
 
 LOCK = ".lock"
 # what may be there before a run: an old lock, and the file to which a launcher sends the output

@@ -20,9 +20,8 @@ from hydra.experimental.callback import Callback
 from training.launch.command_line import quoted
 from training.launch.folders import Taken, claim, claim_run, folder_of
 from training.loop.ranks import of_environment
-from training.record.files import Row, write_file, write_json
+from training.record.files import Row, newest_first, read_mapping, write_file, write_json
 from training.record.names import name_runs
-from training.record.retention import load_json, newest_first
 from training.record.runs import (
     INDEX,
     not_started,
@@ -88,7 +87,7 @@ class SweepSummary(Callback):
         if job_return.status.name == "FAILED":  # main() raised an error
             record_failure(run_dir, str(job_return._return_value))
         # Ctrl-C ends the whole sweep, not only the job that caught it
-        row = load_json(run_dir / "summary.json")
+        row = read_mapping(run_dir / "summary.json")
         if row.get("status") == "interrupted" or row.get("stopped"):
             if self.sweep_file is not None:  # no sweeper of ours finishes it
                 finish_sweep(self.folder, 130)
@@ -139,7 +138,7 @@ def begun(folder: Path, jobs: list[Row]) -> Iterator[list[list[str]]]:
 def start(sweep: Path, job: Row) -> list[str]:
     """The overrides by which a job starts or resumes in its folder; none if it has a result."""
     run_dir = sweep / job["dir"]
-    if load_json(run_dir / "summary.json").get("status") in RESULTS:
+    if read_mapping(run_dir / "summary.json").get("status") in RESULTS:
         return []
     own = [f"hydra.sweep.subdir={quoted(job['dir'])}"]
     if run_dir.is_dir():

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from attention import Backend
 from config import RunConfig
@@ -14,9 +15,23 @@ from data import TrainingData, build_data
 from model import GPT
 from training.loop.device import autocast_to, pick_device, pick_dtype
 from training.loop.schedule import backend_after, chosen_attention
-from training.record.checkpoint import load_model_state, read_meta
-from training.record.retention import no_run, run_of
-from training.record.starts import where_it_began
+from training.record.checkpoint import load_model_state
+from training.record.files import (
+    Row,
+    commit_of,
+    newest_first,
+    no_run,
+    read_mapping,
+    read_meta,
+    run_of,
+)
+from training.record.starts import differences, warn_of_edits
+
+# settings that say what the weights compute, and on which data
+MEANING = ("attention.", "model.", "data.", "tokenizer.")
+# former settings among these that never said that
+SILENT = ("attention.splits", "attention.impl", "attention.detach_max", "model.init_std")
+SILENT += ("data.streaming", "data.fingerprint", "data.cache_dir")
 
 
 class Trained(NamedTuple):
@@ -29,33 +44,39 @@ class Trained(NamedTuple):
 
 
 def read_run_config(run: Path) -> RunConfig:
-    """The settings in RUN/config.yaml. Raises ValueError where there are none."""
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
+    """The settings in a run's checkpoint, under which its weights were trained.
 
-    run = run_of(run)
-    path = run / "config.yaml"
-    if not path.is_file():
-        raise ValueError(no_run(run, "config.yaml"))
-    try:
-        known, settings = OmegaConf.structured(RunConfig), OmegaConf.load(path)
-        for group in settings:
-            if group in known:
-                drop_unset(settings[group], known[group])
-        return OmegaConf.to_object(OmegaConf.merge(known, settings))
-    except (OmegaConfBaseException, YAMLError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"{path} is not the configuration of a run: {reason}") from error
-
-
-def drop_unset(settings: Any, known: Any) -> None:
-    """Take out keys that a group of RunConfig no longer has, if the run did not use them: null or
-    false.
+    A config.yaml beside it that says otherwise is named in a warning. Raises ValueError where there
+    is no checkpoint, and for a setting of an older version that this one cannot follow.
     """
-    if isinstance(settings, DictConfig) and is_dataclass(OmegaConf.get_type(known)):
-        for name in settings.keys() - known.keys():
-            if settings[name] in (None, False):
-                del settings[name]
+    if not newest_first(run):
+        raise ValueError(no_run(run, "checkpoint"))
+    meta, run_dir = read_meta(run), run_of(run)
+    try:
+        settings = _still_there(meta["config"], RunConfig())
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), settings))
+    except (ValueError, OmegaConfBaseException) as error:
+        raise ValueError(
+            f"{run} is a run of commit {commit_of(meta, run_dir)}, whose settings this version "
+            f"does not take: {str(error).splitlines()[0]}"
+        ) from error
+    warn_of_edits(run_dir, differences(read_mapping(run_dir / "config.yaml"), meta["config"]))
+    return config
+
+
+def _still_there(settings: Row, known: Any, group: str = "") -> Row:
+    """The settings without those that RunConfig no longer has. Raises ValueError for one that was
+    in use and says what the weights compute, or on which data.
+    """
+    kept = {}
+    for name, value in settings.items():
+        key = f"{group}{name}"
+        if hasattr(known, name):
+            inner = getattr(known, name)
+            kept[name] = _still_there(value, inner, f"{key}.") if is_dataclass(inner) else value
+        elif key.startswith(MEANING) and value and key not in SILENT:
+            raise ValueError(f"there is no {key} any more, and it was {value}")
+    return kept
 
 
 def data_of(config: RunConfig) -> TrainingData:
@@ -75,13 +96,13 @@ def load_trained(
     dtype = pick_dtype(config.dtype, device)
     step = read_meta(run)["step"]
     # built with the run's own attention, whose parameters are among the weights
-    try:
-        schedule = chosen_attention(config.attention)
-    except ValueError as error:
-        raise ValueError(f"{error}{where_it_began(error, run_of(run))}") from error
-    made = {"backend": backend_after(schedule, step)}
-    made |= {"vocab_size": vocab_size, "attention": config.attention}
-    model = GPT(config.model, **made).to(device)
+    schedule = chosen_attention(config.attention)
+    model = GPT(
+        config.model,
+        vocab_size=vocab_size,
+        backend=backend_after(schedule, step),
+        attention=config.attention,
+    ).to(device)
     load_model_state(run, model)
     if backend is not None:
         model.backend = backend

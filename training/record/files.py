@@ -1,25 +1,43 @@
-"""Writes the files of a run: metrics.jsonl row by row, other files so that each is always whole.
+"""The files of a run: metrics.jsonl row by row, other files and folders so that each is always
+whole, and which checkpoints there are.
+
+    RUN/checkpoint/             the latest
+    RUN/checkpoint.previous/    the one before it
+    RUN/checkpoint.best/        the one with the lowest val/loss
 
 Every file is strict JSON. NaN and infinity, which JSON lacks, become null, and the names of those
-values are listed beside them as "nonfinite".
+values are listed beside them as "nonfinite". Nothing here imports torch.
 """
 
 import contextlib
 import errno
-import hashlib
 import json
-import logging
 import math
 import os
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Executor
+from contextlib import contextmanager
+from glob import glob
 from pathlib import Path
 from typing import Any
 
-log = logging.getLogger("tilegpt")
+import yaml
+
+from data.token_file import meta_checksum, sync
 
 Row = dict[str, Any]  # an object of a JSON file
+
+LATEST, PREVIOUS, BEST = "checkpoint", "checkpoint.previous", "checkpoint.best"
+FRESH = f"{LATEST}.tmp"  # a checkpoint that is being written
+META, FORMAT = "meta.json", "tilegpt-checkpoint"
+# a new number for every change of what a setting is called or means: scripts read the weights of
+# older versions, and a resume takes only this one
+VERSION = 2
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used, with the reason in one line."""
 
 
 class MetricsFile:
@@ -31,26 +49,17 @@ class MetricsFile:
         self.path.touch()
 
     def write(self, row: Row) -> None:
+        if not self.path.is_file():  # opening would create it again, without the earlier rows
+            raise OSError(
+                f"{self.path} was deleted while the run wrote to it: what the run did since its "
+                "last checkpoint is lost"
+            )
         # opened per row: a row costs microseconds, and no handle outlives a run that fails
         try:
             with self.path.open("a") as file:
                 file.write(json.dumps(strict(row), allow_nan=False) + "\n")
         except OSError as error:
             raise OSError(f"{self.path} cannot be written: {error}") from error
-
-    def go_back_to(self, step: int, saved: Path) -> None:
-        """Drop rows of later steps and a torn last line, because a resumed run writes them again.
-
-        `saved` is the copy in the checkpoint of that step. If it exists, its rows replace those of
-        this file, which may have been damaged since.
-        """
-        rows = [row for row in read_metrics(self.path) if row["step"] <= step]
-        if saved.is_file() and (before := read_metrics(saved)) != rows:
-            log.warning(
-                f"{self.path} was damaged: its rows up to step {step} are put back from {saved}"
-            )
-            rows = before
-        write_file(self.path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def read_metrics(path: Path) -> list[Row]:
@@ -73,29 +82,108 @@ def parse_rows(lines: Iterable[str]) -> Iterator[Row]:
             yield row
 
 
+def read_mapping(path: Path) -> Row:
+    """The mapping in a .json or .yaml file; {} if it is damaged or missing."""
+    try:
+        content = path.read_bytes()
+        value = json.loads(content) if path.suffix == ".json" else yaml.safe_load(content)
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def newest_first(run_dir: Path) -> list[Path]:
+    """The folders of the run's checkpoints, whole or not, latest first.
+
+    For the folder of one checkpoint: that folder alone.
+    """
+    if os.path.isfile(run_dir / META):  # pathlib raises errors for a name that is too long
+        return [run_dir]
+    found = [run_dir / name for name in (LATEST, PREVIOUS, BEST)]
+    found = [folder for folder in found if os.path.isdir(folder)]
+    return sorted(found, key=lambda folder: (folder.name != LATEST, -step_of(folder)))
+
+
+def step_of(folder: Path) -> int:
+    """The step of a checkpoint; -1 if its meta.json does not tell it."""
+    step = read_mapping(folder / META).get("step")
+    return step if isinstance(step, int) else -1
+
+
+def latest(run_dir: Path) -> Path:
+    """RUN/checkpoint/, or the one before it if a save died between its two renames.
+
+    For the folder of one checkpoint: that folder. Raises CheckpointError if there is none.
+    """
+    for folder in newest_first(run_dir):
+        if folder.name != BEST or folder == run_dir:
+            return folder
+    raise CheckpointError(
+        f"{run_dir} holds no checkpoint: there is no folder {run_dir / LATEST}; a run that "
+        "was stopped before its first checkpoint is started anew"
+    )
+
+
+def read_meta(run_dir: Path) -> Row:
+    """The meta.json of a run's latest checkpoint; see meta_of()."""
+    return meta_of(latest(run_dir))
+
+
+def meta_of(folder: Path) -> Row:
+    """The meta.json of a checkpoint. Raises CheckpointError unless it is as it was written."""
+    meta = read_mapping(folder / META)
+    if meta.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{folder} is not a checkpoint of this program: {META} is missing, damaged or another's"
+        )
+    if meta.get("version", 0) > VERSION:
+        raise CheckpointError(
+            f"{folder} has version {meta['version']} of the format; this program reads versions up "
+            f"to {VERSION}"
+        )
+    if meta.get("sha256") != meta_checksum(meta):
+        raise CheckpointError(f"{folder / META} was altered: it has not the SHA-256 it names")
+    return meta
+
+
+def check_version(run_dir: Path) -> None:
+    """Raise CheckpointError if an older version of this program trained the run."""
+    for folder in newest_first(run_dir)[:1]:
+        meta = read_mapping(folder / META)
+        if meta.get("format") == FORMAT and meta.get("version") != VERSION:
+            raise CheckpointError(
+                f"resume={run_dir}: it is a run of commit {commit_of(meta, run_dir)}, which has "
+                "other settings; check out that commit to resume it. scripts.sample, report and "
+                "cross_eval read it as it is"
+            )
+
+
+def commit_of(meta: Row, run_dir: Path) -> str | None:
+    """The commit that wrote a checkpoint, by its last start or by RUN/env.json."""
+    starts = meta.get("starts") or [{}]
+    return starts[-1].get("commit") or read_mapping(run_dir / "env.json").get("commit")
+
+
+def run_of(folder: Path) -> Path:
+    """The run directory of a checkpoint's folder; a run directory is returned as it is."""
+    return folder.parent if os.path.isfile(folder / META) else folder
+
+
+def no_run(folder: Path, lacks: str) -> str:
+    """Why a folder without the file `lacks` is not a run directory, and which folder may be."""
+    hint = ""
+    # a run lies in outputs/DAY/TIME; pathlib raises errors for a name that is too long
+    found = (sorted(glob(f"{below}/{lacks}", root_dir=folder)) for below in ("*", "*/*"))
+    if runs := next(filter(None, found), None):
+        hint = f"; it holds runs, such as {(folder / runs[0]).parent}"
+    elif (run := run_of(folder)) != folder:
+        hint = f"; it is a checkpoint of the run {run}"
+    return f"{folder} is not a run directory: it has no {lacks}{hint}"
+
+
 def write_json(path: Path, obj: Row) -> None:
     """Write one JSON object so that a reader finds the old file or the new one, whole."""
-    write_file(path, layout(strict(obj)) + "\n")
-
-
-def layout(value: Any, depth: int = 0) -> str:
-    """JSON with one row per line, so that a diff shows the rows that changed. A value is one row if
-    it fits in 600 characters or holds no list or object; else each of its parts starts a line.
-    """
-    line = json.dumps(value, allow_nan=False, default=str)
-    parts = value.values() if isinstance(value, dict) else value
-    kinds = dict, list, tuple
-    nested = isinstance(value, kinds) and any(isinstance(part, kinds) for part in parts)
-    if not value or (depth and (len(line) <= 600 or not nested)):
-        return line
-    texts = [layout(part, depth + 1) for part in parts]
-    if isinstance(value, dict):
-        # dumping an object of one item shows how json writes a key that is not a string
-        names = [json.dumps({key: 0})[1:-2] for key in value]
-        texts = [f"{name}{text}" for name, text in zip(names, texts, strict=True)]
-    start, end = line[0], line[-1]
-    inner = " " * (depth + 1)
-    return f"{start}\n{inner}" + f",\n{inner}".join(texts) + f"\n{inner[1:]}{end}"
+    write_file(path, json.dumps(strict(obj), indent=1, allow_nan=False, default=str) + "\n")
 
 
 def strict(obj: Row) -> Row:
@@ -140,28 +228,30 @@ def write_file(path: Path, content: str | bytes) -> None:
         raise OSError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
-class HashedFile:
-    """A new binary file whose SHA-256 is computed in another thread while it is written."""
+@contextmanager
+def whole_folder(target: Path, *, former: Path | None = None) -> Iterator[Path]:
+    """An empty folder to fill. It becomes `target` at the end of the block, and is removed if the
+    block raises an error.
 
-    def __init__(self, path: Path, threads: Executor) -> None:
-        self.digest = hashlib.sha256()
-        self._file, self._threads = path.open("wb"), threads
-
-    def __enter__(self) -> "HashedFile":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
-
-    def write(self, content: bytes | memoryview) -> int:
-        hashed = self._threads.submit(self.digest.update, content)
-        try:
-            return self._file.write(content)
-        finally:
-            hashed.result()  # the caller may free the content now
-
-    def flush(self) -> None:
-        self._file.flush()
+    The folder that was `target` is removed, or becomes `former`. Two renames: whenever the process
+    dies, one of the two is whole.
+    """
+    fresh = target.with_name(f"{target.name}.tmp")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir()  # not its parents: a run's folder that was deleted is not created again
+    try:
+        yield fresh
+        for path in (*fresh.iterdir(), fresh):
+            sync(path)
+        if former is not None and target.exists():
+            shutil.rmtree(former, ignore_errors=True)
+            target.rename(former)
+        shutil.rmtree(target, ignore_errors=True)
+        fresh.rename(target)
+        sync(target.parent)
+    except BaseException:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise
 
 
 def try_folder(folder: Path, size: int = 4096) -> None:

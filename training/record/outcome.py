@@ -20,7 +20,7 @@ from attention.look.blame import is_foreign, with_place
 from training.record.clock import PHASES, in_words
 from training.record.files import Row, write_json
 from training.record.memory import describe_out_of_memory, is_out_of_memory, release_memory
-from training.record.starts import stop_clock, where_it_began
+from training.record.starts import stop_clock
 
 log = logging.getLogger("tilegpt")
 
@@ -61,7 +61,7 @@ def outcome_of(error: BaseException, device: str, run_dir: Path, *, status: str 
         oom = describe_out_of_memory(error, device)
         log.error(f"out of memory: {oom['message']}")
         return {"status": "oom", "oom": oom}
-    reason = (str(error) or type(error).__name__) + where_it_began(error, run_dir)
+    reason = str(error) or type(error).__name__
     # the message of our ValueError or OSError tells users what to fix; other errors are bugs
     if not isinstance(error, (ValueError, OSError)) or is_foreign(error):
         log.error("".join(traceback.format_exception(error)))

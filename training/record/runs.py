@@ -11,10 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from config import RunConfig
-from training.record.files import Row, parse_rows, read_metrics
+from training.record.files import Row, parse_rows, read_mapping, read_metrics
 from training.record.names import differing_settings, name_run, name_runs
-from training.record.retention import load_json
-from training.record.starts import changes_in_words, load_yaml
+from training.record.starts import changes_in_words
 from training.record.text_table import text_table
 
 RUN_FILES = ("summary.json", "metrics.jsonl", "config.yaml")
@@ -90,12 +89,12 @@ def read_run(run_dir: Path) -> Row:
         rows = []
     evaluated_step = max((row["step"] for row in rows if "val/loss" in row), default=None)
     own = {"evaluated_step": evaluated_step, "dir": str(run_dir)}
-    summary = load_json(run_dir / "summary.json")
+    summary = read_mapping(run_dir / "summary.json")
     if "status" in summary:
         return summary | own
     # the last values of the metrics, and the settings that name it
     run = {key: value for row in rows for key, value in row.items() if value is not None}
-    config = load_yaml(run_dir / "config.yaml")
+    config = read_mapping(run_dir / "config.yaml")
     attention = config.get("attention")
     run |= {
         "status": "unfinished",

@@ -12,34 +12,31 @@ began:
     data         fingerprint of the data
     commit, on   of this program, and the GPU or CPU
     init_from    name and SHA-256 of the weights it began with, if they are not random
-    code         {module: SHA-256} of the user's attention and score_mod, if there are any
 
 Steps taken after the checkpoint that a later start resumed from are not recorded.
 """
 
-import dataclasses
-import json
 import logging
 import math
-import re
-import shlex
-import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
-from attention import BACKENDS
-from config import AttentionConfig, RunConfig
-from data.token_file import sha256_of
-from training.record.files import Row, write_file
+from config import BACKEND_OPTIONS, AttentionConfig, RunConfig
+from training.record.files import (
+    CheckpointError,
+    Row,
+    meta_of,
+    newest_first,
+    read_mapping,
+    write_file,
+)
 from training.record.names import WATCHING, as_typed, attention_names
-from training.record.retention import meta_of, newest_first
-
-if TYPE_CHECKING:
-    from training.loop.run import Run
 
 log = logging.getLogger("tilegpt")
 
@@ -55,28 +52,47 @@ def check_resume(config: RunConfig, *, asked: set[str]) -> None:
     """
     if config.resume is None:
         return
-    run_dir = Path(config.resume)
+    run_dir, now = Path(config.resume), asdict(config)
     if "init_from" in asked:
         raise ValueError(
             f"init_from={config.init_from} begins a run, and resume={run_dir} goes on with the "
             "weights of one; leave one of them out"
         )
-    changed = differences(_settings_before(run_dir), dataclasses.asdict(config))
-    if "seq_len" in changed:
-        changed.pop("model.max_seq_len", None)  # it follows seq_len
-    changed = {key: pair for key, pair in changed.items() if not _asked_for(key, asked)}
-    if not changed:
-        return
-    changes = ", ".join(
-        f"{key} was {_literal(then)} and is {_literal(now)}" for key, (then, now) in changed.items()
+    if "seq_len" in asked:
+        asked = asked | {"model.max_seq_len"}  # which follows it
+    edited, changed = (
+        {key: pair for key, pair in differences(then, now).items() if not _asked_for(key, asked)}
+        for then in (read_mapping(run_dir / "config.yaml"), _saved_settings(run_dir))
     )
-    before, now = (
-        shlex.join(f"{key}={_literal(pair[i])}" for key, pair in changed.items()) for i in (0, 1)
-    )
-    raise ValueError(
-        f"resume={run_dir}: {changes} now, which nobody asked for: overrides.yaml there or conf/ "
-        f"here has changed since; to go on as before add {before}, or else {now}"
-    )
+    # what an earlier resume changed stands in config.yaml, even if that start saved nothing
+    if read_mapping(run_dir / "config.yaml"):
+        changed = {key: pair for key, pair in changed.items() if key in edited}
+    if changed:
+        raise ValueError(
+            f"resume={run_dir}: {in_words(changed)}, which nobody asked for: overrides.yaml there "
+            "or conf/ here has changed since; name each on the command line with the value to go "
+            "on with"
+        )
+    warn_of_edits(run_dir, edited)
+
+
+def warn_of_edits(run_dir: Path, edited: dict[str, list[Any]]) -> None:
+    """Name the settings in which RUN/config.yaml is not what the run has: {key: [there, here]}."""
+    if edited:
+        there, here = (
+            " ".join(f"{key}={as_typed(pair[i])}" for key, pair in edited.items()) for i in (0, 1)
+        )
+        log.warning(
+            f"{run_dir}/config.yaml says {there}; the settings in its checkpoint count: {here}"
+        )
+
+
+def _saved_settings(run_dir: Path) -> Row:
+    """The settings of the newest checkpoint whose meta.json is whole."""
+    for folder in newest_first(run_dir):
+        with suppress(CheckpointError):
+            return meta_of(folder)["config"]
+    return {}
 
 
 def resumed_starts(meta: Row, config: Row, start: Row) -> list[Row]:
@@ -101,24 +117,20 @@ def resumed_starts(meta: Row, config: Row, start: Row) -> list[Row]:
             f"resume={run_dir} goes on, and past steps cannot be changed; add "
             "attention.switch_at=null to go on with attention=NAME at once, or name a later step"
         )
-    earlier = meta["starts"]
-    data, data_before = start["data"], earlier[-1]["data"]
+    data, data_before = start["data"], meta["starts"][-1]["data"]
     changes_data = any(key.startswith(("data.", "tokenizer.")) for key in changed)
     if data != data_before and not changes_data:
         raise ValueError(
             f"resume={run_dir}: the data have changed since: data={config['data']['source']} had "
-            f"the fingerprint {data_before} and has {data} now; put the former data back, or add "
-            f"data.fingerprint={data} to go on with the present ones"
+            f"the fingerprint {data_before} and has {data} now; put the former data back, or name "
+            "other data to go on with, such as data=text data.path=A_COPY_OF_THE_PRESENT_ONES"
         )
-    known = {name: code for each in earlier for name, code in each.get("code", {}).items()}
-    for name, code in start.get("code", {}).items():
-        if known.get(name, code) != code:
-            changed[f"the code of {name}"] = [known[name], code]
-            log.warning("the code of %s has changed since this run's last start", name)
     *_, current = (name for begins, name in start["attention"] if begins <= step)
     later = [[begins, name] for begins, name in start["attention"] if begins > step]
-    attention = [[step, current], *later]
-    return [*earlier, start | {"step": step, "attention": attention, "changed": changed}]
+    start |= {"step": step, "attention": [[step, current], *later], "changed": changed}
+    if words := in_words(changed):
+        log.info(f"going on at step {step} with {words}")
+    return [*meta["starts"], start]
 
 
 class Start(NamedTuple):
@@ -132,47 +144,21 @@ class Start(NamedTuple):
 FIRST_START = Start(0, 0, [])
 
 
-def new_start(run: "Run", started: float) -> Row:
+def new_start(
+    started: float, chosen: AttentionConfig, environment: Row, init_from: Row | None
+) -> Row:
     """The entry of a first start; for a resume, resumed_starts() completes it."""
-    hardware = run.environment["hardware"]
-    optional = {"init_from": run.init_from, "code": code_of(run.config.attention)}
-    return {
+    hardware = environment["hardware"]
+    entry = {
         "step": 0,
         "started": started,
-        "attention": [list(each) for each in attention_names(run.config.attention)],
+        "attention": [list(each) for each in attention_names(chosen)],
         "changed": {},
-        "data": run.data.fingerprint,
-        "commit": run.environment["commit"],
+        "data": environment["data_fingerprint"],
+        "commit": environment["commit"],
         "on": hardware["gpu"] or hardware["cpu"],
-    } | {name: x for name, x in optional.items() if x}
-
-
-def code_of(chosen: AttentionConfig) -> dict[str, str]:
-    """The first digits of the SHA-256 of the file of each module in which the user's attention or
-    score_mod is, by the module's name. Modules that these import are not looked at.
-    """
-    names = (chosen.backend_name, chosen.switch_to, chosen.score_mod)
-    modules = {name.partition(":")[0] for name in names if name and ":" in name}
-    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in sorted(modules)}
-    return {name: sha256_of(Path(file))[:16] for name, file in files.items() if file}
-
-
-def where_it_began(error: BaseException, run_dir: Path) -> str:
-    """What to add to an error if a module that Python did not find lies where the run began."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, ModuleNotFoundError):
-        cause = cause.__cause__
-    if cause is None or not cause.name:
-        return ""
-    try:  # Hydra's file, which only the first start writes
-        recorded = yaml.safe_load((run_dir / ".hydra/hydra.yaml").read_bytes())
-        folder = Path(recorded["hydra"]["runtime"]["cwd"])
-    except (OSError, yaml.YAMLError, LookupError, TypeError):
-        return ""
-    top = cause.name.partition(".")[0]
-    if not (folder / f"{top}.py").is_file() and not (folder / top).is_dir():
-        return ""
-    return f"; the run began in {folder}, which has it"
+    }
+    return entry | ({"init_from": init_from} if init_from else {})
 
 
 def stop_clock(starts: list[Row]) -> float:
@@ -192,14 +178,19 @@ def changes_in_words(summary: Row) -> str:
     """The settings that resumes of a run changed, if they change what the run learns."""
     resumes = []
     for start in summary.get("starts") or []:
-        settings = ", ".join(
-            f"{key}={_literal(now)} ({_literal(then)} before)"
-            for key, (then, now) in start["changed"].items()
-            if not key.startswith(WATCHING)
-        )
-        if settings:
-            resumes.append(f"resumed at step {start['step']} with {settings}")
+        changed = start["changed"].items()
+        learned = {key: pair for key, pair in changed if not key.startswith(WATCHING)}
+        if learned:
+            resumes.append(f"resumed at step {start['step']} with {in_words(learned)}")
     return "; ".join(resumes)
+
+
+def in_words(changed: dict[str, list[Any]]) -> str:
+    """attention.name=sdpa (tiled before), steps=600 (500 before)"""
+    pairs = changed.items()
+    return ", ".join(
+        f"{key}={as_typed(now)} ({as_typed(then)} before)" for key, (then, now) in pairs
+    )
 
 
 def differences(then: Row, now: Row) -> dict[str, list[Any]]:
@@ -208,63 +199,28 @@ def differences(then: Row, now: Row) -> dict[str, list[Any]]:
     Leaves out settings that only one version of the program has, and options of an attention that
     are at their defaults.
     """
-    before = dict(_flat(_without_defaults(then)))
+    before = dict(_flat(then))
     return {
         key: [before[key], value]
-        for key, value in _flat(_without_defaults(now))
+        for key, value in _flat(now)
         # as strings: a NaN does not differ from itself
         if key in before and key not in PLACES and repr(before[key]) != repr(value)
     }
 
 
-def _without_defaults(settings: Row) -> Row:
-    """The settings with None for each option of the attention that is at its default."""
-    chosen = settings.get("attention", {})
-    backend = BACKENDS.get(chosen.get("name"))
-    if backend is None:
-        return settings
-    defaults = {name: None for name, value in backend.options.items() if chosen.get(name) == value}
-    return settings | {"attention": chosen | defaults}
-
-
 def _flat(settings: Row, prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in settings.items():
+    for name, value in settings.items():
         # the options of an attention have no fixed names, so they count as one value
-        if isinstance(value, dict) and not key.endswith("options"):
-            yield from _flat(value, f"{prefix}{key}.")
+        if isinstance(value, dict) and not name.endswith("options"):
+            yield from _flat(value, f"{prefix}{name}.")
         else:
-            yield prefix + key, value
+            is_default = prefix == "attention." and value == BACKEND_OPTIONS.get(name)
+            yield prefix + name, None if is_default else value
 
 
 def _asked_for(key: str, asked: set[str]) -> bool:
+    """Whether the keys `asked` name this one, its group or a part of it."""
     # an experiment may set anything
-    return bool({key, key.partition(".")[0], "experiment"} & asked) or any(
-        each.startswith(f"{key}.") for each in asked
+    return "experiment" in asked or any(
+        f"{key}.".startswith(f"{each}.") or each.startswith(f"{key}.") for each in asked
     )
-
-
-def _settings_before(run_dir: Path) -> Row:
-    """The settings of the last start, or if config.yaml is damaged, of the last checkpoint."""
-    return load_yaml(run_dir / "config.yaml") or next(
-        (meta_of(folder).get("config", {}) for folder in newest_first(run_dir)), {}
-    )
-
-
-def load_yaml(path: Path) -> Row:
-    """The mapping in a YAML file; {} if there is none."""
-    try:
-        value = yaml.safe_load(path.read_bytes())
-    except (OSError, yaml.YAMLError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _literal(value: Any) -> str:
-    """The value as Hydra reads it on a command line."""
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_literal(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ",".join(map(_literal, value)) + "]"
-    if isinstance(value, str) and not re.fullmatch(r"[\w./+-]+", value):
-        return json.dumps(value, ensure_ascii=False)
-    return as_typed(value)
