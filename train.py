@@ -48,7 +48,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
 
     # Begin at step 0, or where the checkpoint of resume= stopped.
     checkpoints = Checkpoints(
-        run_dir, **run.state, config=run.settings, keep=config.keep, writes=run.ranks.first
+        run_dir, **run.state, config=run.settings, keep=2, writes=run.ranks.first
     )
     stepper = Stepper(run, checkpoints.begin(new_start(run, summary["started"])))
     # the largest scores of earlier starts belong to this run too

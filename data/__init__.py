@@ -42,21 +42,12 @@ def build_data(
 ) -> TrainingData:
     """The data of a run.
 
-    Raises ValueError, naming the setting, if the corpus cannot be read or stored, is too short, or
-    does not have the fingerprint in data.fingerprint.
+    Raises ValueError, naming the setting, if the corpus cannot be read or stored, or is too short.
     """
     if config.source in SYNTHETIC_SOURCES:
         from data.synthetic import SyntheticData
 
-        data = SyntheticData(config, seq_len=seq_len, seed=seed)
-    else:
-        from data.batches import TextData
+        return SyntheticData(config, seq_len=seq_len, seed=seed)
+    from data.batches import TextData
 
-        data = TextData(config, build_tokenizer(tokenizer), seq_len=seq_len, seed=seed)
-    if config.fingerprint not in (None, data.fingerprint):
-        raise ValueError(
-            f"data.fingerprint={config.fingerprint} is asked for, and data={config.source} has "
-            f"{data.fingerprint}: its documents, tokenizer or held-out share differ; "
-            "data.fingerprint=null takes what is there"
-        )
-    return data
+    return TextData(config, build_tokenizer(tokenizer), seq_len=seq_len, seed=seed)

@@ -50,7 +50,7 @@ STEPS, EVERY = 200, 10
 RUN = (
     "device=cpu model.num_layers=2 model.num_heads=2 model.hidden_size=64 model.dropout=0.1 "
     "seq_len=32 batch_size=4 tokens_per_step=256 "
-    f"steps={STEPS} log_every=3 eval_every=15 eval_sequences=8 checkpoint_every={EVERY} keep=3 "
+    f"steps={STEPS} log_every=3 eval_every=15 eval_sequences=8 checkpoint_every={EVERY} "
     "sample_tokens=0 logger=none"
 ).split()
 # prefixes of the columns that differ between two otherwise equal runs

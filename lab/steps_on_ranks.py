@@ -96,7 +96,6 @@ class Options:
             "batch_size": batch,
             "seq_len": seq_len,
             "parallel.context": max(2, of_environment().world),
-            "parallel.timeout": TIMEOUT,
         } | dict(each.split("=", 1) for each in self.overrides)
         return build_run(compose(*(f"{key}={value}" for key, value in settings.items())))
 

@@ -90,7 +90,7 @@ def test_they_train_beside_softmax_attention_and_rank_apart(tmp_path):
 
 
 def test_a_run_with_parameters_of_its_own_goes_on_to_the_last_bit(tmp_path):
-    common = (DIFFERENTIAL, "optim.schedule=constant", "keep=2", "checkpoint_every=2")
+    common = (DIFFERENTIAL, "optim.schedule=constant", "checkpoint_every=2")
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     assert run(*tiny(straight, *common)).code == 0
     assert run(*tiny(resumed, *common, "steps=2")).code == 0

@@ -37,7 +37,6 @@ from training.record.checkpoint import read_meta
 # of step with one another
 STATEFUL = ("model.dropout=0.1", "data.documents=true", "tokens_per_step=256")
 STATEFUL += ("steps=12", "log_every=3", "eval_every=5", "checkpoint_every=4")
-STATEFUL += ("optim.qk_clip=0.001", "optim.z_loss=0.1")
 
 
 @pytest.fixture(scope="session")
@@ -174,7 +173,7 @@ def test_resume_may_change_the_attention_and_the_length(run_dir, finished):
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_last_good_one(straight, tmp_path):
     """In one line, and the run is the same: the rows since then are computed again."""
-    assert run(*tiny(tmp_path, *STATEFUL, "keep=2")).code == 0
+    assert run(*tiny(tmp_path, *STATEFUL)).code == 0
     truncate(tmp_path / "checkpoint/training.pt")
     done = run(f"resume={tmp_path}")
     assert done.code == 0, done.output
@@ -281,25 +280,14 @@ def books(tmp_path) -> Path:
 
 
 def test_changed_data_are_refused(tmp_path, books):
-    """With other data it would not be the same run. On request it goes on, and says so."""
+    """With other data it would not be the same run."""
     run_dir = tmp_path / "run"
     assert run(*tiny(run_dir, "data=text", f"data.path={books}")).code == 0
     before, fingerprint = contents(run_dir), summary(run_dir)["data"]
     books.write_text("sphinx of black quartz, judge my vow\n\n" * 300)
     answer = run(f"resume={run_dir}", "steps=6").complaint()
-    found = re.search(rf"{fingerprint} .* add data.fingerprint=(\w+)", answer)
-    assert found and found[1] != fingerprint
+    assert fingerprint in answer and "data=text" in answer
     assert contents(run_dir) == before
-
-    assert run(f"resume={run_dir}", "steps=6", f"data.fingerprint={found[1]}").code == 0
-    first, second = summary(run_dir)["starts"]
-    assert (first["data"], second["data"]) == (fingerprint, found[1])
-    assert second["step"] == 4
-    assert second["changed"] == {"data.fingerprint": [None, found[1]], "steps": [4, 6]}
-    books.write_text("pack my box with five dozen liquor jugs\n\n" * 300)
-    answer = run(f"resume={run_dir}", "steps=8").complaint()
-    assert f"data.fingerprint={found[1]}" in answer and "data.fingerprint=null" in answer
-    assert run(f"resume={run_dir}", "steps=8", "data.fingerprint=null").code == 0
 
 
 def test_other_data_can_be_asked_for(tmp_path, books):
@@ -331,8 +319,8 @@ def test_damaged_overrides_are_refused(run_dir, content):
 def test_settings_that_nobody_asked_for_are_refused(run_dir, damaged):
     """For example, a line of overrides.yaml is lost, or a default has changed."""
     if damaged == "conf":
-        path, line, lost = run_dir / "config.yaml", "keep: 2\n", "keep: 3\n"
-        key, then, now = "keep", 3, 2
+        path, line, lost = run_dir / "config.yaml", "log_every: 10\n", "log_every: 7\n"
+        key, then, now = "log_every", 7, 10
     else:
         path, line, lost = run_dir / "overrides.yaml", "- batch_size=4\n", ""
         key, then, now = "batch_size", 4, 16
@@ -377,12 +365,8 @@ def test_what_is_asked_for_is_never_refused(tmp_path):
     answer = run(f"resume={tmp_path}", "steps=6").complaint()
     assert "log_every=1" in answer and "log_every=2" in answer
     assert run(f"resume={tmp_path}", "steps=6", "log_every=2").code == 0
-    custom = (
-        "attention=custom",
-        "attention.target=tests.user_backends:WITH_AN_OPTION",
-        "+attention.options.a=nan",
-    )
-    assert run(*tiny(tmp_path / "nan", *custom)).code == 0
+    own = ("attention=tests.user_backends:WITH_AN_OPTION", "+attention.options.a=nan")
+    assert run(*tiny(tmp_path / "nan", *own)).code == 0
     assert run(f"resume={tmp_path / 'nan'}", "steps=5").code == 0
 
 

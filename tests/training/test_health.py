@@ -22,6 +22,7 @@ from config import AttentionConfig, Due, ModelConfig
 from data.prefetch import Pass
 from model import GPT
 from model.seam import LOOKING
+from tests.weights import with_weights
 from training.loop import health
 from training.loop.health import AttentionMonitor, compare_layers, diagnose
 from training.loop.step import StepResult, compute_gradients
@@ -29,20 +30,17 @@ from training.loop.step import StepResult, compute_gradients
 TILES = {"block_q": 8, "block_kv": 4}
 
 
-def build(
-    name: str, *, init_std: float = 0.5, attention: AttentionConfig | None = None, **shape
-) -> GPT:
+def build(name: str, *, std: float = 0.5, attention: AttentionConfig | None = None, **shape) -> GPT:
     """Two layers of two heads with large random weights, so that the attention is sharp."""
     torch.manual_seed(0)
-    config = ModelConfig(
-        num_layers=2, num_heads=2, hidden_size=32, max_seq_len=32, init_std=init_std, **shape
-    )
-    return GPT(
+    config = ModelConfig(num_layers=2, num_heads=2, hidden_size=32, max_seq_len=32, **shape)
+    model = GPT(
         config,
         vocab_size=50,
         backend=get_backend(name, **(TILES if BACKENDS[name].observable else {})),
         attention=attention,
     )
+    return with_weights(model, std)
 
 
 def batch(count: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -177,7 +175,7 @@ def test_watch_goes_on_from_the_rows_of_an_earlier_start(caplog):
         {"step": 20, "attention/max_score": 12.5},
         {"step": 30, "val/loss": 1.0},
     ]
-    watch = AttentionMonitor(build("tiled", init_std=0.02), contextlib.nullcontext(), rows)
+    watch = AttentionMonitor(build("tiled", std=0.02), contextlib.nullcontext(), rows)
     watch.inspect(looked_at(watch.model, batch(1), step=40))
     assert "passed" not in caplog.text
     assert list(watch.scores) == [10, 20, 40] and watch.summary()["max_score"] == 12.5
@@ -209,7 +207,7 @@ def test_the_first_score_past_a_limit_is_announced_once(caplog):
 
 @pytest.mark.parametrize(("layer", "head"), [(0, 0), (0, 1), (1, 0), (1, 1)], ids=lambda n: str(n))
 def test_the_card_names_layer_and_head(layer, head):
-    model = build("no_max", init_std=0.2)
+    model = build("no_max", std=0.2)
     make_head_explode(model, layer, head, factor=1e4)
     card = AttentionMonitor(
         model, contextlib.nullcontext(), [{"step": 1, "attention/max_score": 3.0}]
@@ -226,7 +224,7 @@ def test_the_card_names_layer_and_head(layer, head):
 
 def test_the_sequence_is_counted_through_the_whole_step():
     """Two passes of 3 and 2 sequences, of which the last alone holds the token that breaks."""
-    model = build("no_max", init_std=0.1)
+    model = build("no_max", std=0.1)
     passes = [batch(3), batch(2, seed=1)]
     for inputs, _ in passes:
         inputs[inputs == 49] = 0
@@ -253,7 +251,7 @@ def by_a_kernel(backend: Backend, impl: str) -> Backend:
 
 def test_another_implementation_of_the_loop_is_diagnosed_by_the_loop():
     """A kernel that cannot be watched says no more than that its output is bad."""
-    model = build("no_max", init_std=0.2)
+    model = build("no_max", std=0.2)
     make_head_explode(model, 1, 0, factor=1e4)
     expected, _ = diagnose(model, [batch()])
     model.backend = by_a_kernel(model.backend, "kernel")
@@ -266,7 +264,7 @@ def test_of_a_long_sequence_the_loop_walks_one_tile(monkeypatch, layer):
     """A kernel says which queries to look at, and the loop says the same of them as where it walks
     them all.
     """
-    model = build("no_max", init_std=0.2)
+    model = build("no_max", std=0.2)
     make_head_explode(model, layer, 1, factor=1e4)
     model.backend = model.backend.configured(block_q=8, block_kv=4)
     batches = [batch(3)]
@@ -287,8 +285,8 @@ def test_of_a_long_sequence_the_loop_walks_one_tile(monkeypatch, layer):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of Triton's interpreter
 def test_a_kernels_breakdown_in_a_long_sequence(monkeypatch):
-    """As a run with attention=no_max attention.impl=triton has it."""
-    model = build("no_max", init_std=0.2)
+    """As a run with attention=no_max on a GPU has it."""
+    model = build("no_max", std=0.2)
     make_head_explode(model, 1, 0, factor=1e4)
     model.backend = get_backend("no_max", block_q=16, block_kv=16)
     expected, _ = diagnose(model, [batch()])
@@ -302,7 +300,7 @@ def test_a_kernels_breakdown_in_a_long_sequence(monkeypatch):
 
 
 def test_documents_are_not_cut(monkeypatch):
-    model = build("no_max", init_std=0.2)
+    model = build("no_max", std=0.2)
     make_head_explode(model, 0, 1, factor=1e4)
     inputs, targets = batch()
     model.backend = by_a_kernel(model.backend, "triton")
@@ -312,7 +310,7 @@ def test_documents_are_not_cut(monkeypatch):
 
 
 def test_nothing_is_computed_after_the_breakdown():
-    model = build("no_max", init_std=0.2)
+    model = build("no_max", std=0.2)
     make_head_explode(model, 0, 0, factor=1e4)
     calls, fn = [], model.backend.fn
 
@@ -326,7 +324,7 @@ def test_nothing_is_computed_after_the_breakdown():
 
 
 def test_a_backend_of_ones_own_is_diagnosed_by_its_output():
-    model = build("no_max", init_std=0.2)
+    model = build("no_max", std=0.2)
     make_head_explode(model, 1, 0, factor=1e4)
     model.backend = replace(model.backend, name="mine", observable=False)
     found, _ = diagnose(model, [batch()])

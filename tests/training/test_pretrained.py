@@ -17,6 +17,7 @@ from data.tokenizer import BUILDERS, END_OF_TEXT
 from data.tokenizer_json import tokenizer_files
 from model import GPT, to_hugging_face
 from tests.command import run, summary, tiny
+from tests.weights import with_weights
 from training import build_run, compose
 from training.loop.pretrained import find_pretrained
 
@@ -31,7 +32,7 @@ def build(attention: AttentionConfig | None = None, **fields) -> GPT:
 
 @pytest.fixture
 def model():
-    return build(init_std=0.1)
+    return with_weights(build(), 0.1)
 
 
 @pytest.fixture

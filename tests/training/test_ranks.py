@@ -137,7 +137,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
     "settings",
     [
         pytest.param((), id="adamw"),
-        pytest.param(("optim=muon", "optim.qk_clip=0.001", "optim.z_loss=0.1"), id="muon-qk_clip"),
+        pytest.param(("optim=muon",), id="muon"),
         slow(("data=last_write", "tokenizer.vocab_size=null"), id="last_write"),
         slow(("attention=naive",), id="naive"),
     ],
@@ -164,9 +164,7 @@ WINDOW = ("attention.window=9", "attention.softcap=1")
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param(
-            (*TILES, "attention.sinks=true", "optim.qk_clip=0.001", "optim.z_loss=0.1"), id="sinks"
-        ),
+        pytest.param((*TILES, "attention.sinks=true"), id="sinks"),
         pytest.param(GROUPED, id="sdpa-rope-gqa"),
         pytest.param((*TILES, "model.positions=alibi", *KEPT), id="alibi-kept"),
         slow(("attention=naive", *TWO_PASSES), id="naive-two-passes"),

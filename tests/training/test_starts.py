@@ -67,13 +67,13 @@ def test_changes_in_words():
     starts = [
         start(0, (0, "tiled")),
         start(5, (5, "sdpa"), attention__name=["tiled", "sdpa"], optim__lr=[None, 0.1]),
-        start(8, (8, "sdpa"), keep=[2, 3], logger__name=["wandb", "none"]),
+        start(8, (8, "sdpa"), log_every=[2, 3], logger__name=["wandb", "none"]),
         start(9, (9, "sdpa"), deterministic=[False, True]),
     ]
     said = changes_in_words({"starts": starts})
     for word in ("step 5", "attention.name=sdpa (tiled", "optim.lr=0.1 (null", "step 9"):
         assert word in said
-    assert "deterministic=true (false" in said and "keep" not in said and "step 8" not in said
+    assert "deterministic=true (false" in said and "log_every" not in said and "step 8" not in said
     assert changes_in_words({"starts": starts[:1]}) == changes_in_words({}) == ""
 
 
@@ -81,7 +81,6 @@ def test_differences():
     custom = {"name": "custom", "options": {"a": 1}}
     then = {"steps": 4, "gone": 1, "attention": custom, "resume": None}
     now = {"steps": 6, "new": 2, "attention": custom | {"options": {}}, "resume": "RUN"}
-    then["data"], now["data"] = {"cache_dir": "/a"}, {"cache_dir": None}
     assert differences(then, now) == {"steps": [4, 6], "attention.options": [{"a": 1}, {}]}
     assert differences({"lr": math.inf}, {"lr": math.inf}) == {}
 

@@ -233,37 +233,6 @@ def test_steps_queued_ahead_are_the_steps_that_are_not():
     assert losses[0] == losses[1]
 
 
-def test_qk_clip_on_the_device_and_on_the_host_is_the_same():
-    """To the bit, whether a step is queued ahead or not. A limit out of reach does nothing."""
-    losses = []
-    never = ("eval_every=0", "diagnose_every=0", "checkpoint_every=100")
-    for qk_clip, log_every in ((0, 100), (1e3, 100), (1e-3, 100), (1e-3, 1)):
-        asked = (f"optim.qk_clip={qk_clip}", f"log_every={log_every}")
-        with Stepper(build_run(compose(*TINY, "steps=6", *never, *asked))) as stepper:
-            losses.append([])
-            for result in stepper.steps():
-                stepper.update(result)
-                losses[-1].append(result.loss)
-    off, unreached, queued, waited = losses
-    assert off == unreached and queued == waited and queued[0] == off[0] and queued[2] != off[2]
-
-
-@pytest.mark.parametrize("diverges", [False, True])
-def test_a_step_that_diverged_clips_no_head(diverges):
-    """Though its scores are finite and past the limit, and its update was queued."""
-    never = ("log_every=100", "eval_every=0", "diagnose_every=0", "checkpoint_every=100")
-    run = build_run(compose(*TINY, *never, "optim.qk_clip=1e-6"))
-    if diverges:
-        torch.nn.init.constant_(run.model.final_norm.weight, math.nan)
-    weight = run.model.blocks[0].attention.qkv.weight
-    before = weight.detach().clone()
-    with Stepper(run) as stepper:
-        result = next(stepper.steps())
-    assert result.updated and result.diverged == diverges
-    assert torch.equal(weight, before) == diverges
-    assert result.scores_on_device.max() > 1e-6
-
-
 def test_a_stop_waits_for_the_step_that_is_queued():
     stop = Interrupt()
     never = ("log_every=100", "eval_every=0", "diagnose_every=0", "checkpoint_every=100")

@@ -38,7 +38,7 @@ def steps(*settings, of=12):
         ("attention=triton tokens_per_step=1024", 2),
         ("attention=triton model.dropout=0.1", 2),
         ("attention=triton optim.name=muon", 2),
-        ("attention=triton optim.qk_clip=5 attention.window=20", 1),
+        ("attention=triton attention.window=20", 2),
         ("attention=triton data.documents=true", 2),
         ("attention=naive", 2),
         ("attention=sdpa", 1),

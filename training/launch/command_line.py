@@ -24,7 +24,7 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import Any, NoReturn
 
-from config import FUNCTION_SETTINGS, RunConfig, register, setting_keys
+from config import ATTENTION, FUNCTION_SETTINGS, RunConfig, register, setting_keys
 from training.launch.interrupt import Ending, end_unread
 from training.loop.ranks import PATIENCE, Ranks, leave, of_environment, run_before_restart
 from training.own_modules import OURS, ROOT
@@ -48,11 +48,9 @@ CHOICES = {
 }
 
 # options of a group that all of its choices share
-# an attention as the scripts take it: its name, and after a colon its options
-WITH_OPTIONS = r"(\w+|[\w.]+:\w+)(?::(\w+=[\w.+-]+(?:,\w+=[\w.+-]+)*))?"
 SHARED_OPTIONS = {
-    "attention": ("switch_at", "switch_to", "switch_options", *FUNCTION_SETTINGS),
-    "data": ("val_fraction", "max_documents", "documents", "cache_dir"),
+    "attention": ("switch_at", "switch_to", *FUNCTION_SETTINGS),
+    "data": ("val_fraction", "documents"),
 }
 
 
@@ -201,7 +199,7 @@ def as_settings(override: str) -> str | None:
     attention=tiled:block_q=16, and a sweep's variants for a list. None for any other override.
     """
     key, _, value = override.partition("=")
-    found = [re.fullmatch(WITH_OPTIONS, each) for each in split(value)]
+    found = [ATTENTION.fullmatch(each) for each in split(value)]
     if key != "attention" or None in found:
         return None
     chosen = {each[0]: (each[1], each[2].split(",") if each[2] else []) for each in found if each}
@@ -285,9 +283,7 @@ def check_keys(arguments: list[str], others: Sequence[str] = ()) -> None:
             continue
         if key in CHOICES and not own_folders:
             check_choices(key, value)
-        if key in keys or key.startswith(
-            ("hydra.", "attention.options.", "attention.switch_options.")
-        ):
+        if key in keys or key.startswith(("hydra.", "attention.options.")):
             continue
         raise ValueError(f"{argument}: {no_key(key, others)}")
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from attention import BACKENDS, Backend, get_backend
+from attention import BACKENDS, get_backend
 from config import BACKEND_OPTIONS, SYNTHETIC_SOURCES, TEXT_SOURCES, AttentionConfig, RunConfig
 from training.launch.command_line import asked_keys, cli_overrides, where_it_was_typed
 from training.record.loggers import check_logger
@@ -20,21 +20,17 @@ log = logging.getLogger("tilegpt")
 
 # {setting: (the setting that decides, its values under which this one is read)}
 READ_UNDER = {
-    "attention.target": ("attention.name", ("custom",)),
     "model.rope_theta": ("model.positions", ("rope",)),
     "data.path": ("data.source", ("text",)),
     "data.name": ("data.source", ("hub",)),
     "data.subset": ("data.source", ("hub",)),
     "data.split": ("data.source", ("hub",)),
     "data.field": ("data.source", ("text", "hub")),
-    "data.streaming": ("data.source", ("hub",)),
-    "data.max_documents": ("data.source", TEXT_SOURCES),
     "data.val_fraction": ("data.source", TEXT_SOURCES),
     "data.num_keys": ("data.source", SYNTHETIC_SOURCES),
     "data.num_values": ("data.source", SYNTHETIC_SOURCES),
     "data.num_pairs": ("data.source", ("recall",)),
     "tokenizer.name": ("data.source", TEXT_SOURCES),
-    "optim.momentum": ("optim.name", ("muon",)),
     "optim.min_lr": ("optim.schedule", ("cosine",)),
     "logger.mode": ("logger.name", ("wandb",)),
     "logger.entity": ("logger.name", ("wandb",)),
@@ -60,7 +56,7 @@ def conditional_settings(config: RunConfig) -> dict[str, Unread | None]:
             instead = "add " + " or ".join(f"{choice}={value}" for value in readers)
             why = f"{choice}={chosen} does not read it"
             settings[key] = None if chosen in readers else Unread(why, instead)
-    options = option_names(config.attention)
+    options = get_backend(config.attention.name).options
     for name in config.attention.backend_options():
         key = f"attention.{name}" if name in BACKEND_OPTIONS else f"attention.options.{name}"
         is_read = name in options
@@ -135,24 +131,12 @@ def is_asked(key: str, asked: set[str]) -> bool:
     return key in asked or (key == "tokenizer.name" and "tokenizer" in asked)
 
 
-def option_names(chosen: AttentionConfig) -> list[str]:
-    """The options of an attention, in the implementation that is chosen."""
-    options, backend = chosen.backend_options(), get_backend(chosen.backend_name)
-    if "impl" in options and backend.implementations:
-        return ["impl", *backend.configured(impl=options["impl"]).options]
-    return _options_of(backend)
-
-
-def _options_of(backend: Backend) -> list[str]:
-    return [*(["impl"] if backend.implementations else []), *backend.options]
-
-
-def _unread_option(name: str, attention: AttentionConfig, options: list[str]) -> Unread:
+def _unread_option(name: str, attention: AttentionConfig, options: Iterable[str]) -> Unread:
     own = f"its options: {', '.join(options)}" if options else "it has no options"
-    others = [other for other, backend in BACKENDS.items() if name in _options_of(backend)]
+    others = [other for other, backend in BACKENDS.items() if name in backend.options]
     instead = "name an option that it has"
-    if ":" in attention.backend_name:
+    if ":" in attention.name:
         instead = f"declare it in your Backend(..., options={{{name!r}: DEFAULT}})"
     elif others:
         instead = f"choose an attention that has it: {', '.join(others)}"
-    return Unread(f"attention={attention.backend_name} has no option {name} ({own})", instead)
+    return Unread(f"attention={attention.name} has no option {name} ({own})", instead)

@@ -499,7 +499,7 @@ def job_names(run_dir: Path, summary: Row, config: RunConfig) -> Row:
         names = dict(zip(rows, name_runs(list(rows.values())), strict=True))[run_dir.name]
     left_out = (f"{key}: {why}" for key, why in (summary.get("left_out") or {}).items())
     chosen = config.attention
-    own = (chosen.backend_name, chosen.switch_to, config.model.name, config.data.source)
+    own = (chosen.name, chosen.switch_to, config.model.name, config.data.source)
     return {
         "name": names.run,
         "group": group_name(sweep, job.runtime.choices.get("experiment")) if in_sweep else None,

@@ -100,8 +100,7 @@ def _meet(config: "RunConfig") -> "tuple[Ranks, torch.device]":
 
     device = pick_device(config.device)
     check_context(config)
-    meeting = {"timeout": config.parallel.timeout, "settings": shared_settings(config)}
-    ranks = join(device.type, config.parallel.context, **meeting)
+    ranks = join(device.type, config.parallel.context, settings=shared_settings(config))
     check_shares(config, ranks)
     if ranks.several and device.type == "cuda":  # plain "cuda" depends on the thread
         device = torch.device("cuda", ranks.local_rank)

@@ -33,7 +33,7 @@ def check_context(config: RunConfig) -> None:
 
 def shared_settings(config: RunConfig) -> dict[str, Any]:
     """The settings that all ranks must share: all but the places of files and the logger."""
-    own = ("resume", "init_from", "logger", "data.path", "data.cache_dir")
+    own = ("resume", "init_from", "logger", "data.path")
     # seq_len first: an error then names it, and not model.max_seq_len, which follows it
     keys = sorted(setting_keys(RunConfig), key=lambda key: "." in key)
     values = {key: attrgetter(key)(config) for key in keys if not key.startswith(own)}

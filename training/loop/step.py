@@ -19,7 +19,7 @@ from data.prefetch import Pass
 from model.seam import LOOKING
 from training.launch.interrupt import Interrupt
 from training.loop.graph import StepGraphs
-from training.loop.optimizer import clip_heads, learning_rate, set_learning_rate
+from training.loop.optimizer import learning_rate, set_learning_rate
 from training.loop.ranks import ALONE, GradientSum, Ranks
 from training.loop.schedule import backend_after, prepare_model, run_compiles, will_graph
 from training.record.memory import MemoryMeter
@@ -39,8 +39,6 @@ class PendingStep(NamedTuple):
     # waits for the same two on the host, and for the largest scores after them if they are due
     figures: Callable[[], list[float]]
     updated: bool  # whether the optimizer's step is queued too
-    # (num_layers, H) on the device: the largest score of each head; None if it did not look
-    max_scores: Tensor | None
 
 
 NEVER = Interrupt()  # not entered, so it hears no signal
@@ -63,7 +61,6 @@ class StepResult(NamedTuple):
     finished: bool  # whether this is the last step, or a diverged one
     last: bool  # whether the run ends here: finished, or stopped
     due: Due
-    scores_on_device: Tensor | None = None  # (num_layers, H), as in max_scores; for optim.qk_clip
 
 
 class Stepper:
@@ -84,7 +81,6 @@ class Stepper:
             "scaler": run.scaler,
             "autocast": run.autocast,
             "grad_clip": self.optim.grad_clip,
-            "z_loss": self.optim.z_loss,
             "ranks": run.ranks,
         }
         flops = {
@@ -159,7 +155,6 @@ class Stepper:
                 # a queued step must be waited for first
                 last=finished or (ahead is None and any_rank(stop.requested)),
                 due=due,
-                scores_on_device=pending.max_scores,
             )
             with self.throughput.paused():
                 yield result
@@ -178,8 +173,6 @@ class Stepper:
         ):
             self.run.scaler.step(self.run.optimizer)
             self.run.scaler.update()
-            if self.optim.qk_clip:
-                clip_heads(self.run.model, result.scores_on_device, self.optim.qk_clip)
         self.throughput.step(self.run.tokens_per_step)
         self.throughput.pause()
 
@@ -201,7 +194,7 @@ class Stepper:
             # if something is due after this step, the weights must not change before it is done
             due = config.due(step + 1)
             look = due.log or due.compare or step == self.looking_step
-            how = {"update": not any(due), "look": look, "qk_clip": self.optim.qk_clip}
+            how = {"update": not any(due), "look": look}
             how["compute"] = self.graphs
             if step == self.measured_step:  # freed before, so as not to be freed while it measures
                 self.run.optimizer.zero_grad(set_to_none=True)
@@ -243,14 +236,13 @@ def queue_step(
     update: bool,
     ranks: Ranks = ALONE,
     look: bool = False,
-    qk_clip: float = 0.0,
     before: PendingStep | None = None,
     compute: Callable[..., tuple[Tensor, Tensor]] | None = None,
     **step_args: Any,
 ) -> PendingStep:
     """Enqueue forward and backward, and the optimizer's step too if `update` is set and the fused
     optimizer can skip non-finite gradients by itself. With `look` the attention also returns the
-    largest score of each head. With `qk_clip` the optimizer's step ends with clip_heads().
+    largest score of each head.
 
     The next step can then be enqueued before the host looks at this one, so the device never waits
     for the host. `before` is the step before this one: unless both are finite, no weights change.
@@ -258,9 +250,9 @@ def queue_step(
     """
     compute = compute or compute_gradients
     step_args |= {"optimizer": optimizer, "scaler": scaler, "ranks": ranks}
-    scores: list[Tensor] | None = [] if look or qk_clip else None
+    scores: list[Tensor] | None = [] if look else None
     loss_and_norm = torch.stack(compute(step_model, passes, **step_args, scores=scores))
-    figures, largest = loss_and_norm, None
+    figures = loss_and_norm
     if scores:
         largest = ranks.largest(torch.stack(scores).amax(0))
         figures = torch.cat((loss_and_norm, largest.flatten()))
@@ -269,9 +261,7 @@ def queue_step(
     if before is not None:
         decisive = torch.cat((before.loss_and_norm, loss_and_norm))
     updated = update and update_if_finite(decisive, optimizer=optimizer, scaler=scaler)
-    if updated and qk_clip:  # nothing is clipped unless all of `decisive` is finite
-        clip_heads(step_model, largest.where(decisive.isfinite().all(), torch.nan), qk_clip)
-    return PendingStep(passes, loss_and_norm, figures, updated, largest)
+    return PendingStep(passes, loss_and_norm, figures, updated)
 
 
 def compute_gradients(
@@ -282,7 +272,6 @@ def compute_gradients(
     scaler: torch.amp.GradScaler,
     autocast: AbstractContextManager,
     grad_clip: float,
-    z_loss: float = 0.0,
     ranks: Ranks = ALONE,
     scores: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -292,11 +281,10 @@ def compute_gradients(
     clipped to `grad_clip` unless that is 0 or the norm is not finite. The norm is that before
     clipping. The named ranges show in a profiler's trace, and cost microseconds without one.
 
-    If `scores` is a list, the largest scores (num_layers, H) of each pass are appended to it. See
-    GPT.forward() for `z_loss`.
+    If `scores` is a list, the largest scores (num_layers, H) of each pass are appended to it.
     """
     optimizer.zero_grad(set_to_none=True)
-    loss, terms = 0.0, {"z_loss": z_loss} if z_loss else {}
+    loss, terms = 0.0, {}
     parameters = list(step_model.parameters())  # a slow look-up, so once
     total = GradientSum(ranks, parameters)
     # around the backward passes too: they may run attention again

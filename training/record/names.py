@@ -13,7 +13,13 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from config import BACKEND_OPTIONS, FUNCTION_SETTINGS, SHORT_DTYPES, AttentionConfig
+from config import (
+    BACKEND_OPTIONS,
+    FUNCTION_SETTINGS,
+    SHORT_DTYPES,
+    AttentionConfig,
+    parse_attention,
+)
 from training.launch.command_line import unescaped
 from training.record.files import Row
 from training.record.retention import are_starts
@@ -25,7 +31,6 @@ WATCHING = (
     "diagnose_every",
     "log_every",
     "checkpoint_every",
-    "keep",
     "sample_tokens",
 )
 
@@ -41,10 +46,10 @@ def attention_names(chosen: AttentionConfig) -> list[tuple[int, str]]:
     """Each attention that these settings ask for, with the step after which it is used."""
     # a switch changes the backend; the layers still compute the same function
     function = chosen.function()
-    names = [(0, attention_name(chosen.backend_name, chosen.backend_options() | function))]
+    names = [(0, attention_name(chosen.name, chosen.backend_options() | function))]
     if chosen.switch_at is not None:
-        options = chosen.switch_options | function
-        names.append((chosen.switch_at, attention_name(chosen.switch_to, options)))
+        name, options = parse_attention(chosen.switch_to)
+        names.append((chosen.switch_at, attention_name(name, options | function)))
     return names
 
 

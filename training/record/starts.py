@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("tilegpt")
 
 # settings that say where a run's files lie
-PLACES = ("resume", "data.cache_dir")
+PLACES = ("resume",)
 
 
 def check_resume(config: RunConfig, *, asked: Iterable[str]) -> None:
@@ -108,8 +108,8 @@ def resumed_starts(meta: Row, config: Row, start: Row) -> list[Row]:
     if data != data_before and not changes_data:
         raise ValueError(
             f"resume={run_dir}: the data have changed since: data={config['data']['source']} had "
-            f"the fingerprint {data_before} and has {data} now; put the former data back, or add "
-            f"data.fingerprint={data} to go on with the present ones"
+            f"the fingerprint {data_before} and has {data} now; put the former data back, or "
+            "start a new run"
         )
     known = {name: code for each in earlier for name, code in each.get("code", {}).items()}
     for name, code in start.get("code", {}).items():
@@ -152,7 +152,7 @@ def code_of(chosen: AttentionConfig) -> dict[str, str]:
     """The first digits of the SHA-256 of the file of each module in which the user's attention or
     score_mod is, by the module's name. Modules that these import are not looked at.
     """
-    names = (chosen.backend_name, chosen.switch_to, chosen.score_mod)
+    names = (chosen.name, chosen.switch_to, chosen.score_mod)
     modules = {name.partition(":")[0] for name in names if name and ":" in name}
     files = {name: getattr(sys.modules.get(name), "__file__", None) for name in sorted(modules)}
     return {name: sha256_of(Path(file))[:16] for name, file in files.items() if file}
