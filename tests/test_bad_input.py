@@ -206,7 +206,7 @@ REFUSED = {
     "logger=wandb logger.mode=offline logger.project=a/b": "logger.project=a/b 128",
     "logger=wandb WANDB_MODE=bogus": "WANDB_MODE=bogus",
     "logger=wandb WANDB_MODE=shared": "WANDB_MODE=shared",
-    "compile=true TORCHINDUCTOR_CACHE_DIR=/dev/null/x": "TORCHINDUCTOR_CACHE_DIR=/dev/null/x",
+    "compile=true TORCHINDUCTOR_CACHE_DIR=/dev/null/x": "/dev/null/x",
     # folders and sweeps
     "--config-dir=/no/such": "--config-dir=/no/such",
     "resume=nowhere": "resume=nowhere overrides.yaml",

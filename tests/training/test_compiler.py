@@ -1,4 +1,4 @@
-"""torch.compile's import, caches and workers."""
+"""torch.compile's import and caches."""
 
 import os
 import subprocess
@@ -107,16 +107,3 @@ def test_a_later_process_finds_the_graph(tmp_path, device):
     assert "'autograd_cache_miss': 1" in run()
     assert "'autograd_cache_hit': 1" in run()
     assert "'autograd_cache_miss': 1" in run(TORCH_COMPILE_CACHE_KEY_TAG="other")
-
-
-@pytest.mark.slow
-def test_the_workers_end(monkeypatch):
-    from torch._inductor import config
-    from torch._inductor.async_compile import AsyncCompile
-
-    monkeypatch.setattr(config, "compile_threads", 2)
-    pool = AsyncCompile.process_pool()
-    compiler.end_workers()
-    assert pool.process.returncode == 0
-    assert AsyncCompile.process_pool() is not pool  # what compiles later has workers too
-    compiler.end_workers()

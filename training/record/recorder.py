@@ -14,7 +14,6 @@ from model import sample_text
 from training.launch.command_line import job_overrides, searched_folders
 from training.launch.interrupt import Interrupt
 from training.launch.sweep import job_names
-from training.loop.compiler import end_workers
 from training.loop.evaluate import belies_exact
 from training.loop.health import AttentionMonitor, to_blame
 from training.loop.run import Run
@@ -243,6 +242,5 @@ def prepare_end() -> None:
     def run() -> None:
         with suppress(Exception):  # drawing will report it
             import matplotlib.figure  # noqa: F401
-        end_workers()
 
     Thread(target=run, daemon=True).start()
