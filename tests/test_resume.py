@@ -319,7 +319,8 @@ def test_damaged_overrides_are_refused(run_dir, content):
 def test_settings_that_nobody_asked_for_are_refused(run_dir, damaged):
     """For example, a line of overrides.yaml is lost, or a default has changed."""
     if damaged == "conf":
-        path, line, lost = run_dir / "config.yaml", "checkpoint_every: 200\n", "checkpoint_every: 7\n"
+        path = run_dir / "config.yaml"
+        line, lost = "checkpoint_every: 200\n", "checkpoint_every: 7\n"
         key, then, now = "checkpoint_every", 7, 200
     else:
         path, line, lost = run_dir / "overrides.yaml", "- batch_size=4\n", ""

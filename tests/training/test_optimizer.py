@@ -55,13 +55,6 @@ def test_weight_decay_reaches_matrices_only():
     assert all(group["fused"] and group["betas"] == (0.8, 0.9) for group in optimizer.param_groups)
 
 
-def test_frozen_parameters_are_left_out():
-    model = nn.Linear(4, 3)
-    model.bias.requires_grad_(False)
-    groups = build_optimizer(model, OptimConfig(lr=1e-3)).param_groups
-    assert [p is model.weight for group in groups for p in group["params"]] == [True]
-
-
 def test_warmup_then_cosine_to_min_lr():
     config = OptimConfig(lr=1.0, min_lr=0.1, warmup_steps=100)
     # a tenth of 200 steps is less than warmup_steps

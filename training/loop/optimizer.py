@@ -36,12 +36,12 @@ class AdamW(Uncompiled, torch.optim.AdamW):
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> "torch.optim.AdamW | MuonAndAdamW":
     """AdamW; or with name=muon, Muon for the matrices of model.blocks and AdamW for the rest."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = list(model.parameters())
     if config.name == "adamw":
         return build_adamw(parameters, config)
     groups: dict[tuple[int, ...], list[nn.Parameter]] = {}
     for module in model.blocks.modules():
-        if isinstance(module, nn.Linear) and module.weight.requires_grad:
+        if isinstance(module, nn.Linear):
             groups.setdefault(getattr(module, "rows", ()), []).append(module.weight)
     muon = Muon(
         [{"params": matrices, "rows": rows} for rows, matrices in groups.items()],
