@@ -5,24 +5,25 @@ Hydra then refuses a misspelt key or a value of the wrong type before anything i
 `__post_init__` checks the rest. Nothing here imports torch, so `python train.py --help` is fast.
 """
 
+import math
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import yaml
+
 # fields of AttentionConfig that are options of backends, with defaults; each backend has some
 BACKEND_OPTIONS = {
     "kernel": "auto",
-    "splits": "auto",
-    "impl": "tiled",
     "block_q": 128,
     "block_kv": 64,
     "softmax_dtype": "float32",
-    "detach_max": False,
     "backend": "auto",
 }
 # fields of AttentionConfig that say which function the layers compute, under any backend
-FUNCTION_SETTINGS = ("window", "pattern", "windows", "softcap", "score_mod", "sinks")
+FUNCTION_SETTINGS = ("window", "pattern", "softcap", "score_mod", "sinks")
 # sources of data that need a tokenizer
 TEXT_SOURCES = ("stdlib", "torch_source", "text", "hub")
 # sources that draw sequences of a task (data/synthetic.py)
@@ -31,6 +32,8 @@ SYNTHETIC_SOURCES = ("last_write", "recall", "needle")
 SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 # what loops over the layers, such as a plan, takes minutes with more
 MOST_LAYERS = 10_000
+# NAME or pkg.module:BACKEND, and after a colon options
+ATTENTION = re.compile(r"([\w./-]+(?::\w+)?)(?::(\w+=[^,]*(?:,\w+=[^,]*)*))?")
 
 
 def _check_choice(config: Any, key: str, *valid: str) -> None:
@@ -39,20 +42,13 @@ def _check_choice(config: Any, key: str, *valid: str) -> None:
         raise ValueError(f"{key}={value} is not one of: {', '.join(valid)}")
 
 
-def _check_at_least(config: Any, minimum: int, *keys: str) -> None:
+def _check_at_least(config: Any, minimum: int, *keys: str, below: float = math.inf) -> None:
     for key in keys:
         value = getattr(config, key.rpartition(".")[2])
         # a NaN fails too
-        if value is not None and not minimum <= value < float("inf"):
-            finite = " and finite" if value == float("inf") else ""
-            raise ValueError(f"{key}={value} must be at least {minimum}{finite}")
-
-
-def _check_below_one(config: Any, *keys: str) -> None:
-    for key in keys:
-        value = getattr(config, key.rpartition(".")[2])
-        if not 0.0 <= value < 1.0:
-            raise ValueError(f"{key}={value} must be in [0, 1)")
+        if value is not None and not minimum <= value < below:
+            limit = "finite" if below == math.inf else f"below {below}"
+            raise ValueError(f"{key}={value} must be at least {minimum} and {limit}")
 
 
 def check_int64(key: str, value: Any) -> None:
@@ -63,6 +59,25 @@ def check_int64(key: str, value: Any) -> None:
         )
 
 
+def parse_attention(text: str, key: str = "attention") -> tuple[str, dict[str, Any]]:
+    """The name and the options in tiled, tiled:block_q=128,block_kv=8 or pkg.module:BACKEND:cap=2.
+
+    Raises ValueError, which names `key`, for any other text.
+    """
+    found = ATTENTION.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{key}={text} is not NAME, NAME:option=value or pkg.module:BACKEND")
+    name, written = found.groups()
+    options = {}
+    for option in written.split(",") if written else ():
+        option_name, _, value = option.partition("=")
+        try:
+            options[option_name] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ValueError(f"{key}={text}: the value of {option!r} cannot be read") from None
+    return name, options
+
+
 @dataclass
 class AttentionConfig:
     """Which attention runs, and the options of the backends that have any.
@@ -70,10 +85,8 @@ class AttentionConfig:
     conf/attention/NAME.yaml shows the options of NAME with their defaults; None is the default too.
     """
 
-    # a name in attention.BACKENDS, pkg.module:NAME of your own Backend, or custom with a target
+    # a name in attention.BACKENDS, or pkg.module:NAME of your own Backend
     name: str = "tiled"
-    # attention=custom: your own Backend, as pkg.module:NAME
-    target: str | None = None
     # your own Backend: options that are passed to its function
     options: dict[str, Any] = field(default_factory=dict)
     # query rows of a tile; exact tile loops take 128 on a CPU and 4096 on a GPU
@@ -84,20 +97,12 @@ class AttentionConfig:
     softmax_dtype: str | None = None
     # triton: portable, hopper (Gluon kernels for sm_90) or auto
     kernel: str | None = None
-    # triton, decoding: number of programs that share the keys of a head; a number, fixed or auto
-    splits: str | None = None
-    # no_max, no_rescale: "tiled" in plain PyTorch, or "triton", chosen on a GPU
-    impl: str | None = None
-    # defects: treat the subtracted maximum as a constant in the backward pass
-    detach_max: bool | None = None
     # sdpa: auto, flash, efficient, cudnn or math
     backend: str | None = None
     # every backend: a query sees this many of the most recent keys, its own included; None is all
     window: int | None = None
     # which layers have the window, repeated over the layers: S has it, L sees all keys, as in SSSL
     pattern: str | None = None
-    # in place of window and pattern: the window of each layer, such as [64,null,64,null]
-    windows: list[int | None] | None = None
     # scores become softcap * tanh(score / softcap)
     softcap: float | None = None
     # any other change of the scores: an attention.ScoreMod, as pkg.module:NAME
@@ -107,30 +112,20 @@ class AttentionConfig:
     sinks: str | None = None
     # step after which another attention takes over; None is never
     switch_at: int | None = None
-    # the attention that takes over, in attention.BACKENDS or as pkg.module:NAME
+    # the attention that takes over, with its options: tiled, tiled:block_q=128,block_kv=8
     switch_to: str | None = None
-    # the options of switch_to, as +attention.switch_options.block_kv=16
-    switch_options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check_at_least(self, 1, "attention.block_q", "attention.block_kv")
         if self.kernel is not None:
             _check_choice(self, "attention.kernel", "auto", "portable", "hopper")
-        if self.name == "custom" and self.target is None:
-            raise ValueError(
-                "attention=custom needs attention.target=pkg.module:BACKEND; "
-                "attention=pkg.module:BACKEND is short for both"
-            )
         if self.switch_at is not None and self.switch_to is None:
             raise ValueError(
                 f"attention.switch_at={self.switch_at} needs attention.switch_to=NAME, such as "
                 "attention.switch_to=tiled"
             )
-        if self.switch_options and self.switch_to is None:
-            raise ValueError(
-                f"attention.switch_options={self.switch_options} needs attention.switch_to=NAME, "
-                "whose options they are"
-            )
+        if self.switch_to is not None:
+            parse_attention(self.switch_to, "attention.switch_to")
         self._check_function()
 
     def _check_function(self) -> None:
@@ -149,16 +144,7 @@ class AttentionConfig:
                 f"attention.pattern={self.pattern} must be made of S (a layer with the window) and "
                 "L (a layer that sees all keys), such as SSSL"
             )
-        if self.windows is not None and self.window is not None:
-            raise ValueError(
-                f"attention.windows={self.windows} gives each layer its own window: leave out "
-                "attention.window and attention.pattern"
-            )
-        if any(window is not None and window < 1 for window in self.windows or ()):
-            raise ValueError(
-                f"attention.windows={self.windows}: a window must be at least 1; null sees all keys"
-            )
-        if self.softcap is not None and not 0 < self.softcap < float("inf"):
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
             raise ValueError(
                 f"attention.softcap={self.softcap} must be a positive number; null is no cap"
             )
@@ -169,33 +155,19 @@ class AttentionConfig:
             )
 
     def layer_windows(self, num_layers: int) -> list[int | None]:
-        """The window of each layer. Raises ValueError for a wrong number of attention.windows, and
-        for a window that no layer has.
-        """
-        if self.windows is None:
-            pattern = self.pattern or "S"
-            letters = [pattern[layer % len(pattern)] for layer in range(num_layers)]
-            if self.window is not None and "S" not in letters:
-                raise ValueError(
-                    f"attention.window={self.window} is used by no layer: attention.pattern="
-                    f"{pattern} has no S among the {num_layers} layers"
-                )
-            return [self.window if letter == "S" else None for letter in letters]
-        if len(self.windows) != num_layers:
+        """The window of each layer. Raises ValueError for a window that no layer has."""
+        pattern = self.pattern or "S"
+        letters = [pattern[layer % len(pattern)] for layer in range(num_layers)]
+        if self.window is not None and "S" not in letters:
             raise ValueError(
-                f"attention.windows has {len(self.windows)} windows for "
-                f"model.num_layers={num_layers}: name one for each layer, null where it sees all"
+                f"attention.window={self.window} is used by no layer: attention.pattern="
+                f"{pattern} has no S among the {num_layers} layers"
             )
-        return self.windows
+        return [self.window if letter == "S" else None for letter in letters]
 
     def function(self) -> dict[str, Any]:
         """The settings of the layers' function that are set."""
         return self._set(FUNCTION_SETTINGS)
-
-    @property
-    def backend_name(self) -> str:
-        """The name for get_backend(): the target if there is one, else the name."""
-        return self.target if self.name == "custom" and self.target else self.name
 
     def backend_options(self) -> dict[str, Any]:
         """The options that were set, for get_backend()."""
@@ -236,8 +208,6 @@ class ModelConfig:
     tie_embeddings: bool = True
     # dropout rate on embeddings and residual branches, never on attention weights
     dropout: float = 0.0
-    # standard deviation of the initial weights
-    init_std: float = 0.02
     # base of the rotary frequencies
     rope_theta: float = 10000.0
     # what a block keeps for its backward pass in training: none (everything), attention (its input
@@ -249,8 +219,7 @@ class ModelConfig:
         _check_at_least(self, 1, "model.num_kv_heads", "model.rope_theta")
         if self.num_layers > MOST_LAYERS:
             raise ValueError(f"model.num_layers={self.num_layers} must be at most {MOST_LAYERS}")
-        _check_at_least(self, 0, "model.init_std")
-        _check_below_one(self, "model.dropout")
+        _check_at_least(self, 0, "model.dropout", below=1)
         _check_choice(self, "model.positions", "learned", "rope", "alibi")
         _check_choice(self, "model.norm", "layernorm", "rmsnorm")
         _check_choice(self, "model.activation", "gelu", "swiglu")
@@ -308,18 +277,10 @@ class DataConfig:
     split: str = "train"
     # hub, and tables of data=text: the column that holds the text
     field: str = "text"
-    # hub: read over the network while building, and do not store the raw files
-    streaming: bool = False
-    # stop after this many documents
-    max_documents: int | None = None
     # share of documents that are held out whole, chosen by a hash of their path
     val_fraction: float = 0.05
     # attention stays inside a document if a sequence packs several; positions count on across them
     documents: bool = False
-    # refuse data with another fingerprint; env.json of a run has its data_fingerprint
-    fingerprint: str | None = None
-    # folder of the token stores; None is ~/.cache/tilegpt (or TILEGPT_CACHE)
-    cache_dir: str | None = None
     # last_write, recall, needle: distinct keys
     num_keys: int = 8
     # last_write, recall, needle: distinct values; chance accuracy is 1 / num_values
@@ -346,7 +307,7 @@ class DataConfig:
             )
         if not 0.0 < self.val_fraction < 1.0:
             raise ValueError(f"data.val_fraction={self.val_fraction} must be between 0 and 1")
-        _check_at_least(self, 1, "data.max_documents", "data.num_keys", "data.num_pairs")
+        _check_at_least(self, 1, "data.num_keys", "data.num_pairs")
         _check_at_least(self, 2, "data.num_values")
         if self.source == "needle":
             _check_at_least(self, 2, "data.num_keys")
@@ -409,25 +370,15 @@ class OptimConfig:
     beta1: float = 0.9
     # adamw: decay of the mean squared gradient
     beta2: float = 0.95
-    # adamw: added to the root of the mean squared gradient
-    eps: float = 1e-8
-    # muon: momentum of its matrices, which have no beta1, beta2 and eps
-    momentum: float = 0.95
     # largest global gradient norm; 0 switches clipping off
     grad_clip: float = 1.0
-    # QK-clip: after a step, scale down q and k of a head whose largest score passed this; 0 is
-    # off; with it, every step computes the largest scores, and not only logged steps
-    qk_clip: float = 0.0
-    # adds this times the mean squared log-sum-exp of the logits to train/loss; 0 is off
-    z_loss: float = 0.0
 
     def __post_init__(self) -> None:
         _check_choice(self, "optim.name", "adamw", "muon")
         _check_choice(self, "optim.schedule", "cosine", "constant")
         _check_at_least(self, 0, "optim.lr", "optim.min_lr", "optim.warmup_steps")
-        _check_at_least(self, 0, "optim.weight_decay", "optim.eps", "optim.grad_clip")
-        _check_at_least(self, 0, "optim.qk_clip", "optim.z_loss")
-        _check_below_one(self, "optim.beta1", "optim.beta2", "optim.momentum")
+        _check_at_least(self, 0, "optim.weight_decay", "optim.grad_clip")
+        _check_at_least(self, 0, "optim.beta1", "optim.beta2", below=1)
 
 
 @dataclass
@@ -449,11 +400,9 @@ class ParallelConfig:
 
     # ranks that share each sequence: each attends for its share of the heads
     context: int = 1
-    # seconds that a rank waits for another; meanwhile the first one may start wandb or draw
-    timeout: int = 600
 
     def __post_init__(self) -> None:
-        _check_at_least(self, 1, "parallel.context", "parallel.timeout")
+        _check_at_least(self, 1, "parallel.context")
 
 
 @dataclass
@@ -502,8 +451,6 @@ class RunConfig:
     log_every: int = 10
     # steps between checkpoints, besides the last step and each new best evaluation
     checkpoint_every: int = 200
-    # number of latest checkpoints that stay, besides the one with the lowest val/loss
-    keep: int = 2
     # tokens of the sample printed at the end; 0 is no sample
     sample_tokens: int = 256
 
@@ -519,7 +466,7 @@ class RunConfig:
         if self.init_from == "":  # such as that of an unset shell variable
             raise ValueError("init_from= is empty: name a folder, a file or a model on the hub")
         _check_at_least(self, 1, "seq_len", "steps", "eval_sequences", "log_every")
-        _check_at_least(self, 1, "checkpoint_every", "keep")
+        _check_at_least(self, 1, "checkpoint_every")
         _check_at_least(self, 0, "seed", "eval_every", "sample_tokens", "diagnose_every")
         if self.attention.switch_at is not None and not 0 < self.attention.switch_at < self.steps:
             raise ValueError(
@@ -541,12 +488,6 @@ class RunConfig:
         self.data.check_length(self.seq_len)
         self._check_batch()
         self.optimizer()  # raises for a schedule that would rise
-        changed = self.model.qk_norm or self.attention.softcap or self.attention.score_mod
-        if self.optim.qk_clip and changed:
-            raise ValueError(
-                f"optim.qk_clip={self.optim.qk_clip} scales q and k, and no score scales with them "
-                "under model.qk_norm, attention.softcap or attention.score_mod: leave one out"
-            )
 
     def _check_batch(self) -> None:
         _check_at_least(self, 1, "batch_size")

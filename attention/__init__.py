@@ -208,7 +208,7 @@ def attention_with_cache(
     window: Window = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    splits: str | int | None = None,
+    splits: str | int = "auto",
 ) -> AttentionOutput:
     """Let the last N tokens of each sequence attend to all its keys, which lie in a cache of fixed
     shape, as in flash_attn_with_kvcache of flash-attention. There is no gradient.
@@ -222,9 +222,9 @@ def attention_with_cache(
                    page_size, H_kv, D), and key j of sequence b is row j % page_size of page
                    block_table[b, j // page_size]
     splits         how many programs share the keys of a head: a number from 1 to 128, "fixed", or
-                   "auto" for as many as keep the device busy; None takes the backend's option. With
-                   "fixed" or a number, triton gives a row the same bits whatever else is in the
-                   batch, wherever its pages lie, and however large the cache is
+                   "auto" for as many as keep the device busy. With "fixed" or a number, triton
+                   gives a row the same bits whatever else is in the batch, wherever its pages lie,
+                   and however large the cache is
 
     Returns out (B, H, N, D_v) and lse (B, H, N). The other arguments are those of attention().
     Raises ValueError as attention() does, and for a backend that cannot decode. On a GPU the values
@@ -260,7 +260,7 @@ def attention_with_cache(
             scale=q.shape[-1] ** -0.5 if scale is None else scale,
             window=plain_window(window, causal=causal),
             softcap=softcap,
-            splits=backend.options.get("splits", "auto") if splits is None else splits,
+            splits=splits,
         )
         if sinks is not None:
             assert lse is not None

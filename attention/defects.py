@@ -2,8 +2,8 @@
 mask, and nothing else.
 
 The defects run through the same tile loop as the exact code. Their gradient is the true gradient of
-what they compute, including the maximum (unless detach_max). So a loss curve shows the effect of
-the mistake, not of a mismatched backward pass.
+what they compute, including the maximum. So a loss curve shows the effect of the mistake, not of a
+mismatched backward pass.
 """
 
 from dataclasses import dataclass, replace
@@ -147,7 +147,7 @@ LEAKS = frozenset(
 
 
 def also_in_triton(backend: Backend) -> Backend:
-    """The backend with a second implementation, attention.impl=triton."""
+    """The backend with a second implementation, impl=triton, which a run on a GPU takes."""
     triton = replace(broken_triton_backend(backend.name, backend.defect), breaks=backend.breaks)
     return replace(backend, implementations={"tiled": backend, "triton": triton})
 

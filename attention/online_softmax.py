@@ -31,7 +31,6 @@ class OnlineSoftmax:
     row_max: Tensor  # (..., R, 1)
     row_sum: Tensor  # (..., R, 1)
     acc: Tensor  # (..., R, D_v)
-    detach_max: bool = False  # treat the subtracted maximum as a constant when differentiating
 
     @classmethod
     def empty(
@@ -39,7 +38,6 @@ class OnlineSoftmax:
         q: Tensor,
         *,
         dtype: torch.dtype,
-        detach_max: bool = False,
         value_dim: int | None = None,
     ) -> Self:
         """The state before any key, for rows q (..., R, D) and values of value_dim columns (default
@@ -50,7 +48,6 @@ class OnlineSoftmax:
             torch.full_like(row_sum, -torch.inf),
             row_sum,
             row_sum.new_zeros((*q.shape[:-1], value_dim or q.shape[-1])),
-            detach_max,
         )
 
     def next_max(self, tile_max: Tensor) -> Tensor:
@@ -65,8 +62,6 @@ class OnlineSoftmax:
         D_v).
         """
         next_max = self.next_max(scores.amax(-1, keepdim=True))
-        if self.detach_max:
-            next_max = next_max.detach()
         alpha = self.correction(next_max)
         p = torch.exp(scores - finite(next_max))
         row_sum = alpha * self.row_sum + p.sum(-1, keepdim=True)

@@ -23,7 +23,7 @@ TENSORS = ("alibi_slopes", "document_ids", "key_lengths", "cu_seqlens")
 SCHEMA = (
     "Tensor? alibi_slopes, Tensor? document_ids, Tensor? key_lengths, Tensor? cu_seqlens, *, "
     "str loop, bool causal, float scale, SymInt[] window, float? softcap=None, SymInt block_q, "
-    "SymInt block_kv, str softmax_dtype, bool detach_max=False) -> (Tensor, Tensor, Tensor)"
+    "SymInt block_kv, str softmax_dtype) -> (Tensor, Tensor, Tensor)"
 )
 
 

@@ -183,7 +183,6 @@ class TileLoop:
         block_q: int,
         block_kv: int,
         softmax_dtype: str = "float32",
-        detach_max: bool = False,
         softmax: type[OnlineSoftmax] = OnlineSoftmax,
         exact: bool = True,
         observer: Observer | None = None,
@@ -194,8 +193,7 @@ class TileLoop:
 
         softmax_dtype: "float32" keeps scores and statistics in float32 (float64 for float64
         inputs), "input" keeps them in q's dtype. exact=False uses the gradient of what `softmax`
-        computes, not that of softmax attention. It includes the gradient of the maximum, unless
-        detach_max.
+        computes, not that of softmax attention. It includes the gradient of the maximum.
         """
         visible = cls.visible_keys(q, k, **mask)
         dtype = q.dtype if softmax_dtype == "input" else statistics_dtype(q)
@@ -204,7 +202,7 @@ class TileLoop:
             slopes = alibi_slopes.detach().to(statistics_dtype(q)).view(k.shape[1], -1, 1, 1)
         return cls(
             TileScores(visible, scale, dtype, softcap, slopes, score_mod),
-            partial(softmax.empty, dtype=dtype, detach_max=detach_max),
+            partial(softmax.empty, dtype=dtype),
             block_q,
             block_kv,
             # an lse in low precision is too coarse for rebuilding p
@@ -336,14 +334,11 @@ def tile_loop_backend(
 ) -> Backend:
     """A Backend that runs a tile loop; `variant` is loop= or softmax= of TiledAttention."""
     exact = defect is None
-    options: dict[str, Any] = {"block_q": 128, "block_kv": 64, "softmax_dtype": "float32"}
-    if not exact:
-        options["detach_max"] = False
     return Backend(
         name,
         TiledAttention(exact=exact, **variant),
         features=FEATURES - {"sinks", *without},
-        options=options,
+        options={"block_q": 128, "block_kv": 64, "softmax_dtype": "float32"},
         exact=exact,
         defect=defect,
         breaks=breaks,

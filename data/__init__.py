@@ -47,9 +47,7 @@ def build_data(
     if config.source in SYNTHETIC_SOURCES:
         from data.synthetic import SyntheticData
 
-        data = SyntheticData(config, seq_len=seq_len, seed=seed)
-    else:
-        from data.batches import TextData
+        return SyntheticData(config, seq_len=seq_len, seed=seed)
+    from data.batches import TextData
 
-        data = TextData(config, build_tokenizer(tokenizer), seq_len=seq_len, seed=seed)
-    return data
+    return TextData(config, build_tokenizer(tokenizer), seq_len=seq_len, seed=seed)

@@ -9,7 +9,6 @@ hub           data.name=org/name on the Hugging Face hub (data.subset, data.spli
 """
 
 import hashlib
-import itertools
 import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -56,7 +55,8 @@ class Corpus:
         it is tokenized, the hub is not asked again, with or without a network.
         """
         config = self.config
-        parts: list[Any] = [config.source, config.field, config.max_documents]
+        # None was the number of documents: stores of earlier releases keep their names
+        parts: list[Any] = [config.source, config.field, None]
         if self.is_hub:
             parts += [config.name, config.subset, config.split]
         else:
@@ -70,8 +70,7 @@ class Corpus:
         Raises ValueError, naming the file and the row, for what cannot be read.
         """
         found = self._hub_documents() if self.is_hub else self._local_documents()
-        filled = (document for document in found if document.text)
-        return itertools.islice(filled, self.config.max_documents)
+        return (document for document in found if document.text)
 
     def _hub_documents(self) -> Iterator[Document]:
         table = load_from_hub(self.config)

@@ -10,10 +10,10 @@ from config import DataConfig
 from data.network import answers
 
 if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
+    from datasets import Dataset
 
 
-def load_from_hub(config: DataConfig) -> "Dataset | IterableDataset":
+def load_from_hub(config: DataConfig) -> "Dataset":
     """One split of a dataset; with HF_HUB_OFFLINE=1, from this machine's cache alone.
 
     Raises ValueError if it cannot be had.
@@ -28,9 +28,7 @@ def load_from_hub(config: DataConfig) -> "Dataset | IterableDataset":
                 f"{datasets.config.HF_ENDPOINT} does not answer; HF_HUB_OFFLINE=1 reads what this "
                 "machine has cached"
             )
-        return datasets.load_dataset(
-            config.name, config.subset, split=config.split, streaming=config.streaming
-        )
+        return datasets.load_dataset(config.name, config.subset, split=config.split)
     except (OSError, ValueError, RuntimeError) as error:
         chosen = f"data.name={config.name} data.subset={config.subset} data.split={config.split}"
         way_out = ""

@@ -43,10 +43,9 @@ class TokenStore(NamedTuple):
     meta: dict[str, Any]
 
 
-def cache_folder(config: DataConfig) -> Path:
-    """data.cache_dir, else TILEGPT_CACHE, else ~/.cache/tilegpt."""
-    folder = config.cache_dir or os.environ.get("TILEGPT_CACHE") or "~/.cache/tilegpt"
-    return Path(folder).expanduser()
+def cache_folder() -> Path:
+    """TILEGPT_CACHE, else ~/.cache/tilegpt."""
+    return Path(os.environ.get("TILEGPT_CACHE") or "~/.cache/tilegpt").expanduser()
 
 
 def open_store(config: DataConfig, tokenizer: Tokenizer) -> TokenStore:
@@ -54,7 +53,7 @@ def open_store(config: DataConfig, tokenizer: Tokenizer) -> TokenStore:
     corpus = Corpus(config)
     built_from = [LAYOUT, corpus.identity(), tokenizer.fingerprint, config.val_fraction]
     name = hashlib.sha256(json.dumps(built_from).encode()).hexdigest()[:16]
-    folder = cache_folder(config) / f"{config.source}-{name}"
+    folder = cache_folder() / f"{config.source}-{name}"
     if os.path.exists(folder):  # unlike Path.exists(), it is False where the system cannot tell
         try:
             return load(folder)
@@ -65,8 +64,8 @@ def open_store(config: DataConfig, tokenizer: Tokenizer) -> TokenStore:
     # an error in reading the corpus is a ValueError already, so this one came from writing
     except OSError as error:
         raise ValueError(
-            f"the token store cannot be written to {folder.parent} ({error}); choose a folder with "
-            "room and write permission: data.cache_dir=FOLDER, or TILEGPT_CACHE=FOLDER"
+            f"the token store cannot be written to {folder.parent} ({error}); set TILEGPT_CACHE to "
+            "a folder with room and write permission"
         ) from error
     return load(folder)
 

@@ -208,7 +208,7 @@ def named_by(config: "RunConfig") -> dict[str, Any]:
 
     attentions = attention_names(config.attention)
     return {
-        "attention": config.attention.backend_name,
+        "attention": config.attention.name,
         "variant": attentions[0][1],
         "seq_len": config.seq_len,
         "seed": config.seed,

@@ -67,10 +67,9 @@ class FastGPT(GPT):
         *,
         positions: Tensor | None = None,
         cache: KVCache | None = None,
-        z_loss: float = 0.0,
     ) -> ModelOutput:
         if targets is None or cache is not None:
-            how = {"positions": positions, "cache": cache, "z_loss": z_loss}
+            how = {"positions": positions, "cache": cache}
             return super().forward(tokens, targets, document_ids, **how)
         x, rope = self.embed(tokens, positions)
         # a branch of zeros, because without one the first block would need another graph
@@ -79,7 +78,7 @@ class FastGPT(GPT):
             x, branch = self._block(block, x, branch, rope, document_ids)
         _, x = add_norm(x, branch, self.final_norm)
         del branch  # frees memory for the loss
-        return ModelOutput(None, self._loss(x, self.output_weight, targets, z_loss=z_loss))
+        return ModelOutput(None, self._loss(x, self.output_weight, targets))
 
 
 def zeros_like_a_branch(x: Tensor) -> Tensor:

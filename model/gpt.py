@@ -27,6 +27,7 @@ from model.seam import Seam, SeamedModel
 
 Rope = tuple[Tensor, Tensor]  # the cosines and sines of rope_tables()
 NORM_EPS = 1e-5
+INIT_STD = 0.02  # of the first weights
 
 
 class ModelOutput(NamedTuple):
@@ -163,12 +164,12 @@ class GPT(SeamedModel):
             block.attention.own = own_module(backend, config, layer)
 
     def _initialise(self) -> None:
-        """As in GPT-2: from N(0, init_std), divided by sqrt(2 num_layers) where a branch ends."""
+        """As in GPT-2: from N(0, INIT_STD), divided by sqrt(2 num_layers) where a branch ends."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 ends_branch = name.endswith(("attention.proj", "mlp.down"))
                 depth = 2 * self.config.num_layers if ends_branch else 1
-                nn.init.normal_(module.weight, std=self.config.init_std * depth**-0.5)
+                nn.init.normal_(module.weight, std=INIT_STD * depth**-0.5)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
@@ -180,13 +181,12 @@ class GPT(SeamedModel):
         *,
         positions: Tensor | None = None,
         cache: KVCache | None = None,
-        z_loss: float = 0.0,
     ) -> ModelOutput:
         """tokens, targets (B, N) int64. With a cache, the tokens follow those in the cache, which
         stores them too. positions (N,) are those of tokens that are a part of longer sequences.
 
         document_ids (B, N) integers: a run of equal ids is a document, and attention stays inside
-        it; positions count through the sequence. z_loss is that of linear_cross_entropy().
+        it; positions count through the sequence.
 
         Raises ValueError for more tokens than the learned positions or the cache hold.
         """
@@ -196,8 +196,7 @@ class GPT(SeamedModel):
         x = self.final_norm(x)
         if targets is None:
             return ModelOutput(F.linear(x, self.output_weight), None)  # (B, N, vocab_size)
-        loss = linear_cross_entropy(x, self.output_weight, targets, z_loss=z_loss)
-        return ModelOutput(None, loss)
+        return ModelOutput(None, linear_cross_entropy(x, self.output_weight, targets))
 
     def embed(
         self, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None

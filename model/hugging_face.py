@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from attention import dtype_name
-from model.gpt import NORM_EPS, mlp_width
+from model.gpt import INIT_STD, NORM_EPS, mlp_width
 
 if TYPE_CHECKING:
     from model.gpt import GPT
@@ -221,7 +221,7 @@ def to_hugging_face(model: "GPT") -> tuple[Settings, dict[str, Tensor]]:
         "tie_word_embeddings": model.config.tie_embeddings,
         **{key: ours[name] for key, name in (architecture.fields | architecture.written).items()},
         **{key: ours[key] for key in architecture.windows if key in ours},
-        "initializer_range": model.config.init_std,
+        "initializer_range": INIT_STD,
         "dtype": "float32",
     }
     return settings, {
@@ -372,8 +372,6 @@ def settings_of(model: "GPT") -> Settings:
         "use_sliding_window": bool(sizes),
         **{f"attention.{name}": True for name in sorted(changes)},
     }
-    if len(sizes) > 1:
-        settings |= {"attention.window": None, "attention.windows": windows}
     return CONSTANTS | settings
 
 

@@ -4,7 +4,6 @@ The backend computes this function and can be exchanged. The function belongs to
 width: weights that were trained with a window need that window.
 
     attention.window=4096 attention.pattern=SSSL    layers 0 1 2 see 4,096 keys, 3 all, 4 5 6 ...
-    attention.windows=[null,64,64,null]             each layer its own
     attention.softcap=50                            Gemma 2, 2024, arXiv:2408.00118
     model.positions=alibi                           Press et al. 2021, arXiv:2108.12409
     attention.score_mod=pkg.module:NAME             any other change of a score

@@ -41,23 +41,18 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return total / (targets != IGNORED).sum().clamp(min=1)
 
 
-def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0
-) -> Tensor:
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """cross_entropy(F.linear(x, weight), targets), with the logits of one chunk at a time; once
     differentiable.
 
     x (B, N, C), weight (vocab_size, C), targets (B, N) int64, -100 to ignore one. Returns a float32
     scalar. The products run in autocast's dtype. Softmax and the sum of weight's gradient over
     chunks are float32 (float64 for float64).
-
-    z_loss adds z_loss times the mean of logsumexp(logits)^2 over the targets that are not ignored
-    (PaLM, arXiv:2204.02311, section 5).
     """
     dtype = product_dtype(x, torch.promote_types(x.dtype, weight.dtype))
     with_gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     total = LinearCrossEntropy.apply(
-        x.flatten(0, 1), weight, targets.flatten(), dtype, with_gradients, z_loss
+        x.flatten(0, 1), weight, targets.flatten(), dtype, with_gradients
     )
     return total.float() / (targets != IGNORED).sum().clamp(min=1)
 
@@ -91,10 +86,9 @@ def loss_and_gradient(
     vocab_size: int,
     dtype: torch.dtype,
     with_gradients: bool,
-    z_loss: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """The sum of -log p(target) and z-loss of R tokens, and its gradient with respect to their
-    logits, (R, vocab_size and padding).
+    """The sum of -log p(target) of R tokens, and its gradient with respect to their logits,
+    (R, vocab_size and padding).
 
     x (R, C), w (vocab_size and padding, C), targets (R,); dtype: of the softmax.
     """
@@ -102,7 +96,7 @@ def loss_and_gradient(
     if has_kernel(logits):
         from model.kernels.loss import cross_entropy_in_place
 
-        loss = cross_entropy_in_place(logits, targets, vocab_size, IGNORED, with_gradients, z_loss)
+        loss = cross_entropy_in_place(logits, targets, vocab_size, IGNORED, with_gradients)
         return loss.sum(), logits if with_gradients else None
     if logits.shape[1] > vocab_size:
         logits[:, vocab_size:] = -torch.inf
@@ -112,17 +106,10 @@ def loss_and_gradient(
     target = targets.unsqueeze(1).where(counts, 0)  # any index will do for an ignored token
     log_p_target = log_p.gather(1, target)
     loss = -log_p_target.masked_fill(~counts, 0.0).sum()
-    lse = logits.gather(1, target) - log_p_target if z_loss else None
     del logits
-    if lse is not None:
-        loss = loss + z_loss * lse.square().masked_fill(~counts, 0.0).sum()
     if not with_gradients:
         return loss, None
     p, at_target = log_p.exp_(), log_p_target.expm1()
-    if lse is not None:
-        slope = 2 * z_loss * lse  # the gradient of lse is p
-        at_target = at_target + slope * p.gather(1, target)
-        p.mul_(1 + slope)
     d_logits = p.to(x.dtype).scatter_(1, target, at_target.to(x.dtype))
     return loss, d_logits.mul_(counts)
 
@@ -149,7 +136,7 @@ def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """The sum of -log p(target) and the z-loss, with its gradients computed in the forward pass."""
+    """The sum of -log p(target), with its gradients computed in the forward pass."""
 
     @staticmethod
     def forward(
@@ -159,7 +146,6 @@ class LinearCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         dtype: torch.dtype,
         with_gradients: bool,
-        z_loss: float,
     ) -> Tensor:
         """x (T, C), weight (vocab_size, C), targets (T,); dtype: of the products."""
         (tokens, width), vocab_size = x.shape, weight.shape[0]
@@ -175,7 +161,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         d_weight, d_x = None, []
         for x_rows, targets_rows in zip(x.to(dtype).split(rows), targets.split(rows), strict=True):
             loss, d_logits = loss_and_gradient(
-                x_rows, w, targets_rows, vocab_size, total.dtype, with_gradients, z_loss
+                x_rows, w, targets_rows, vocab_size, total.dtype, with_gradients
             )
             total = total + loss
             if d_logits is not None:

@@ -16,10 +16,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-import yaml
-
-from attention import BACKENDS, Backend, get_backend
-from config import SHORT_DTYPES, RunConfig, check_int64
+from attention import Backend, get_backend
+from config import SHORT_DTYPES, RunConfig, check_int64, parse_attention
 from training.launch.command_line import check_overrides, compose, key_of
 from training.launch.interrupt import reader_may_leave
 from training.launch.settings import settle
@@ -200,17 +198,5 @@ def parse_backend(text: str) -> Backend:
     """NAME, NAME:option=value,option=value or pkg.module:BACKEND, with options likewise. Raises
     ValueError for any other text.
     """
-    name, _, rest = text.partition(":")
-    attribute, _, after = rest.partition(":")
-    if name not in BACKENDS and attribute and "=" not in attribute:
-        name, rest = f"{name}:{attribute}", after
-    options = {}
-    for option in rest.split(",") if rest else ():
-        key, equals, value = option.partition("=")
-        if not equals:
-            raise ValueError(f"{option!r} is not option=value")
-        try:
-            options[key] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise ValueError(f"{option!r} has no value that can be read; write {key}=16") from None
+    name, options = parse_attention(text)
     return get_backend(name, **options)

@@ -67,7 +67,6 @@ import torch
 import torch._functorch.config
 
 from attention import Backend, dtype_name, is_shipped
-from config import DataConfig
 from data.token_store import cache_folder
 from scripts.arguments import Count, Device, Dtype, Json, command, default, parse_backend
 from scripts.attention_call import (
@@ -157,7 +156,7 @@ def verdict_file(backend: Backend, dtype: torch.dtype, where: Row) -> Path | Non
     code = [where[key] for key in DECISIVE]
     names = (*code, backend.name, dict(backend.options), dtype_name(dtype))
     digest = hashlib.sha256(json.dumps(names, default=str).encode()).hexdigest()
-    return cache_folder(DataConfig()) / "verdicts" / f"{digest[:32]}.json"
+    return cache_folder() / "verdicts" / f"{digest[:32]}.json"
 
 
 def complaint(text: str, red: dict[torch.dtype, list[str]]) -> str:

@@ -188,11 +188,8 @@ def default_judges(checkpoints: Sequence[Checkpoint], device: torch.device) -> l
 
 
 def described(backend: Backend) -> Row:
-    """A backend's name and options, without those that only a backward pass reads."""
-    return {
-        "name": backend.name,
-        "options": {key: value for key, value in backend.options.items() if key != "detach_max"},
-    }
+    """A backend's name and options."""
+    return {"name": backend.name, "options": dict(backend.options)}
 
 
 def judge(

@@ -207,7 +207,7 @@ def captured_call(options: Options) -> Call:
     )
     of_run = trained.model.backend.options
     block_kv = of_run.get("block_kv") or BACKENDS["tiled"].options["block_kv"]
-    name, causal, scale = config.attention.backend_name, arguments["causal"], arguments["scale"]
+    name, causal, scale = config.attention.name, arguments["causal"], arguments["scale"]
     function = dict(trained.model.blocks[layer].attention.function)
     if "alibi_slopes" in function:
         function["alibi_slopes"] = function["alibi_slopes"][head : head + 1]

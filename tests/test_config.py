@@ -34,7 +34,6 @@ CHOICES = [
 EXPERIMENTS = sorted(file.stem for file in (ROOT / "conf/experiment").glob("*.yaml"))
 # what a choice cannot do without
 NEEDED = {
-    ("attention", "custom"): ["attention.target=my_module:BACKEND"],
     ("data", "text"): ["data.path=book.txt"],
     ("data", "hub"): ["data.name=org/name"],
 }
@@ -69,7 +68,7 @@ def test_choice_composes(choice):
 
 
 def test_every_backend_is_a_choice():
-    assert {name for group, name in CHOICES if group == "attention"} == {*BACKENDS, "custom"}
+    assert {name for group, name in CHOICES if group == "attention"} == {*BACKENDS}
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -146,8 +145,8 @@ def test_what_follows_from_the_fields():
     assert compiles == ["true", "false", "auto"]
     run = RunConfig(batch_size=2, seq_len=8, tokens_per_step=48)
     assert (run.accumulation_steps, run.sequences_per_step) == (3, 6)
-    options = AttentionConfig(block_q=4, detach_max=False, options={"mine": 1}).backend_options()
-    assert options == {"mine": 1, "block_q": 4, "detach_max": False}
+    options = AttentionConfig(block_q=4, options={"mine": 1}).backend_options()
+    assert options == {"mine": 1, "block_q": 4}
     assert AttentionConfig().backend_options() == {}
 
 

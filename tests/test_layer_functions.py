@@ -140,7 +140,7 @@ def test_another_attention_takes_over_the_function(trained, tmp_path):
 
 def test_a_run_from_before_there_were_windows_goes_on(tmp_path):
     assert run(*tiny(tmp_path)).code == 0
-    new = {"window", "pattern", "windows", "softcap", "score_mod"}
+    new = {"window", "pattern", "softcap", "score_mod"}
     config = yaml.safe_load((tmp_path / "config.yaml").read_text())
     config["attention"] = {k: v for k, v in config["attention"].items() if k not in new}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
@@ -204,6 +204,8 @@ def test_the_plan_of_a_windowed_run(monkeypatch):
 
 def test_build_run_gives_the_layers_their_function(monkeypatch):
     monkeypatch.setenv("TILEGPT_CACHE", cache_folder())
-    parts = build_run(compose("attention.windows=[3,null,3,null]", "seq_len=32", "device=cpu"))
+    parts = build_run(
+        compose("attention.window=3", "attention.pattern=SL", "seq_len=32", "device=cpu")
+    )
     found = [block.attention.function for block in parts.model.blocks]
     assert found == [{"window": 3}, {}, {"window": 3}, {}]

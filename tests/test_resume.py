@@ -40,7 +40,6 @@ from training.record.files import read_meta
 # of step with one another
 STATEFUL = ("model.dropout=0.1", "data.documents=true", "tokens_per_step=256")
 STATEFUL += ("steps=12", "log_every=3", "eval_every=5", "checkpoint_every=4")
-STATEFUL += ("optim.qk_clip=0.001", "optim.z_loss=0.1")
 
 
 @pytest.fixture(scope="session")

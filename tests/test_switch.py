@@ -100,8 +100,7 @@ def test_a_switch_to_the_same_attention_changes_nothing(broken, tmp_path):
     """The control: what changes a run is the other attention, not the switch."""
     again = (
         "attention.switch_at=20",
-        "attention.switch_to=no_rescale",
-        "+attention.switch_options.block_kv=4",
+        "attention.switch_to='no_rescale:block_kv=4'",
     )
     assert run(*tiny(tmp_path, *RECIPE, *again)).code == 0
     assert same(checkpoint(tmp_path), checkpoint(broken))

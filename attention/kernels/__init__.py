@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attention.decoding import num_splits
 from attention.interface import (
     FEATURES,
     AttentionOutput,
@@ -50,7 +49,6 @@ def triton_attention(
     block_q: int = 0,
     block_kv: int = 0,
     kernel: str = "portable",
-    splits: str | int = "auto",
     return_max_score: bool | Tensor = False,
     sinks: Tensor | None = None,
 ) -> Output:
@@ -61,7 +59,7 @@ def triton_attention(
     width of the wider.
 
     kernel: "portable", "hopper", or "auto" for whichever the device and the inputs allow; see
-    attention/kernels/select.py. splits: of attention_with_cache().
+    attention/kernels/select.py.
     """
     from attention.kernels import op
     from attention.kernels.launch import Settings, forward
@@ -181,21 +179,17 @@ def score_change(
     )
 
 
-def broken_triton_attention(
-    *tensors: Tensor, softmax: str, detach_max: bool, impl: str, **arguments: Any
-) -> Output:
+def broken_triton_attention(*tensors: Tensor, softmax: str, impl: str, **arguments: Any) -> Output:
     """A defect at the speed of the kernels, with the gradient of what it computes. It returns no
     lse, because the kernel saves something else there. impl is an option so that a run records it.
     """
-    if softmax == "no_rescale" and detach_max:
-        softmax = "no_rescale_detached"
     return triton_attention(*tensors, softmax=softmax, **arguments)._replace(lse=None)
 
 
 def refusals(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, **options: Any
 ) -> list[str]:
-    in_pytorch = "attention.impl=tiled" if "impl" in options else "attention=tiled"
+    in_pytorch = "impl=tiled" if "impl" in options else "attention=tiled"
     if not INSTALLED:
         return [
             f"Triton is not installed here (pip install triton, Linux only); {in_pytorch} is the "
@@ -214,7 +208,6 @@ def refusals(
     if "kernel" in options and not torch.compiler.is_compiling():
         # torch.compile cannot trace these checks; they ran before it
         try:
-            num_splits(options["splits"])
             if options["kernel"] != "auto":  # which is always possible
                 inputs = {"device": q.device, "dtype": q.dtype, "head_dim": q.shape[-1]}
                 choose_kernel(options["kernel"], scale=scale, **inputs)
@@ -237,14 +230,14 @@ TRITON = Backend(
     dtypes=(torch.float32, torch.bfloat16, torch.float16),
     head_dims=range(1, 257),
     features=FEATURES,
-    options={"kernel": "auto", "splits": "auto"},
+    options={"kernel": "auto"},
     requirements=refusals,
     decode=decode,
 )
 
 
 def broken_triton_backend(name: str, defect: str | None) -> Backend:
-    """The backend of attention=NAME attention.impl=triton: the kernels with the softmax of that
+    """The backend of attention=NAME with impl=triton: the kernels with the softmax of that
     name. Their tiles have block_kv keys, as in the tile loop.
     """
     return Backend(
@@ -253,7 +246,7 @@ def broken_triton_backend(name: str, defect: str | None) -> Backend:
         dtypes=TRITON.dtypes,
         head_dims=range(1, 129),
         features=TRITON.features - {"lse", "sinks"},
-        options={"impl": "triton", "block_q": 128, "block_kv": 64, "detach_max": False},
+        options={"impl": "triton", "block_q": 128, "block_kv": 64},
         requirements=refusals,
         exact=False,
         defect=defect,

@@ -44,4 +44,3 @@ def through_max_gradient(p, dp, delta, scores, AXIS: tl.constexpr):
 # no_max: the exact backward rebuilds p = exp(score) / row_sum from lse = log(row_sum)
 NO_MAX = Softmax(no_max_move, probability, score_gradient)
 NO_RESCALE = Softmax(no_rescale_move, tile_local_probability, through_max_gradient)
-NO_RESCALE_DETACHED = Softmax(no_rescale_move, tile_local_probability, score_gradient)

@@ -34,7 +34,6 @@ SOFTMAXES = {
     "online": ONLINE,
     "no_max": defects.NO_MAX,
     "no_rescale": defects.NO_RESCALE,
-    "no_rescale_detached": defects.NO_RESCALE_DETACHED,
 }
 DELTA_BLOCK_Q = 32
 

@@ -46,10 +46,10 @@ def expm1(x):
 @triton.jit
 def cross_entropy_kernel(
     logits_ptr, targets_ptr, loss_ptr, stride, vocab_size, width, IGNORED: tl.constexpr,
-    GRADIENT: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr
+    GRADIENT: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr
 ):  # fmt: skip
     """One row per program: store -log p(target), and overwrite the logits with p, less 1 at the
-    target. All are zero for an ignored target. Adds Z_LOSS lse^2 and its gradient, 2 Z_LOSS lse p.
+    target. All are zero for an ignored target.
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
@@ -75,13 +75,7 @@ def cross_entropy_kernel(
     # an invalid target makes the loss NaN instead of reading other memory
     score = tl.load(logits_ptr + target, mask=valid, other=float("nan")).to(tl.float32)
     log_p = score - row_max - log_sum
-    loss = -log_p
-    slope = 0.0
-    if Z_LOSS != 0:  # skip it at 0, where an infinite lse would give NaN
-        lse = row_max + log_sum
-        slope = 2 * Z_LOSS * lse
-        loss += Z_LOSS * lse * lse
-    tl.store(loss_ptr + row, tl.where(ignored, 0.0, loss))
+    tl.store(loss_ptr + row, tl.where(ignored, 0.0, -log_p))
 
     if GRADIENT:
         tl.debug_barrier()  # all threads read the target's logit before one overwrites it
@@ -92,13 +86,10 @@ def cross_entropy_kernel(
             else:
                 logits = load_last(logits_ptr, columns, vocab_size, width)
             p = tl.exp2((logits - row_max) * LOG2_E - log_sum * LOG2_E)
-            if Z_LOSS != 0:
-                p += slope * p
             gradient = tl.where(ignored, 0.0, p).to(logits_ptr.dtype.element_ty)
             tl.store(logits_ptr + columns, gradient, mask=columns < width)
         tl.debug_barrier()  # and write p there before the gradient of the target
-        at_target = expm1(log_p) + slope * tl.exp(log_p)
-        at_target = at_target.to(logits_ptr.dtype.element_ty)
+        at_target = expm1(log_p).to(logits_ptr.dtype.element_ty)
         tl.store(logits_ptr + target, at_target, mask=valid & ~ignored)
 
 
@@ -109,15 +100,10 @@ def cross_entropy_kernel(
     tags=(torch.Tag.needs_exact_strides,),
 )
 def cross_entropy_in_place(
-    logits: Tensor,
-    targets: Tensor,
-    vocab_size: int,
-    ignored: int,
-    with_gradients: bool,
-    z_loss: float,
+    logits: Tensor, targets: Tensor, vocab_size: int, ignored: int, with_gradients: bool
 ) -> Tensor:
-    """-log p(target) + z_loss lse^2 of each row, (R,) float32. with_gradients overwrites logits
-    with the gradient, which is zero in the columns from vocab_size on.
+    """-log p(target) of each row, (R,) float32. with_gradients overwrites logits with the gradient,
+    which is zero in the columns from vocab_size on.
 
     logits (R, V and padding) of float16, bfloat16 or float32, contiguous along V; targets (R,)
     int64, `ignored` for a token without a loss. Any other target outside the vocabulary makes the
@@ -128,12 +114,12 @@ def cross_entropy_in_place(
     block = min(BLOCK, triton.next_power_of_2(width))
     cross_entropy_kernel[(rows,)](
         logits, targets, loss, logits.stride(0), vocab_size, width,
-        IGNORED=ignored, GRADIENT=with_gradients, Z_LOSS=z_loss,
+        IGNORED=ignored, GRADIENT=with_gradients,
         BLOCK=block, RUN=min(RUN, block), num_warps=max(1, block // 1024),
     )  # fmt: skip
     return loss
 
 
 @cross_entropy_in_place.register_fake
-def _(logits, targets, vocab_size, ignored, with_gradients, z_loss):
+def _(logits, targets, vocab_size, ignored, with_gradients):
     return logits.new_empty(logits.shape[0], dtype=torch.float32)

@@ -167,12 +167,6 @@ def test_inputs_that_are_refused(name):
         attention_with_cache(**arguments | changes)
 
 
-def test_the_option_of_the_backend_is_checked():
-    q = torch.zeros(1, 1, 1, 16, device=DEVICE)
-    with pytest.raises(ValueError, match="splits=129 .* 128"):
-        attention(q, q, q, backend=get_backend("triton", splits=129))
-
-
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter
 @pytest.mark.parametrize("backend", BACKENDS_THAT_DECODE)
 def test_a_page_or_length_outside_the_cache_is_nan_where_no_value_is_read(backend):

@@ -290,7 +290,6 @@ def test_an_unknown_name_lists_all_that_there_are():
     ("backend", "option", "value", "names"),
     [
         ("tiled", "block", 4, ["'block'", "block=4", "block_q, block_kv, softmax_dtype"]),
-        ("tiled", "detach_max", True, ["'detach_max'"]),
         ("naive", "block_q", 4, ["'block_q'", "block_q=4", "no options"]),
         ("tiled", "block_q", 0, ["block_q=0", "1"]),
         ("no_max", "block_kv", -8, ["block_kv=-8", "1"]),

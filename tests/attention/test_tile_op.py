@@ -48,7 +48,7 @@ CALLS = {
         {"softcap": 3.0, "document_ids": torch.arange(20).expand(2, -1) // 7},
     ),
     "lazy_rescale": (torch.float16, {"softmax_dtype": "input", "causal": False}),
-    "no_max": (torch.float32, {"detach_max": True}),
+    "no_max": (torch.float32, {}),
 }
 
 
@@ -131,7 +131,7 @@ def test_only_the_very_loop_of_that_name_is_the_operator(monkeypatch):
     """A loop with something around it, or another loop of its name, runs itself."""
     backend = get_backend("tiled", block_q=8, block_kv=8)
     namesake = tile_loop_backend("tiled", softmax=LazyRescale)
-    around = replace(backend, fn=partial(backend.fn, detach_max=True))
+    around = replace(backend, fn=partial(backend.fn, softcap=2.0))
     for each in (namesake, around, replace(backend, name="other")):
         assert not is_operator(each) and breaks(each)
     assert is_operator(backend)

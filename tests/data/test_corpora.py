@@ -55,8 +55,8 @@ def test_stdlib_is_the_core_of_the_standard_library():
 
 
 def test_torch_source():
-    corpus = rows(source="torch_source", max_documents=40)
-    assert len(corpus) == 40 and "__init__.py" in corpus and "version.py" not in corpus
+    corpus = rows(source="torch_source")
+    assert len(corpus) > 40 and "__init__.py" in corpus and "version.py" not in corpus
 
 
 @pytest.mark.parametrize(
@@ -191,10 +191,10 @@ def test_files_without_rows_refuse_no_corpus(tmp_path):
     assert read(tmp_path) == {"j.jsonl:0": "one"}
 
 
-def test_column_is_chosen_by_field_and_documents_are_counted_with_text(tmp_path):
+def test_column_is_chosen_by_field(tmp_path):
     write(tmp_path, a_txt="", b_txt="1", c_jsonl=lines({"body": "2"}, {"body": "3"}), d_txt="4")
-    found = rows(source="text", path=str(tmp_path), field="body", max_documents=2)
-    assert found == {"b.txt": "1", "c.jsonl:0": "2"}
+    found = rows(source="text", path=str(tmp_path), field="body")
+    assert found == {"b.txt": "1", "c.jsonl:0": "2", "c.jsonl:1": "3", "d.txt": "4"}
 
 
 ZSTD = pyarrow.compress(b"words", codec="zstd", asbytes=True)

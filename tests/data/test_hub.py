@@ -42,10 +42,9 @@ def reachable_hub(online, server, monkeypatch):
     """A hub that holds ROWS. Returns the calls of load_dataset."""
     calls = []
 
-    def load_dataset(*where, streaming, **rest):
+    def load_dataset(*where, **rest):
         calls.append((where, rest))
-        table = datasets.Dataset.from_dict(ROWS)
-        return table.to_iterable_dataset() if streaming else table
+        return datasets.Dataset.from_dict(ROWS)
 
     monkeypatch.setattr(datasets.config, "HF_ENDPOINT", f"http://{server}")
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
@@ -57,21 +56,18 @@ def unreachable_hub(online, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_ENDPOINT", "https://no-such-host.invalid")
 
 
-@pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streaming"])
-def test_rows_become_documents(reachable_hub, streaming):
-    assert read(streaming=streaming, subset="s", split="validation") == [
+def test_rows_become_documents(reachable_hub):
+    assert read(subset="s", split="validation") == [
         ("0", "one"),
         ("2", "two"),
         ("4", "three"),
     ]
     assert reachable_hub == [(("org/name", "s"), {"split": "validation"})]
-    assert read(streaming=streaming, max_documents=2) == [("0", "one"), ("2", "two")]
 
 
-@pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streaming"])
-def test_missing_column_lists_the_columns(reachable_hub, streaming):
+def test_missing_column_lists_the_columns(reachable_hub):
     with pytest.raises(ValueError, match=r"data\.name=org/name.*data\.field=body.*text, n"):
-        read(streaming=streaming, field="body")
+        read(field="body")
 
 
 def test_an_answer_of_the_hub_is_passed_on(reachable_hub, monkeypatch):
@@ -91,15 +87,14 @@ def test_a_stream_that_breaks_off_is_no_end(reachable_hub, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: BreaksOff())
     with pytest.raises(ValueError, match=r"data\.name=org/name.*row 1 .*reset by peer"):
-        read(streaming=True)
+        read()
 
 
-@pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streaming"])
-def test_out_of_reach_names_the_way_out_at_once(unreachable_hub, streaming):
+def test_out_of_reach_names_the_way_out_at_once(unreachable_hub):
     """Left alone, datasets retries for 25 seconds."""
     start = time.perf_counter()
     with pytest.raises(ValueError, match=r"data\.name=org/name.*no-such-host.*HF_HUB_OFFLINE=1"):
-        read(streaming=streaming)
+        read()
     assert time.perf_counter() - start < 3
 
 
@@ -116,8 +111,7 @@ def test_offline_by_choice_does_not_try_the_network(offline):
         read()
 
 
-@pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streaming"])
-def test_cached_dataset_is_read_without_network(offline, tmp_path, monkeypatch, streaming):
+def test_cached_dataset_is_read_without_network(offline, tmp_path, monkeypatch):
     """The cache folder is laid out as an earlier download of org/name would have left it."""
     (tmp_path / "rows.jsonl").write_text(
         "".join(json.dumps({"text": text}) + "\n" for text in ("one", "two"))
@@ -138,7 +132,7 @@ def test_cached_dataset_is_read_without_network(offline, tmp_path, monkeypatch, 
     }
     (download / "dataset_info.json").write_text(json.dumps(info))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    assert read(streaming=streaming) == [("0", "one"), ("1", "two")] and len(table) == 2
+    assert read() == [("0", "one"), ("1", "two")] and len(table) == 2
 
 
 def test_a_listening_server_answers(server):

@@ -51,8 +51,9 @@ def wide():
 
 
 def text_config(tmp_path, **settings):
-    places = {"path": str(tmp_path / "corpus"), "cache_dir": str(tmp_path / "cache")}
-    return DataConfig(**{"source": "text", "val_fraction": 0.2} | places | settings)
+    return DataConfig(
+        **{"source": "text", "val_fraction": 0.2, "path": str(tmp_path / "corpus")} | settings
+    )
 
 
 def tokens_of(half):
@@ -74,13 +75,13 @@ def both_halves(config):
 
 def stores(config):
     """The names in the cache folder."""
-    return sorted(path.name for path in cache_folder(config).iterdir())
+    return sorted(path.name for path in cache_folder().iterdir())
 
 
 def built(config):
     """The folder of the only store, and when its tokens were written."""
     (name,) = stores(config)
-    folder = cache_folder(config) / name
+    folder = cache_folder() / name
     return folder, (folder / "train.bin").stat().st_mtime_ns
 
 
@@ -142,9 +143,7 @@ def test_the_end_of_an_only_document_is_held_out(tmp_path, by_hash):
 # when it is built
 
 
-@pytest.mark.parametrize(
-    "change", ["nothing", "text", "new-file", "share", "tokenizer", "max-documents"]
-)
+@pytest.mark.parametrize("change", ["nothing", "text", "new-file", "share", "tokenizer"])
 def test_built_anew_when_something_it_is_made_of_changes(config, tmp_path, change):
     open_store(config, BYTE)
     before, tokenizer = built(config), BYTE
@@ -156,8 +155,6 @@ def test_built_anew_when_something_it_is_made_of_changes(config, tmp_path, chang
         config.val_fraction = 0.3
     elif change == "tokenizer":
         tokenizer = build_tokenizer(TokenizerConfig("bpe"))
-    elif change == "max-documents":
-        config.max_documents = 30
     open_store(config, tokenizer)
     assert len(stores(config)) == 1 + (change != "nothing")
     assert change != "nothing" or built(config) == before
@@ -173,17 +170,15 @@ def test_corpus_hash_is_of_the_texts_not_of_the_place(config, tmp_path):
     assert open_store(text_config(tmp_path, path=str(moved)), BYTE).meta["corpus"] != here
 
 
-@pytest.mark.parametrize("setting", ["cache_dir", "TILEGPT_CACHE", "HOME"])
+@pytest.mark.parametrize("setting", ["TILEGPT_CACHE", "HOME"])
 def test_cache_folder(tmp_path, monkeypatch, setting):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("TILEGPT_CACHE", raising=False)
-    config, expected = DataConfig(), tmp_path / ".cache" / "tilegpt"
+    expected = tmp_path / ".cache" / "tilegpt"
     if setting != "HOME":
         monkeypatch.setenv("TILEGPT_CACHE", str(tmp_path / "from-environment"))
         expected = tmp_path / "from-environment"
-    if setting == "cache_dir":
-        config.cache_dir, expected = "~/mine", tmp_path / "mine"
-    assert cache_folder(config) == expected
+    assert cache_folder() == expected
 
 
 # damage
@@ -336,7 +331,7 @@ def test_a_full_disk(config):
             open_store(config, BYTE)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert config.cache_dir in str(error.value) and "data.cache_dir=FOLDER" in str(error.value)
+    assert str(cache_folder()) in str(error.value) and "TILEGPT_CACHE" in str(error.value)
     assert "\n" not in str(error.value)
     assert stores(config) == []
 

@@ -6,6 +6,7 @@ import torch
 from attention import Backend, get_backend
 from config import AttentionConfig, ModelConfig
 from model import GPT
+from tests.weights import with_weights
 
 VOCAB_SIZE = 61
 
@@ -21,15 +22,17 @@ def build_gpt():
         *,
         vocab_size: int = VOCAB_SIZE,
         attention: AttentionConfig | None = None,
+        std: float = 0.1,
         **fields,
     ) -> GPT:
         torch.manual_seed(0)
         # weights five times the usual: with 0.02 a model this small gives nearly uniform attention,
         # which hides mistakes in it
         shape = {"num_layers": 2, "num_heads": 4, "hidden_size": 32, "max_seq_len": 32}
-        config = ModelConfig(**shape | {"init_std": 0.1} | fields)
+        config = ModelConfig(**shape | fields)
         backend = get_backend(backend) if isinstance(backend, str) else backend
-        return GPT(config, vocab_size=vocab_size, backend=backend, attention=attention)
+        model = GPT(config, vocab_size=vocab_size, backend=backend, attention=attention)
+        return with_weights(model, std)
 
     return build
 

@@ -48,7 +48,7 @@ def loss_and_gradients(
 ) -> list[Tensor]:
     torch.manual_seed(4)  # of dropout
     with torch.autocast(inputs[0].device.type, dtype, enabled=dtype != torch.float32):
-        loss = run(*inputs, z_loss=1e-3).loss
+        loss = run(*inputs).loss
     return [loss.detach(), *torch.autograd.grad(loss, list(run.parameters()))]
 
 

@@ -70,7 +70,7 @@ def test_steps_of_fixed_shape_change_no_token(
 ):
     """Of a model with every function that a step can have; past the last position too."""
     fields = {"num_kv_heads": 2, "positions": "rope", "max_seq_len": 12, "tie_embeddings": False}
-    function = AttentionConfig(windows=[4, None], softcap=6.0, sinks=True)
+    function = AttentionConfig(window=4, pattern="SL", softcap=6.0, sinks=True)
     model = build_gpt(attention=function, **fields)
     torch.nn.init.normal_(model.blocks[0].attention.sinks)
     prompt = random_tokens(batch_size, 3)

@@ -42,7 +42,7 @@ class Capture:
 
 
 def test_qk_norm_bounds_the_scores_by_the_root_of_head_dim(build_gpt, modern, random_tokens):
-    model, capture = build_gpt(**modern | {"init_std": 30.0}), Capture()
+    model, capture = build_gpt(**modern, std=30.0), Capture()
     with model.using(backend=capture.backend):
         model(random_tokens(2, 32))
     for q, k, _, _, scale in capture.calls:
@@ -127,7 +127,7 @@ def test_dropout_acts_on_embedding_and_branches_in_training_only(build_gpt, rand
 
 
 def test_initial_weights(build_gpt):
-    model = build_gpt(num_layers=8, hidden_size=128, init_std=0.02, vocab_size=997)
+    model = build_gpt(num_layers=8, hidden_size=128, std=0.02, vocab_size=997)
     for name, parameter in model.named_parameters():
         if "norm" in name:
             assert parameter.eq(1.0 if name.endswith("weight") else 0.0).all(), name
@@ -144,7 +144,7 @@ def test_initial_weights(build_gpt):
 
 def test_a_new_model_knows_nothing(build_gpt, random_tokens):
     tokens = random_tokens(4, 32)
-    loss = build_gpt(init_std=0.02)(tokens, tokens.roll(-1, 1)).loss.item()
+    loss = build_gpt(std=0.02)(tokens, tokens.roll(-1, 1)).loss.item()
     assert abs(loss - math.log(61)) < 0.05
 
 

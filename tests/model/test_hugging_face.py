@@ -208,7 +208,6 @@ def test_says_why_transformers_has_no_such_model(build_gpt, modern):
         (False, {"window": 8}, "windows.*mistral .*model.positions=rope"),
         (False, {"sinks": True}, "sinks"),
         (True, {"window": 8, "softcap": 50.0}, "softcap"),
-        (True, {"windows": [4, 8]}, "4, 8"),
     ],
 )
 def test_layers_that_transformers_would_compute_otherwise_are_refused(

@@ -14,6 +14,7 @@ from model import GPT, generate
 from model.fast import FastGPT
 from model.layer_function import alibi_slopes
 from model.seam import LOOKING
+from tests.weights import with_weights
 from training.loop.evaluate import evaluate, exact_attention
 from training.loop.flops import flops_per_token
 from training.loop.health import compare_layers, diagnose
@@ -32,7 +33,7 @@ FLATTEN = ScoreMod(flattened)
 FUNCTIONS = {
     "window": {"window": 7},
     "pattern": {"window": 7, "pattern": "SL"},
-    "windows": {"windows": [None, 5]},
+    "second": {"window": 5, "pattern": "LS"},
     "softcap": {"softcap": 2.0},
     "alibi": {"positions": "alibi"},
     "sinks": {"sinks": True},
@@ -46,11 +47,12 @@ def build(backend: str = "naive", *, positions: str = "learned", **function) -> 
     """Two layers with four heads of sixteen over two key heads, the same weights every time."""
     torch.manual_seed(0)
     sizes = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "hidden_size": 64}
-    config = ModelConfig(**sizes, max_seq_len=LENGTH, init_std=0.2, positions=positions)
+    config = ModelConfig(**sizes, max_seq_len=LENGTH, positions=positions)
     chosen = get_backend(backend)
     if "block_q" in chosen.options:
         chosen = chosen.configured(block_q=16, block_kv=8)
-    return GPT(config, vocab_size=61, backend=chosen, attention=AttentionConfig(**function))
+    model = GPT(config, vocab_size=61, backend=chosen, attention=AttentionConfig(**function))
+    return with_weights(model, 0.2)
 
 
 @pytest.fixture
@@ -101,7 +103,7 @@ def test_gradients(key, checkpoint, batch):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
 
 
-@functions("windows", "sinks", "all", "score_mod")
+@functions("second", "sinks", "all", "score_mod")
 def test_generation_with_a_cache_is_that_without(function, batch):
     model = build("tiled", **function)
     write = partial(generate, model, batch[0][:, :5], max_new_tokens=LENGTH, temperature=0)
@@ -151,7 +153,7 @@ def test_a_backend_that_ignores_an_argument_is_seen(ignored, batch):
     assert compare_layers(model, *batch, document_ids)["attention/out_error"] > 0.1
 
 
-@functions("windows", "sinks", "all", "score_mod")
+@functions("second", "sinks", "all", "score_mod")
 def test_the_largest_score_is_that_of_the_function(function, batch):
     """From the call itself, and beside a backend that does not return it."""
 
@@ -192,7 +194,6 @@ def test_windows_of_layers():
     assert windows(3) == [None] * 3
     assert windows(3, window=9) == [9] * 3
     assert windows(6, window=9, pattern="SSSL") == [9, 9, 9, None, 9, 9]
-    assert windows(3, windows=[None, 4, 5]) == [None, 4, 5]
 
 
 def test_alibi_slopes_are_those_of_the_paper():
@@ -215,7 +216,7 @@ def test_alibi_adds_no_weight_and_no_entry_of_a_checkpoint():
     [
         ("tiled", "all"),
         pytest.param("triton", "all", marks=[INTERPRETED, pytest.mark.slow]),
-        pytest.param("naive", "windows", marks=pytest.mark.slow),
+        pytest.param("naive", "second", marks=pytest.mark.slow),
     ],
 )
 def test_compiled(name, key, batch):
@@ -235,7 +236,7 @@ def test_who_judges():
 
 def test_flops_count_the_keys_of_a_window(batch):
     """mfu stays PaLM's; mfu_causal counts what the queries see."""
-    full, windowed = build(), build(windows=[None, 7])
+    full, windowed = build(), build(window=7, pattern="LS")
     assert flops_per_token(full, LENGTH) == flops_per_token(windowed, LENGTH)
     seen = sum(min(i + 1, 7) for i in range(LENGTH)) / LENGTH
     hidden = (LENGTH + 1) / 2 - seen

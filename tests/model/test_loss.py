@@ -2,7 +2,6 @@
 
 import importlib
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -56,12 +55,11 @@ def example(
     return x, weight, targets
 
 
-def plain(x: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0) -> Tensor:
+def plain(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Of all logits at once; the softmax of float64 is float64."""
     logits = F.linear(x, weight)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    mean = F.cross_entropy(wide.flatten(0, 1), targets.flatten())
-    return mean + z_loss * wide.logsumexp(-1)[targets != -100].square().mean()
+    return F.cross_entropy(wide.flatten(0, 1), targets.flatten())
 
 
 def step(
@@ -78,10 +76,10 @@ def step(
     return [loss.detach(), *torch.autograd.grad(loss, (x, weight))]
 
 
-def exact_step(x: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0) -> list[Tensor]:
+def exact_step(x: Tensor, weight: Tensor, targets: Tensor) -> list[Tensor]:
     """step() of plain() in float64."""
     x, weight = (t.detach().double().requires_grad_() for t in (x, weight))
-    return step(partial(plain, z_loss=z_loss), x, weight, targets)
+    return step(plain, x, weight, targets)
 
 
 @pytest.fixture
@@ -103,40 +101,39 @@ def kernel(monkeypatch):
     monkeypatch.setattr(importlib.import_module("model.kernels.loss"), "BLOCK", 32)
 
 
-# fixtures, the dtype of autocast, z_loss
+# fixtures, the dtype of autocast
 PAIRS = [
-    ("", None, 0.0),
-    ("several_chunks", torch.bfloat16, 0.1),
-    ("padded", torch.float16, 0.0),
-    ("kernel", torch.bfloat16, 0.0),
-    ("kernel several_chunks padded", None, 0.1),
-    ("kernel several_chunks padded", torch.float16, 0.0),
+    ("", None),
+    ("several_chunks", torch.bfloat16),
+    ("padded", torch.float16),
+    ("kernel", torch.bfloat16),
+    ("kernel several_chunks padded", None),
+    ("kernel several_chunks padded", torch.float16),
 ]
 
 
-@pytest.mark.parametrize(("settings", "dtype", "z_loss"), PAIRS)
-def test_loss_and_gradients_are_those_of_all_logits(settings, dtype, z_loss, request, assert_near):
+@pytest.mark.parametrize(("settings", "dtype"), PAIRS)
+def test_loss_and_gradients_are_those_of_all_logits(settings, dtype, request, assert_near):
     for setting in settings.split():
         request.getfixturevalue(setting)
     found, baseline = (
-        step(partial(function, z_loss=z_loss), *example(), autocast=dtype)
-        for function in (linear_cross_entropy, plain)
+        step(function, *example(), autocast=dtype) for function in (linear_cross_entropy, plain)
     )
     assert found[0].dtype == torch.float32
     assert found[1][:, 5:40].eq(0).all()
-    exact, rounding = exact_step(*example(), z_loss=z_loss), torch.finfo(dtype or torch.float32).eps
+    exact, rounding = exact_step(*example()), torch.finfo(dtype or torch.float32).eps
     assert_near(found, baseline, exact, rounding=rounding)
 
 
 @pytest.mark.parametrize("settings", ["", "several_chunks padded"])
-def test_z_loss_and_its_gradients_in_float64(settings, request):
+def test_loss_and_its_gradients_in_float64(settings, request):
     for setting in settings.split():
         request.getfixturevalue(setting)
     x, weight, targets = example(tokens=99)
     # 128 targets count: the mean is a float32, which holds 1/128 exactly
     wide = (t.detach().double().requires_grad_() for t in (x, weight))
-    loss, *gradients = step(partial(linear_cross_entropy, z_loss=0.1), *wide, targets)
-    exact, *expected = exact_step(x, weight, targets, z_loss=0.1)
+    loss, *gradients = step(linear_cross_entropy, *wide, targets)
+    exact, *expected = exact_step(x, weight, targets)
     torch.testing.assert_close(loss.double(), exact, rtol=1e-6, atol=0)
     torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-12)
 
@@ -144,12 +141,14 @@ def test_z_loss_and_its_gradients_in_float64(settings, request):
 def test_loss_compiles_in_one_graph(kernel, several_chunks, padded):
     """10 s: the kernel is interpreted four times, and two chunks take 128 rows or more."""
     torch._dynamo.reset()
-    eager = partial(linear_cross_entropy, z_loss=0.1)
-    compiled = torch.compile(eager, backend="aot_eager", fullgraph=True)
-    found, expected = (step(run, *example(), autocast=torch.bfloat16) for run in (compiled, eager))
+    compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    found, expected = (
+        step(function, *example(), autocast=torch.bfloat16)
+        for function in (compiled, linear_cross_entropy)
+    )
     torch.testing.assert_close(found, expected)
     with torch.no_grad():
-        torch.testing.assert_close(compiled(*example()), eager(*example()))
+        torch.testing.assert_close(compiled(*example()), linear_cross_entropy(*example()))
 
 
 def test_the_kernel_where_a_row_is_sure_of_its_target_or_hopeless(kernel, padded):
@@ -174,7 +173,7 @@ def test_the_kernel_is_a_lawful_operator(kernel):
     from model.kernels.loss import cross_entropy_in_place
 
     logits, targets = torch.randn(8, 64).bfloat16(), torch.arange(8)
-    torch.library.opcheck(cross_entropy_in_place, (logits, targets, 60, -100, True, 0.1))
+    torch.library.opcheck(cross_entropy_in_place, (logits, targets, 60, -100, True))
 
 
 def test_gradients_of_one_alone(several_chunks):

@@ -461,7 +461,7 @@ def test_rows_are_added_to_a_file_of_the_same_code_and_machine(run_benchmark, tm
 def test_backends_and_their_options_from_text():
     tiled = benchmark.parse_backend("tiled:block_q=64,softmax_dtype=input")
     assert (tiled.options["block_q"], tiled.options["softmax_dtype"]) == (64, "input")
-    assert benchmark.parse_backend("no_max:detach_max=true").options["detach_max"] is True
+    assert benchmark.parse_backend("no_max:impl=triton,block_kv=32").options["block_kv"] == 32
     assert benchmark.parse_backend("sdpa").name == "sdpa"
     assert benchmark.parse_backend(f"{__name__}:WRONG").fn is wrong
     with pytest.raises(ValueError, match="'block'"):

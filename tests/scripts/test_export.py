@@ -27,7 +27,8 @@ RUNS = {
         *MODERN,
         "model.qk_norm=false",
         "model.num_layers=2",
-        "attention.windows=[null,8]",
+        "attention.window=8",
+        "attention.pattern=LS",
     ),
     "Qwen3ForCausalLM with windows": (
         *MODERN,

@@ -81,7 +81,7 @@ def test_refused_in_one_line(run_profile, arguments, named):
 
 def test_a_run_that_diverges_is_not_measured(run_profile):
     with pytest.raises(SystemExit, match="^profile: "):
-        run_profile("model.init_std=1e18")
+        run_profile("optim.lr=1e30")
 
 
 @pytest.mark.gpu

@@ -16,6 +16,7 @@ from model import GPT, sample_text
 from scripts import sample
 from tests import processes
 from tests.command import save_checkpoint
+from tests.weights import with_weights
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,13 +25,13 @@ def write_run(run_dir: Path, *, checkpoint: bool = True, **fields) -> GPT:
     """A run directory as training leaves it, of a model with large random weights, so that its
     attention decides what it writes.
     """
-    shape = ModelConfig(num_layers=1, num_heads=2, hidden_size=16, max_seq_len=32, init_std=1.0)
+    shape = ModelConfig(num_layers=1, num_heads=2, hidden_size=16, max_seq_len=32)
     config = RunConfig(model=shape, seq_len=32, **fields)
     plain = OmegaConf.to_container(OmegaConf.structured(config))
     run_dir.mkdir(parents=True)
     OmegaConf.save(OmegaConf.create(plain), run_dir / "config.yaml")
     torch.manual_seed(config.seed)
-    model = GPT(config.model, vocab_size=257, backend=get_backend("tiled"))
+    model = with_weights(GPT(config.model, vocab_size=257, backend=get_backend("tiled")), 1.0)
     if checkpoint:
         optimizer = torch.optim.AdamW(model.parameters())
         save_checkpoint(

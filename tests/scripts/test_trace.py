@@ -21,6 +21,7 @@ from model import GPT
 from scripts import trace, trace_page
 from scripts.arguments import read_settings
 from tests.command import save_checkpoint
+from tests.weights import with_weights
 
 OBSERVABLE = [name for name, backend in BACKENDS.items() if backend.observable]
 EXACT = [name for name in OBSERVABLE if BACKENDS[name].exact]
@@ -239,9 +240,7 @@ def write_run(run_dir: Path, **fields) -> GPT:
     """A run directory as training leaves it, of a model with large random weights and two query
     heads to a key/value head.
     """
-    shape = ModelConfig(
-        num_layers=2, num_heads=4, num_kv_heads=2, hidden_size=32, max_seq_len=48, init_std=0.5
-    )
+    shape = ModelConfig(num_layers=2, num_heads=4, num_kv_heads=2, hidden_size=32, max_seq_len=48)
     fields = {
         "attention": AttentionConfig(block_kv=8),
         "data": DataConfig(source="last_write"),
@@ -254,6 +253,7 @@ def write_run(run_dir: Path, **fields) -> GPT:
     torch.manual_seed(0)
     data = build_data(config.data, config.tokenizer, seq_len=48, seed=0)
     model = GPT(config.model, vocab_size=data.vocab_size, backend=get_backend("tiled"))
+    with_weights(model, 0.5)
     save_checkpoint(
         run_dir,
         model=model,

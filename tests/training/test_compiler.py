@@ -1,4 +1,4 @@
-"""torch.compile's import, caches and workers."""
+"""torch.compile's import and caches."""
 
 import os
 import subprocess

@@ -8,14 +8,15 @@ from attention import get_backend
 from config import ModelConfig
 from data.interface import IGNORED
 from model import GPT
+from tests.weights import with_weights
 from training.loop.evaluate import evaluate_under
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 4])
 def test_a_loss_is_the_mean_over_all_targets_that_count(batch_size):
     torch.manual_seed(0)
-    config = ModelConfig(num_layers=1, num_heads=2, hidden_size=16, max_seq_len=8, init_std=0.5)
-    model = GPT(config, vocab_size=11, backend=get_backend("naive"))
+    config = ModelConfig(num_layers=1, num_heads=2, hidden_size=16, max_seq_len=8)
+    model = with_weights(GPT(config, vocab_size=11, backend=get_backend("naive")), 0.5)
     inputs, targets = torch.randint(11, (2, 4, 8))
     for row, ignored in enumerate((7, 0, 3, 8)):
         targets[row, :ignored] = IGNORED

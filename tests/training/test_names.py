@@ -27,15 +27,13 @@ ROOT = Path(__file__).resolve().parents[2]
         (["attention=tiled", "attention.block_kv=64"], [(0, "tiled")]),
         (["attention=no_rescale", "attention.block_kv=16"], [(0, "no_rescale block_kv=16")]),
         (["attention=sdpa", "attention.backend=flash"], [(0, "sdpa backend=flash")]),
-        (["attention=no_max", "attention.detach_max=true"], [(0, "no_max detach_max=true")]),
-        (["attention=no_max", "attention.impl=triton"], [(0, "no_max impl=triton")]),
         (
             ["attention=triton", "attention.window=256", "attention.pattern=SSSL"],
             [(0, "triton window=256 pattern=SSSL")],
         ),
         (
-            ["attention=naive", "attention.windows=[16,null,3,null]", "attention.softcap=50"],
-            [(0, "naive windows=[16,null,3,null] softcap=50")],
+            ["attention=naive", "attention.window=16", "attention.softcap=50"],
+            [(0, "naive window=16 softcap=50")],
         ),
         (
             ["attention.window=8", "attention.switch_at=4", "attention.switch_to=naive"],
@@ -51,7 +49,7 @@ ROOT = Path(__file__).resolve().parents[2]
             [(0, "my_attention:BACKEND block_kv=64")],
         ),
         (
-            ["attention=custom", "attention.target=a.b:C", "+attention.options.cap=2.5"],
+            ["attention=a.b:C", "+attention.options.cap=2.5"],
             [(0, "a.b:C cap=2.5")],
         ),
         (
@@ -68,8 +66,6 @@ def test_the_defaults_are_those_of_the_backends():
     for name, backend in BACKENDS.items():
         for option, value in backend.options.items():
             assert BACKEND_OPTIONS[option] == value, name
-        if backend.implementations:
-            assert next(iter(backend.implementations)) == BACKEND_OPTIONS["impl"]
 
 
 def row(attention: str, *overrides: str, **values) -> dict:

@@ -17,6 +17,7 @@ from data.tokenizer import BUILDERS, END_OF_TEXT
 from data.tokenizer_json import tokenizer_files
 from model import GPT, to_hugging_face
 from tests.command import run, summary, tiny
+from tests.weights import with_weights
 from training import build_run, compose
 from training.loop.pretrained import find_pretrained
 
@@ -31,7 +32,7 @@ def build(attention: AttentionConfig | None = None, **fields) -> GPT:
 
 @pytest.fixture
 def model():
-    return build(init_std=0.1)
+    return with_weights(build(), 0.1)
 
 
 @pytest.fixture
@@ -202,11 +203,11 @@ def test_the_first_step_sees_these_weights(folder, model):
     assert torch.equal(parts.model.token_embedding.weight, model.token_embedding.weight)
 
 
-BIN, INDEX, NESTED = "pytorch_model.bin", "model.safetensors.index.json", b"[" * 100_000
+BIN, INDEX = "pytorch_model.bin", "model.safetensors.index.json"
 # {file: what may be in it}
 BAD = {
     "model.safetensors": [b"", b"x" * 99],
-    "config.json": [b"{", b"[]", NESTED, b'{"model_type": "mistral", "sliding_window": "8"}'],
+    "config.json": [b"{", b"[]", b'{"model_type": "mistral", "sliding_window": "8"}'],
     INDEX: [
         b"{}",
         b'{"weight_map": ["x"]}',
@@ -219,8 +220,6 @@ BAD = {
         torch.ones(2),
         {"wte.weight": print},  # PyTorch would run it
         {"wte.weight": 1},
-        {"wte.weight": torch.eye(2).to_sparse()},
-        {"wte.weight": torch.ones(2, device="meta")},
         {1: torch.ones(2)},
     ],
 }

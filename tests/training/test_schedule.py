@@ -22,9 +22,7 @@ def test_a_gpu_runs_a_defect_by_its_kernels(name):
     )
 
 
-@pytest.mark.parametrize(
-    "asked", ["attention.impl=tiled", "attention.softmax_dtype=input", "attention.sinks=true"]
-)
+@pytest.mark.parametrize("asked", ["attention.softmax_dtype=input", "attention.sinks=true"])
 def test_it_stays_with_the_loop_that_alone_has_what_is_asked_for(asked):
     assert "impl" not in on_gpu("attention=no_max", asked)
 

@@ -12,7 +12,6 @@ from config import (
     AttentionConfig,
     DataConfig,
     ModelConfig,
-    OptimConfig,
     RunConfig,
 )
 from training.launch.settings import READ_UNDER, conditional_settings, settle, value_of
@@ -32,18 +31,18 @@ def test_a_setting_is_read_under_some_choices_alone():
 def test_what_was_asked_for_is_refused_and_what_a_recipe_sets_is_left_out():
     def config() -> RunConfig:
         return RunConfig(
-            attention=AttentionConfig("sdpa", block_kv=16), optim=OptimConfig(momentum=0.5)
+            attention=AttentionConfig("sdpa", block_kv=16), data=DataConfig(num_pairs=5)
         )
 
     for asked, named in (
         (["attention", "attention.block_kv"], "attention.block_kv=16 .*attention=sdpa"),
-        (["optim.momentum"], "optim.momentum=0.5 .*optim=muon"),
+        (["data.num_pairs"], "data.num_pairs=5 .*data=recall"),
     ):
         with pytest.raises(ValueError, match=named):
             settle(config(), asked=asked)
     settled = config()
-    assert list(settle(settled, asked=["attention"])) == ["optim.momentum", "attention.block_kv"]
-    assert settled.attention.block_kv is None and settled.optim.momentum == OptimConfig().momentum
+    assert list(settle(settled, asked=["attention"])) == ["data.num_pairs", "attention.block_kv"]
+    assert settled.attention.block_kv is None and settled.data.num_pairs is None
 
 
 def test_options_of_ones_own():
@@ -53,12 +52,6 @@ def test_options_of_ones_own():
     assert list(settle(settled, asked=[])) == [
         "attention.options.b"
     ] and settled.attention.options == {"a": 2.0}
-
-
-def test_an_implementation_has_options_of_its_own():
-    kernels = AttentionConfig("no_max", impl="triton", block_kv=16, softmax_dtype="input")
-    settings = conditional_settings(RunConfig(attention=kernels))
-    assert [key for key, why in settings.items() if why] == ["attention.softmax_dtype"]
 
 
 def test_a_tokenizer_is_asked_for_by_its_group():
@@ -71,18 +64,9 @@ def test_a_tokenizer_is_asked_for_by_its_group():
 def test_the_tables_name_settings_that_exist():
     assert set(BACKEND_OPTIONS) <= {field.name for field in fields(AttentionConfig)}
     # each option belongs to some backend
-    options = {
-        name
-        for backend in BACKENDS.values()
-        for name in (*backend.options, *["impl"] * bool(backend.implementations))
+    assert set(BACKEND_OPTIONS) == {
+        name for backend in BACKENDS.values() for name in backend.options
     }
-    options |= {
-        name
-        for backend in BACKENDS.values()
-        for other in backend.implementations.values()
-        for name in other.options
-    }
-    assert set(BACKEND_OPTIONS) == options
     config = RunConfig(model=ModelConfig(positions="rope"))
     for key, (decider, readers) in READ_UNDER.items():
         value_of(config, key)

@@ -34,7 +34,7 @@ VALUE_OPTIONS += ("--package", "-p", "--cfg", "-c", "--shell-completion", "-sc")
 # the groups of which a run has one choice each
 GROUPS = {folder.name for folder in CONF.iterdir() if folder.is_dir()} - {"experiment", "hydra"}
 # the beginnings of keys that the schema does not list
-FREE = ("hydra.", "hydra/", "attention.options.", "attention.switch_options.")
+FREE = ("hydra.", "hydra/", "attention.options.")
 # what other programs call a setting
 MEANT = {
     "learning_rate": "optim.lr",

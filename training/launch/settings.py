@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 from attention import get_backend
-from config import BACKEND_OPTIONS, SYNTHETIC_SOURCES, TEXT_SOURCES, AttentionConfig, RunConfig
+from config import BACKEND_OPTIONS, SYNTHETIC_SOURCES, TEXT_SOURCES, RunConfig
 from training.launch.command_line import cli_overrides, key_of
 from training.record.loggers import check_logger
 from training.record.names import attention_names
@@ -21,21 +21,17 @@ log = logging.getLogger("tilegpt")
 
 # {setting: (the setting that decides, its values under which this one is read)}
 READ_UNDER = {
-    "attention.target": ("attention.name", ("custom",)),
     "model.rope_theta": ("model.positions", ("rope",)),
     "data.path": ("data.source", ("text",)),
     "data.name": ("data.source", ("hub",)),
     "data.subset": ("data.source", ("hub",)),
     "data.split": ("data.source", ("hub",)),
     "data.field": ("data.source", ("text", "hub")),
-    "data.streaming": ("data.source", ("hub",)),
-    "data.max_documents": ("data.source", TEXT_SOURCES),
     "data.val_fraction": ("data.source", TEXT_SOURCES),
     "data.num_keys": ("data.source", SYNTHETIC_SOURCES),
     "data.num_values": ("data.source", SYNTHETIC_SOURCES),
     "data.num_pairs": ("data.source", ("recall",)),
     "tokenizer.name": ("data.source", TEXT_SOURCES),
-    "optim.momentum": ("optim.name", ("muon",)),
     "optim.min_lr": ("optim.schedule", ("cosine",)),
     "logger.project": ("logger.name", ("wandb",)),
 }
@@ -101,21 +97,12 @@ def conditional_settings(config: RunConfig) -> dict[str, str | None]:
             others = " or ".join(f"{choice}={reader}" for reader in readers)
             why = f"{choice}={chosen} does not read it, {others} would"
             settings[key] = None if chosen in readers else why
-    options = option_names(config.attention)
+    options = get_backend(config.attention.name).options
     for name in config.attention.backend_options():
         key = f"attention.{name}" if name in BACKEND_OPTIONS else f"attention.options.{name}"
-        why = f"attention={config.attention.backend_name} has the options: {', '.join(options)}"
+        why = f"attention={config.attention.name} has the options: {', '.join(options)}"
         settings[key] = None if name in options else why
     return settings
-
-
-def option_names(chosen: AttentionConfig) -> list[str]:
-    """The options of an attention, in the implementation that is chosen."""
-    options, backend = chosen.backend_options(), get_backend(chosen.backend_name)
-    own = ["impl"] if backend.implementations else []
-    if own and "impl" in options:
-        backend = backend.configured(impl=options["impl"])
-    return [*own, *backend.options]
 
 
 def value_of(config: RunConfig, key: str) -> Any:

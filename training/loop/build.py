@@ -94,6 +94,6 @@ def _meet(config: RunConfig) -> tuple[Ranks, torch.device]:
 
 def _shared_settings(config: RunConfig) -> Row:
     """The settings that all ranks must share: all but the places of files and the logger."""
-    own = ("resume", "init_from", "logger", "data.path", "data.cache_dir")
+    own = ("resume", "init_from", "logger", "data.path")
     values = {key: attrgetter(key)(config) for key in setting_keys(RunConfig)}
     return {key: x for key, x in values.items() if not (key.startswith(own) or is_dataclass(x))}

@@ -33,26 +33,14 @@ def importing_torch_compile(wanted: bool) -> Iterator[None]:
 def load_torch_compile() -> None:
     """Import it, and compute the hashes of Triton and PyTorch that the keys of caches contain.
 
-    Raises OSError if its folder of compiled code cannot be written.
+    Raises OSError if the folder of its cache cannot be written.
     """
-    check_cache()
+    if folder := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        try_folder(Path(folder))
     with suppress(ImportError):
         import_module("triton.runtime.cache").triton_key()
     import_module("torch._inductor.lowering")
     import_module("torch._inductor.codecache").torch_key()
-
-
-def check_cache() -> None:
-    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    if not folder:
-        return
-    try:
-        try_folder(Path(folder))
-    except OSError as error:
-        raise OSError(
-            f"TORCHINDUCTOR_CACHE_DIR={folder} cannot be written ({error.strerror}), and "
-            "torch.compile keeps its code there; name another folder, or set compile=false"
-        ) from error
 
 
 def keep_compiled() -> None:

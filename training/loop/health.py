@@ -17,11 +17,9 @@ from attention import (
     BACKENDS,
     LIMITS,
     Backend,
-    Breakdown,
     Recorder,
     compare_with_exact,
     dtype_name,
-    find_breakdown,
 )
 from config import Due
 from model.gpt import GPT
@@ -161,10 +159,11 @@ def to_blame(diagnoses: list[Row]) -> Row:
     """
     if len(diagnoses) == 1:
         return diagnoses[0]
-    order = [
-        (0 if "head" in each else 1 if each.get("tensor") == "loss" else 2) for each in diagnoses
-    ]
-    rank = order.index(min(order))
+
+    def tells(rank: int) -> tuple[bool, bool]:
+        return "head" in diagnoses[rank], diagnoses[rank].get("tensor") == "loss"
+
+    rank = max(range(len(diagnoses)), key=tells)
     found = diagnoses[rank]
     max_score = max(each["max_score"] for each in diagnoses)
     message = f"rank {rank}: {found['message']}"
@@ -220,13 +219,12 @@ def diagnose(model: GPT, batches: Iterable[tuple[Tensor, ...]]) -> tuple[Row, fl
     with documents, document_ids of the step, each (B, N).
     """
     batches = list(batches)
-    twin = _observable_twin(model.backend)
-    # a kernel only shows that its output is bad; the tile loop that computes the same shows where
-    looped = [twin] if twin and batches[0][0].shape[1] <= MAX_INSPECTED else []
-    for backend in (*looped, model.backend):
+    # the tile loop shows where an attention breaks; a kernel, only that its output is bad
+    loop = _loop_of(model.backend) if batches[0][0].shape[1] <= MAX_INSPECTED else None
+    for backend in filter(None, (loop, model.backend)):
         recorder = Recorder(backend)
         loss_is_finite = True
-        watched = _until_breakdown(recorder, twin)
+        watched = _until_breakdown(recorder)
         with model.using(backend=watched), without_dropout(model), contextlib.suppress(_Stop):
             loss_is_finite = all([bool(model(*batch).loss.isfinite()) for batch in batches])
         if any(recorder.breakdowns):
@@ -236,51 +234,27 @@ def diagnose(model: GPT, batches: Iterable[tuple[Tensor, ...]]) -> tuple[Row, fl
     return diagnosis, largest_finite(torch.stack(recorder.max_scores).tolist())
 
 
-def _observable_twin(backend: Backend) -> Backend | None:
-    """If `backend` is a kernel, the tile loop with its name and options; else None."""
-    twin = BACKENDS.get(backend.name)
-    if backend.observable or twin is None or not twin.observable:
+def _loop_of(kernel: Backend) -> Backend | None:
+    """The tile loop that computes what this kernel computes, with its options; None if there is
+    none, or if `kernel` is a tile loop itself.
+    """
+    loop = BACKENDS.get(kernel.name)
+    if kernel.observable or loop is None or not loop.observable:
         return None
-    options = {name: value for name, value in backend.options.items() if name in twin.options}
-    return twin.configured(**options)
+    options = {name: value for name, value in kernel.options.items() if name in loop.options}
+    return loop.configured(**options)
 
 
-def _until_breakdown(recorder: Recorder, twin: Backend | None) -> Backend:
+def _until_breakdown(recorder: Recorder) -> Backend:
     """The recorder's backend, which ends the forward pass at the first breakdown."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
-        output = recorder.backend.fn(q, k, v, **arguments)
-        breakdown = recorder.breakdowns[-1]
-        if breakdown is None:
-            return output
-        if twin is not None and breakdown.tensor == "out":
-            for name in recorder.backend.options:
-                arguments.pop(name, None)
-            recorder.breakdowns[-1] = _in_its_tile(breakdown, q, k, v, twin, **arguments)
-        raise _Stop
+    def attend(*tensors: Tensor, **arguments: Any) -> Any:
+        output = recorder.backend.fn(*tensors, **arguments)
+        if recorder.breakdowns[-1] is not None:
+            raise _Stop
+        return output
 
     return replace(recorder.backend, fn=attend)
-
-
-def _in_its_tile(
-    breakdown: Breakdown, q: Tensor, k: Tensor, v: Tensor, twin: Backend, **arguments: Any
-) -> Breakdown:
-    """Run the tile loop on the tile of queries where a kernel failed; returns its breakdown.
-
-    Returns `breakdown` unchanged if the tile loop shows nothing.
-    """
-    if not arguments["causal"] or arguments.get("document_ids") is not None:
-        return breakdown  # these queries cannot be computed alone
-    block_q = twin.options["block_q"]
-    first = breakdown.row // block_q * block_q
-    rows = slice(first, first + block_q)
-    # a causal mask is aligned with the last key
-    keys = slice(min(rows.stop, q.shape[2]) + k.shape[2] - q.shape[2])
-    tile = find_breakdown(q[:, :, rows], k[:, :, keys], v[:, :, keys], backend=twin, **arguments)
-    if tile is None or tile.queries is None:
-        return breakdown
-    start, stop = tile.queries
-    return replace(tile, queries=(first + start, first + stop), row=first + tile.row)
 
 
 def _first_failure(model: GPT, recorder: Recorder, sizes: list[int], loss_is_finite: bool) -> Row:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from config import OptimConfig
 
-# devices with a fused AdamW kernel in PyTorch
-FUSED_DEVICES = ("cpu", "cuda")
+MOMENTUM = 0.95  # of Muon's matrices
 
 
 class Uncompiled:
@@ -37,18 +36,18 @@ class AdamW(Uncompiled, torch.optim.AdamW):
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> "torch.optim.AdamW | MuonAndAdamW":
     """AdamW; or with name=muon, Muon for the matrices of model.blocks and AdamW for the rest."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = list(model.parameters())
     if config.name == "adamw":
         return build_adamw(parameters, config)
     groups: dict[tuple[int, ...], list[nn.Parameter]] = {}
     for module in model.blocks.modules():
-        if isinstance(module, nn.Linear) and module.weight.requires_grad:
+        if isinstance(module, nn.Linear):
             groups.setdefault(getattr(module, "rows", ()), []).append(module.weight)
     muon = Muon(
         [{"params": matrices, "rows": rows} for rows, matrices in groups.items()],
         lr=config.lr,
         weight_decay=config.weight_decay,
-        momentum=config.momentum,
+        momentum=MOMENTUM,
         adjust_lr_fn="match_rms_adamw",
     )
     matrices = {id(p) for group in muon.param_groups for p in group["params"]}
@@ -64,13 +63,11 @@ def build_adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.op
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    fused = all(p.device.type in FUSED_DEVICES and p.is_floating_point() for p in parameters)
     return AdamW(
         [group for group in groups if group["params"]],
         lr=config.lr,
         betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=fused,
+        fused=True,
     )
 
 
@@ -134,37 +131,11 @@ class MuonAndAdamW:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises ValueError for the state of another optimizer or of other parameters."""
+        """Raises ValueError for the state of other groups of parameters."""
         state, groups = state_dict["state"], state_dict["param_groups"]
-        if state.keys() != {"muon", "adamw"} or len(groups) != len(self.param_groups):
-            raise ValueError(
-                "the saved state is not of muon with these groups of parameters; set optim= as it "
-                "was"
-            )
         mine = len(self.muon.param_groups)
         self.muon.load_state_dict({"state": state["muon"], "param_groups": groups[:mine]})
         self.adamw.load_state_dict({"state": state["adamw"], "param_groups": groups[mine:]})
-
-
-@torch.no_grad()
-def clip_heads(model: nn.Module, max_scores: Tensor, limit: float) -> None:
-    """QK-clip (Kimi K2, arXiv:2507.20534): scale down q and k of the heads whose largest score
-    passed `limit`, by limit / score.
-
-    max_scores (num_layers, H): of the step's passes. A head whose score is not finite stays as it
-    is. q and k are each scaled by the root of the factor; with grouped keys, q takes all of it.
-    """
-    for block, scores in zip(model.blocks, max_scores, strict=True):
-        layer = block.attention
-        heads, kv_heads, _ = layer.heads_of_qkv
-        q = torch.where((scores > limit) & scores.isfinite(), limit / scores, 1.0)
-        k = v = q.new_ones(kv_heads)
-        if heads == kv_heads:
-            q = k = q.sqrt()
-        rows = torch.cat((q, k, v)).repeat_interleave(layer.head_dim)
-        layer.qkv.weight.mul_(rows[:, None])
-        if layer.qkv.bias is not None:
-            layer.qkv.bias.mul_(rows)
 
 
 def set_learning_rate(

@@ -45,24 +45,24 @@ class Pretrained(NamedTuple):
 
     name: str
     files: list[Path]
-    settings: Row | None  # config.json
-    tokenizer: Path | None  # tokenizer.json
+
+    def beside(self, name: str) -> Row | None:
+        """The content of a file of JSON beside the weights, if there is one."""
+        path = self.files[0].with_name(name)
+        return read_json(path) if path.is_file() else None
 
     def load_into(self, model: GPT, tokenizer: Tokenizer | None = None) -> Row:
         """Load the weights; returns what a run records of them: their name, and the SHA-256 of each
         file. Raises ValueError if they do not fit the model. A warning says if a tokenizer.json
         beside them gives other tokens than `tokenizer`.
         """
-        if (
-            self.tokenizer
-            and tokenizer
-            and not has_vocabulary(read_json(self.tokenizer), tokenizer)
-        ):
+        theirs = self.beside(TOKENIZER)
+        if theirs is not None and tokenizer and not has_vocabulary(theirs, tokenizer):
             log.warning(
-                f"{self.tokenizer} gives other tokens than tokenizer={tokenizer.name}, so this run "
-                "begins with the weights of other words"
+                f"{self.files[0].with_name(TOKENIZER)} gives other tokens than "
+                f"tokenizer={tokenizer.name}, so this run begins with the weights of other words"
             )
-        tensors, settings = {}, self.settings
+        tensors, settings = {}, self.beside(SETTINGS)
         try:
             for file in self.files:
                 content = read_weights(file)
@@ -84,14 +84,11 @@ def read_weights(file: Path) -> Row:
         if file.suffix == ".safetensors":
             return load_file(file)
         # PyTorch refuses a file that would run code, and its message tells how to run it
-        content = torch.load(file, map_location="cpu", weights_only=True)
+        return dict(torch.load(file, map_location="cpu", weights_only=True))
     except Exception as error:  # an unpickler of any bytes fails with nearly any error
         raise ValueError(
             f"{file} is damaged, of another kind, or would run code: {type(error).__name__}"
         ) from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} holds no weights by name, but a {type(content).__name__}")
-    return content
 
 
 def settings_of_nanogpt(model_args: Row, file: Path) -> Row:
@@ -112,9 +109,8 @@ def tensors_of(content: Row, file: Path) -> dict[str, Tensor]:
         if isinstance(content.get(key), dict):
             content = content[key]
     for name, tensor in content.items():
-        is_plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided
-        if not isinstance(name, str) or not is_plain or tensor.is_meta or tensor.is_nested:
-            raise ValueError(f"{file} holds {name!r:.80}, which is no name of a dense tensor")
+        if not (isinstance(name, str) and isinstance(tensor, Tensor)):
+            raise ValueError(f"{file} holds {name!r:.80}, which is no name of a tensor")
     return content
 
 
@@ -124,30 +120,21 @@ def find_pretrained(name: str) -> Pretrained:
     if not os.path.exists(path) and HUB_NAME.fullmatch(name):
         path = hub_folder(name)
     candidates = [path] if os.path.isfile(path) else [path / file for file in WEIGHTS]
-    found = next(filter(os.path.isfile, candidates), None)
-    if found is None:
-        raise ValueError(
-            f"init_from={name}: there is no such file, and no folder with {' or '.join(WEIGHTS)}"
-        )
-    files = shards_of(found) if found.suffix == ".json" else [found]
-    settings, tokenizer = found.with_name(SETTINGS), found.with_name(TOKENIZER)
-    return Pretrained(
-        name,
-        files,
-        read_json(settings) if settings.is_file() else None,
-        tokenizer if tokenizer.is_file() else None,
+    for found in filter(os.path.isfile, candidates):
+        return Pretrained(name, shards_of(found) if found.suffix == ".json" else [found])
+    raise ValueError(
+        f"init_from={name}: there is no such file, and no folder with {' or '.join(WEIGHTS)}"
     )
 
 
 def shards_of(index: Path) -> list[Path]:
     """The files that an index lists. Raises ValueError for none, or one that is not beside it."""
     where = read_json(index).get("weight_map")
-    shards = sorted(set(map(str, where.values()))) if isinstance(where, dict) else []
-    folder = {file.name for file in index.parent.iterdir()}
-    missing = [shard for shard in shards if shard not in folder]
-    if missing or not shards:
-        raise ValueError(f"{index} must list files of weights beside it, not {missing}")
-    return [index.with_name(shard) for shard in shards]
+    names = set(where.values()) if isinstance(where, dict) else set()
+    shards = sorted(file for file in index.parent.iterdir() if file.name in names)
+    if not shards or len(shards) < len(names):
+        raise ValueError(f"{index} must list files of weights beside it")
+    return shards
 
 
 def hub_folder(name: str) -> Path:
@@ -179,7 +166,7 @@ def hub_folder(name: str) -> Path:
 def read_json(path: Path) -> Row:
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, and not settings by name")

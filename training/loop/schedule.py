@@ -17,7 +17,7 @@ from attention import (
 from attention.kernels.select import SOFTCAP
 from attention.look.try_out import check_score_mod, try_out
 from attention.tiled import TiledAttention
-from config import AttentionConfig, RunConfig
+from config import AttentionConfig, RunConfig, parse_attention
 from model.fast import FastGPT
 from model.gpt import GPT, CausalSelfAttention
 from model.layer_function import layer_functions, own_module
@@ -41,10 +41,11 @@ def chosen_attention(chosen: AttentionConfig) -> dict[int, Backend]:
 
     Raises ValueError for an unknown name or option.
     """
-    schedule = {0: get_backend(chosen.backend_name, **chosen.backend_options())}
+    schedule = {0: get_backend(chosen.name, **chosen.backend_options())}
     if chosen.switch_at is not None:
         try:
-            schedule[chosen.switch_at] = get_backend(chosen.switch_to, **chosen.switch_options)
+            name, options = parse_attention(chosen.switch_to)
+            schedule[chosen.switch_at] = get_backend(name, **options)
         except ValueError as error:
             raise ValueError(f"attention.switch_to={chosen.switch_to}: {error}") from error
     return schedule
@@ -57,7 +58,7 @@ def needed_features(config: RunConfig) -> dict[str, str]:
     if config.data.documents:
         asked["document_ids"] = "data.documents=true"
     if any(chosen.layer_windows(config.model.num_layers)):
-        asked["window"] = settings.get("window") or settings["windows"]
+        asked["window"] = settings["window"]
     if chosen.sinks:
         asked["lse"] = settings["sinks"]
     if config.model.positions == "alibi":
@@ -172,7 +173,8 @@ def attention_schedule(
     is broken on purpose.
     """
     chosen, schedule = config.attention, check_schedule(config)
-    options = {0: chosen.backend_options(), chosen.switch_at: chosen.switch_options}
+    later = parse_attention(chosen.switch_to)[1] if chosen.switch_to else {}
+    options = {0: chosen.backend_options(), chosen.switch_at: later}
     for step, backend in schedule.items() if device.type == "cuda" else ():
         suited = suit_gpu(config, backend, options[step])
         if suited is backend:

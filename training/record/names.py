@@ -15,7 +15,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from config import BACKEND_OPTIONS, AttentionConfig
+from config import BACKEND_OPTIONS, AttentionConfig, parse_attention
 from training.record.files import Row
 
 # settings that change what is reported of a run, not what it learns
@@ -25,7 +25,6 @@ WATCHING = (
     "diagnose_every",
     "log_every",
     "checkpoint_every",
-    "keep",
     "sample_tokens",
 )
 # nats: this project's exact attentions differed by at most 0.00008, in bfloat16
@@ -43,10 +42,10 @@ def attention_names(chosen: AttentionConfig) -> list[tuple[int, str]]:
     """Each attention that these settings ask for, with the step after which it is used."""
     # a switch changes the backend; the layers still compute the same function
     function = chosen.function()
-    names = [(0, attention_name(chosen.backend_name, chosen.backend_options() | function))]
+    names = [(0, attention_name(chosen.name, chosen.backend_options() | function))]
     if chosen.switch_at is not None:
-        options = chosen.switch_options | function
-        names.append((chosen.switch_at, attention_name(chosen.switch_to, options)))
+        name, options = parse_attention(chosen.switch_to)
+        names.append((chosen.switch_at, attention_name(name, options | function)))
     return names
 
 

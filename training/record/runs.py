@@ -174,7 +174,7 @@ def job_names(run_dir: Path, summary: Row, config: RunConfig) -> Row:
         names = dict(zip(jobs, name_runs(list(jobs.values())), strict=True))[run_dir]
     summary["variant"] = names.variant
     chosen = config.attention
-    own = (chosen.backend_name, chosen.switch_to, config.model.name, config.data.source)
+    own = (chosen.name, chosen.switch_to, config.model.name, config.data.source)
     return {
         "name": names.run,
         "group": group_name(sweep, summary["overrides"]) if sweep else None,

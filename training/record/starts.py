@@ -41,7 +41,7 @@ from training.record.names import WATCHING, as_typed, attention_names
 log = logging.getLogger("tilegpt")
 
 # settings that say where a run's files lie
-PLACES = ("resume", "data.cache_dir")
+PLACES = ("resume",)
 
 
 def check_resume(config: RunConfig, *, asked: set[str]) -> None:
