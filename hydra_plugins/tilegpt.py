@@ -124,23 +124,27 @@ class CheckedSweeper(BasicSweeper):
         from training.launch.command_line import key_of
         from training.launch.settings import conditional_settings, is_asked
 
-        settings = {}
+        settings = []
         for job in jobs:
             with self.refusal(job):
-                settings[job] = conditional_settings(self.compose(job)[1])
-        pairs = [pair for each in settings.values() for pair in each.items()]
+                settings.append(conditional_settings(self.compose(job)[1]))
+        pairs = [pair for each in settings for pair in each.items()]
         read_by_some = {key for key, unread in pairs if unread is None}
-        kept, lines = {}, {}
-        for job, conditional in settings.items():
+        kept: list[Job] = []
+        lines: dict[str, None] = {}
+        for job, conditional in zip(jobs, settings, strict=True):
+            left = job
             for key, unread in conditional.items():
-                without = tuple(each for each in job if not is_asked(key, {key_of(each)}))
-                if unread and key in read_by_some and without != job:
+                without = tuple(each for each in left if not is_asked(key, {key_of(each)}))
+                if unread and key in read_by_some and without != left:
                     lines[f"without {key}: {unread}"] = None
-                    job = without
-            kept[job] = None  # once, if jobs are the same without a setting
+                    left = without
+            # jobs that are the same without a setting run once
+            if left == job or left not in kept:
+                kept.append(left)
         for line in lines:
             print(line)
-        return list(kept)
+        return kept
 
     def checked(self, jobs: list[Job]) -> list[dict[str, Any]]:
         """The plan of the sweep; see begun(). Ends the program if a job cannot run."""
@@ -177,9 +181,10 @@ class CheckedSweeper(BasicSweeper):
 
     def compose(self, job: Job) -> "tuple[DictConfig, RunConfig]":
         """The settings of a job, with Hydra's own and as the run reads them."""
-        from training.launch.command_line import read_config
+        from training.launch.command_line import check_overrides, read_config
 
         if job not in self.composed:
+            check_overrides(job)
             both = self.hydra_context.config_loader.load_sweep_config(self.config, list(job))
             settings = copy.deepcopy(both)
             with open_dict(settings):

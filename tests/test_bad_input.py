@@ -105,19 +105,12 @@ TOGETHER = {
     "model.positions=rope model.rope_theta=0": "model.rope_theta=0",
     "model.positions=rope model.hidden_size=12 model.num_heads=4": "head_dim 3",
     "seq_len=256 model.max_seq_len=100": "seq_len=256 model.max_seq_len=100",
-    "optim=muon optim.momentum=1": "optim.momentum=1.0",
-    "optim.qk_clip=8 model.qk_norm=true": "optim.qk_clip=8.0 model.qk_norm",
-    "optim.qk_clip=8 attention.softcap=5": "optim.qk_clip=8.0 attention.softcap",
-    "optim.qk_clip=8 attention.score_mod=U:HALVED": "optim.qk_clip=8.0 attention.score_mod",
     "data=last_write data.num_keys=0": "data.num_keys=0",
     "data=last_write data.num_values=1": "data.num_values=1 2",
     "attention.window=4 attention.pattern=SX": "attention.pattern=SX S L",
     "attention.window=4 attention.pattern=ssl": "attention.pattern=ssl S L",
     "attention.window=4 \"attention.pattern=''\"": "attention.pattern= S L",
     "attention.window=8 attention.pattern=L": "attention.window=8 attention.pattern=L",
-    "'attention.windows=[4,0,4,4]'": "attention.windows=[4, 0",
-    "'attention.windows=[4,4]'": "attention.windows model.num_layers=1",
-    "attention.window=4 'attention.windows=[4]'": "attention.windows=[4] attention.window",
     "attention.softcap=1 attention.score_mod=a:B": "attention.score_mod=a:B attention.softcap",
     "model.positions=alibi attention.score_mod=a:B": "attention.score_mod=a:B alibi",
 }
@@ -133,7 +126,7 @@ REFUSED = {
     "compile=true attention.score_mod=U:HALVED": "attention.score_mod compile=false",
     "cuda_graph=true": "cuda_graph=true device=cpu",
     "device=cuda": "device=cuda device=cpu",
-    "compile=true TORCHINDUCTOR_CACHE_DIR=/dev/null/x": "TORCHINDUCTOR_CACHE_DIR=/dev/null/x",
+    "compile=true TORCHINDUCTOR_CACHE_DIR=/dev/null/x": "/dev/null/x",
     # settings that nothing would read
     "data.path=books": "data.path=books data=stdlib data=text",
     "data.name=org/name": "data.name=org/name data=hub",
@@ -226,8 +219,8 @@ REFUSED = {
     # a regression test: an empty table, and exit code 0
     "-m 'seed=range(5,1)'": "seed=range(5,1)",
     "-m 'seed=range(0,0)'": "seed=range(0,0)",
-    "-m attention=naive,sdpa attention.window=5": "1 2 attention.window=5 sdpa",
-    "-m attention=naive,triton TRITON_INTERPRET=0": "1 2 attention=triton GPU",
+    "-m attention=naive,sdpa attention.window=5": "attention.window=5 sdpa",
+    "-m attention=naive,triton TRITON_INTERPRET=0": "attention=triton GPU",
 }
 
 
@@ -485,9 +478,7 @@ def test_a_disk_that_fills_up_leaves_the_last_checkpoint(run_dir):
     before = checkpoint(run_dir)
     with largest_file(120_000):
         answer = run(f"resume={run_dir}", "steps=8", "checkpoint_every=6").complaint()
-    for named in ("training.pt", "GiB", "ulimit -f", f"resume={run_dir}"):
-        assert named in answer
-    assert "enforce" not in answer and "unexpected pos" not in answer, "PyTorch's own words"
+    assert f"resume={run_dir}" in answer and f"checkpoint to {run_dir}" in answer
     assert same(checkpoint(run_dir), before)
     assert run(f"resume={run_dir}", "steps=8").code == 0
     assert [row["step"] for row in metrics(run_dir)] == list(range(9))
@@ -498,7 +489,7 @@ def test_a_disk_that_fills_up_before_the_first_checkpoint(run_dir, tmp_path):
     # run_dir has built the store of tokens
     with largest_file(120_000):
         answer = run(*tiny(tmp_path / "other")).complaint()
-    assert str(tmp_path) in answer and "ulimit -f" in answer
+    assert str(tmp_path / "other") in answer
     assert "resume=" not in answer, "there is nothing to go on with"
 
 
@@ -510,13 +501,11 @@ def test_metrics_that_cannot_be_written_name_the_folder(run_dir):
     assert str(run_dir) in answer
 
 
-def test_what_cannot_be_written_after_training_is_said(tmp_path):
-    (tmp_path / "sample.txt").mkdir()
+def test_what_fails_after_training_is_said(tmp_path, monkeypatch):
+    def no_sample(*_: object, **__: object) -> str:
+        raise OSError("no space")
+
+    monkeypatch.setattr("training.loop.run.sample_text", no_sample)
     done = run(*tiny(tmp_path, "sample_tokens=4"))
-    assert str(tmp_path / "sample.txt") in done.output and "Traceback" not in done.output
-    assert checkpoint(tmp_path)["step"] == 4
-
-
-def test_a_summary_that_cannot_be_written_is_a_failure(tmp_path):
-    (tmp_path / "summary.json").mkdir()
-    assert "summary.json" in run(*tiny(tmp_path)).complaint()
+    assert done.code == 0 and "no sample: no space" in done.output, done.output
+    assert "Traceback" not in done.output and checkpoint(tmp_path)["step"] == 4

@@ -374,7 +374,7 @@ def test_a_run_that_saved_nothing_is_started_anew(tmp_path):
     assert run(*tiny(tmp_path)).code == 0
     for folder in tmp_path.glob("checkpoint*"):
         shutil.rmtree(folder)
-    assert "saved nothing" in run(*tiny(tmp_path)).complaint()
+    assert f"hydra.run.dir={tmp_path}" in run(*tiny(tmp_path)).complaint()
     assert "started anew" in run(f"resume={tmp_path}", "steps=5").complaint()
 
 

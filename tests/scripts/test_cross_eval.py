@@ -238,7 +238,7 @@ def test_accuracy_and_a_switched_run(tmp_path):
         (["{empty}"], ["empty"]),
         (["{file}"], ["other.json"]),
         (["{run}", "under=flashy"], ["under=flashy", "naive"]),
-        (["{run}", "under=no_rescale:block_kv"], ["under=no_rescale:block_kv", "option=value"]),
+        (["{run}", "under=no_rescale:block_kv"], ["under=no_rescale:block_kv", "no_rescale"]),
         (["{run}", "under=tiled:tile=3"], ["under=tiled:tile=3", "'tile'"]),
         (["{run}", "sequences=0"], ["sequences=0"]),
     ],

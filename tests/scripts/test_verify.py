@@ -146,7 +146,7 @@ REFUSED = {
     "attention=flash": ("attention=flash", "naive, tiled"),
     "attention=no_such:BACKEND": ("attention=no_such:BACKEND", "ModuleNotFoundError"),
     "attention=tiled:block_kv=abc": ("block_kv=abc",),
-    "attention=tiled:block_q=[": ("'block_q=['", "block_q=16"),
+    "attention=tiled:block_q=[": ("attention=tiled:block_q=[",),
     "dtype=int8": ("dtype=int8", "fp32, bf16, fp16"),
     "device=cuda": ("device=cuda",),
     "cases=many": ("cases=many",),

@@ -107,7 +107,7 @@ def test_the_seconds_of_a_run_add_up_to_its_time(tmp_path):
     parts = {"starting", "training", "evaluating", "looking", "saving", "logging"}
     assert parts | {"drawing", "sampling"} <= seconds.keys()
     assert sum(seconds.values()) == pytest.approx(result["wall_seconds"], abs=0.05)
-    assert 0.7 * took < result["wall_seconds"] < took
+    assert 0.5 * took < result["wall_seconds"] < took
     assert in_words(seconds) in done.output
     assert run(f"resume={tmp_path}", "steps=5").code == 0
     result = summary(tmp_path)

@@ -171,7 +171,7 @@ def test_watch_goes_on_from_the_rows_of_an_earlier_start(caplog):
         {"step": 30, "val/loss": 1.0},
     ]
     summary = {}
-    watch = AttentionMonitor(run_of(build("tiled", init_std=0.02)), rows, summary)
+    watch = AttentionMonitor(run_of(build("tiled", std=0.02)), rows, summary)
     watch.inspect(40, max_scores(watch.model, batch(1)), due())
     assert "passed" not in caplog.text
     assert list(watch.scores) == [10, 20, 40]

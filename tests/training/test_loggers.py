@@ -44,8 +44,8 @@ from training.record.loggers import build_logger
 logging.basicConfig(format="%(levelname)s %(message)s")
 folder, name, first, last = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 metrics = MetricsFile(folder / "run/metrics.jsonl")
-if first:
-    metrics.go_back_to(first - 1, folder / "none")
+if first:  # the rows of the checkpoint from which it goes on
+    metrics.path.write_text("".join(metrics.path.open().readlines()[:first]))
 start = time.perf_counter()
 logger = build_logger(
     LoggerConfig(name=name), run_dir=folder / "run", shared_dir=folder,

@@ -105,6 +105,7 @@ def test_table_shows_what_differs_and_fits_110_columns():
         ),
         row(
             attention="no_rescale",
+            variant="no_rescale block_kv=16",
             overrides=["attention=no_rescale", "seq_len=512", "steps=2", "attention.block_kv=16"],
             seq_len=512,
             status="diverged",

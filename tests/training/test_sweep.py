@@ -83,8 +83,9 @@ def test_exit_code(code, statuses):
 
 
 def test_a_sweep_names_its_own_logdir_for_tensorboard(tmp_path, capsys):
-    (tmp_path / "0/tensorboard").mkdir(parents=True)
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "0").mkdir()
     (tmp_path / "0/summary.json").write_text('{"status": "completed", "attention": "tiled"}')
     with pytest.raises(SystemExit):
         finish_sweep(tmp_path)
-    assert f"tensorboard --logdir {tmp_path}\n" in capsys.readouterr().out
+    assert f"tensorboard --logdir {tmp_path}/tensorboard\n" in capsys.readouterr().out
