@@ -107,7 +107,9 @@ class CheckedSweeper(BasicSweeper):
         # the variants take turns, so that a stopped sweep has the same seeds of every variant
         variants = [job for own in given for job in self.grid(as_overrides(own))] or [{}]
         jobs = self.grid([*as_overrides(self.params), *arguments])
-        return [tuple((job | own).values()) for job in jobs for own in variants]
+        both = [tuple((job | own).values()) for job in jobs for own in variants]
+        # two values that one variant overrides give the same job
+        return list(dict.fromkeys(both)) if given else both
 
     def grid(self, overrides: list[str]) -> list[dict[str, str]]:
         """Every combination of the values, as {key: override}."""
