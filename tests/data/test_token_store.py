@@ -258,7 +258,8 @@ def test_too_many_open_files_are_no_damage(config, caplog):
             open_store(config, BYTE)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert built(config) == before and not caplog.messages
+    assert built(config) == before
+    assert not [each for each in caplog.messages if "the token store" in each]
 
 
 # builds that are killed, slow, or not alone
