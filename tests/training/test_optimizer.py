@@ -118,21 +118,6 @@ def test_a_stack_is_updated_as_the_matrices_that_it_stacks():
     assert torch.equal(stack, torch.cat(apart))
 
 
-def test_an_update_of_muon_is_orthogonal_and_as_large_as_adamw_s():
-    model = build_gpt()
-    optimizer = build_optimizer(model, OptimConfig(name="muon", lr=0.01, weight_decay=0.0))
-    stack, before = (x := model.blocks[0].mlp.up.weight), x.detach().clone()
-    stack.grad = torch.randn_like(stack)
-    optimizer.step()
-    update = (before - stack.detach()).double()
-    # the largest side is 128 and 32 singular values are near 1, each within what five steps of
-    # bfloat16 Newton-Schulz give
-    singular = torch.linalg.svdvals(update) / (0.01 * 0.2 * 128**0.5)
-    assert singular.min() > 0.6 and singular.max() < 1.3
-    # AdamW's updates have a root mean square of 0.2 to 0.4 of lr (arXiv:2502.16982, section 2.2)
-    assert 0.15 < update.square().mean().sqrt() / 0.01 < 0.25
-
-
 def test_a_run_with_muon_goes_on_to_the_bit(tmp_path):
     """The command, with two passes a step and the loss scale of float16."""
     options = ("optim=muon", "optim.schedule=constant", "tokens_per_step=256", "dtype=fp16")

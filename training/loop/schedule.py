@@ -229,8 +229,7 @@ def run_compiles(config: RunConfig, backend: Backend, device: str) -> bool:
     """
     fits = backend.traceable or is_operator(backend)
     if config.attention.score_mod is not None:
-        # an operator takes no function as an argument, nor does the one that finds the largest
-        # score
+        # an operator takes no function as an argument, nor does the search for the largest score
         fits = backend.traceable and "max_score" in backend.features
         if not fits and config.compile == "true":
             raise ValueError(
