@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 import yaml
-from omegaconf import OmegaConf
 
 from attention import get_backend
 from tests.command import ROOT, TINY, index, run, summary
@@ -77,8 +76,6 @@ def test_recipe_of_a_sweep(name, tmp_path):
         asked = (override.split("=", 1) for row in rows for override in row["overrides"])
         assert {value for name, value in asked if name == key} == set(values)
     for row in rows:
-        result = summary(tmp_path / row["dir"])
-        assert row["status"] == "completed" and result["steps_done"] == 2
-        if result["attention"] == "no_rescale":  # in one tile it would be exact
-            seq_len = OmegaConf.load(tmp_path / row["dir"] / "config.yaml").seq_len
-            assert result["options"]["block_kv"] < seq_len
+        assert row["status"] == "completed" and summary(tmp_path / row["dir"])["steps_done"] == 2
+    # what makes a defect a defect: more than one tile, or it would be exact
+    assert "is exact here" not in done.output

@@ -205,6 +205,12 @@ def attention_schedule(
     for backend in schedule.values():
         if backend.defect is not None:
             log.warning(f"attention={backend.name} is broken on purpose: {backend.defect}")
+        tile = backend.options.get("block_kv", 0)
+        if backend.name == "no_rescale" and tile >= config.seq_len:
+            log.warning(
+                f"one tile of block_kv={tile} covers seq_len={config.seq_len}: no_rescale is exact "
+                "here"
+            )
     return schedule
 
 
