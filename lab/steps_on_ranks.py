@@ -25,8 +25,9 @@ ours, and everything but attention is compiled. Under context_parallel, attentio
 F.scaled_dot_product_attention. A row has the seconds per step of the slowest rank (median, least
 and most of the repeats) and the largest peak memory of any rank.
 
-A wrong row gets no speed. Its first loss must equal that of our model on one GPU within LOSS. The
-initial weights are so small that attention hardly changes this loss. So if sequences are shared, we
+A wrong row gets no speed. Its first loss must equal that of our model on one GPU within LOSS, and
+the norm of its first gradients must be within ERROR of that of our compiled model on one GPU. The
+initial weights are so small that attention hardly changes either. So if sequences are shared, we
 also compare one layer's attention of normal inputs, forward and backward, with ours on one GPU: the
 norm of the error must be within ERROR of the norm of the result.
 """
@@ -236,6 +237,13 @@ def measure(run: Run, model: GPT, ranks: Ranks, tensors: Sequence[Tensor], optio
     return row | {"tokens_per_sec": tokens / median(each)}
 
 
+def is_right(row: Row) -> bool:
+    """Whether a row's errors, first loss and first gradients are near those of one GPU."""
+    near = max(row["errors"].values(), default=0) <= ERROR
+    near &= abs(row["grad_norm"] / row["grad_norm_of_one"] - 1) <= ERROR
+    return near and abs(row["loss"] - row["loss_of_one"]) <= LOSS
+
+
 def start_again(run: Run, weights: dict[str, Tensor]) -> None:
     gc.collect()
     if run.device.type == "cuda":
@@ -243,7 +251,7 @@ def start_again(run: Run, weights: dict[str, Tensor]) -> None:
         torch.cuda.reset_peak_memory_stats()
     run.model.load_state_dict(weights)
     run.optimizer.state.clear()
-    run.optimizer.zero_grad(set_to_none=True)
+    run.optimizer.zero_grad()
 
 
 def rows(options: Options, seq_len: int, batch: int) -> Iterator[Row]:
@@ -259,6 +267,8 @@ def rows(options: Options, seq_len: int, batch: int) -> Iterator[Row]:
         ((whole, _),) = batches.passes(0)
     with torch.no_grad(), run.autocast:
         loss = run.model(*whole).loss.item()
+    alone = replace(run, ranks=ALONE, step_model=ours)
+    norm = gradients(alone, [Pass(whole, 1.0)])[1].item()
     weights = {name: x.to("cpu", copy=True) for name, x in run.model.state_dict().items()}
 
     def measured(who: str) -> Row:
@@ -281,9 +291,8 @@ def rows(options: Options, seq_len: int, batch: int) -> Iterator[Row]:
     for who in options.who:
         start_again(run, weights)
         row = {"who": who, "seq_len": seq_len, "batch": batch, "loss_of_one": loss}
-        row |= measured(who)
-        near = max(row["errors"].values(), default=0) <= ERROR
-        row["right"] = near and abs(row["loss"] - loss) <= LOSS
+        row |= {"grad_norm_of_one": norm} | measured(who)
+        row["right"] = is_right(row)
         for speed in () if row["right"] else ("seconds", "least_and_most", "tokens_per_sec"):
             del row[speed]
         yield row

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from attention import get_backend
+from attention import get_backend, kernel_choice
 from data.token_file import meta_checksum
 from model import GPT
 from scripts import cross_eval, sample, trace
@@ -33,7 +33,6 @@ from training.loop.device import autocast_to
 from training.loop.schedule import (
     check_model,
     check_schedule,
-    kernel_inputs,
     run_compiles,
     schedule_summary,
 )
@@ -94,16 +93,28 @@ def test_an_attention_is_tried_out_on_what_the_model_hands_over(model, dtype):
     assert len(layouts) == 1 and layouts <= tried
 
 
-def test_a_score_mods_kernel_decides_about_the_kernels():
-    config = compose("attention.softcap=3", "attention=triton")
-    described = schedule_summary(check_schedule(config), **kernel_inputs(config, **CPU))
-    assert described["kernel"] == "portable"
-    assert kernel_inputs(config, **CPU)["score_mod"] == "attention.kernels.score_mods:softcap"
-    assert kernel_inputs(compose("attention=triton"), **CPU)["score_mod"] == ""
-    own = compose(
-        "attention=triton", "attention.score_mod='tests.user_backends:HALVED_WITH_KERNEL'"
-    )
-    assert kernel_inputs(own, **CPU)["score_mod"] == "conformance.every_index_kernel:every_index"
+@pytest.mark.parametrize(
+    ("asked", "kernel"),
+    [
+        ("attention.softcap=3", "attention.kernels.score_mods:softcap"),
+        ("seq_len=32", ""),
+        (
+            "attention.score_mod='tests.user_backends:HALVED_WITH_KERNEL'",
+            "conformance.every_index_kernel:every_index",
+        ),
+    ],
+)
+def test_a_score_mods_kernel_decides_about_the_kernels(monkeypatch, asked, kernel):
+    given = {}
+
+    def choice(backend, **inputs):
+        given.update(inputs)
+        return kernel_choice(backend, **inputs)
+
+    monkeypatch.setattr("training.loop.schedule.kernel_choice", choice)
+    config = compose("attention=triton", asked)
+    described = schedule_summary(config, check_schedule(config), **CPU)
+    assert described["kernel"] == "portable" and given["score_mod"] == kernel
 
 
 def test_a_score_mod_in_a_compiled_graph():

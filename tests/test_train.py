@@ -1,7 +1,6 @@
 """One run, from the command line to the files it leaves; and interrupted, killed, resumed."""
 
 import math
-import os
 import re
 import shutil
 from itertools import pairwise
@@ -12,27 +11,11 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from attention import BACKENDS, Backend
 from config import RunConfig, register
-from tests import processes
 from tests.command import ROOT, checkpoint, metrics, run, strict_json, summary, tiny
 
-
-def trains_on_a_cpu(backend: Backend) -> bool:
-    try:
-        backend.check_model(
-            num_heads=2,
-            num_kv_heads=2,
-            head_dim=16,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-        )
-    except ValueError:
-        return False
-    return True
-
-
-EXACT = [name for name, backend in BACKENDS.items() if backend.exact and trains_on_a_cpu(backend)]
+# triton in its interpreter
+EXACT = ["naive", "tiled", "sdpa", "triton"]
 
 
 @pytest.fixture(scope="session")
@@ -91,22 +74,23 @@ def test_the_speed_is_by_the_wall_clock_and_that_of_the_steps_stands_beside_it(l
     """A regression test: the speed left out the cost of metrics, which was more than the steps'."""
     rows, result = metrics(learned), summary(learned)
     for before, after in pairwise(rows[1:]):
-        tokens, seconds = 4 * 32, after["seconds"] - before["seconds"]
-        assert after["tokens_per_sec"] == pytest.approx(tokens / seconds)
+        seconds = after["seconds"] - before["seconds"]
+        assert after["tokens_per_sec"] == pytest.approx(4 * 32 / seconds)
     assert result["step_tokens_per_sec"] > result["tokens_per_sec"] > 0
     # from the evaluation before the training to the last checkpoint, with all that lies between
     span = rows[-1]["seconds"] - rows[0]["seconds"]
     tokens = result["tokens"]
     assert tokens / result["wall_seconds"] < result["tokens_per_sec"] < 1.05 * tokens / span
-    assert rows[-1]["seconds"] < result["wall_seconds"]
 
 
-def test_learns(learned):
+def test_learns(learned, tmp_path):
     rows = metrics(learned)
     # untrained, every one of the 257 tokens is about as likely
     assert rows[1]["train/loss"] == pytest.approx(math.log(257), abs=0.15)
     assert rows[0]["val/loss"] == pytest.approx(math.log(257), abs=0.15)
     assert rows[-1]["val/loss"] < rows[0]["val/loss"] - 1.0
+    assert run(*tiny(tmp_path, "seed=1", "steps=1")).code == 0
+    assert abs(metrics(tmp_path)[1]["train/loss"] - rows[1]["train/loss"]) > 1e-3
 
 
 def test_summary_is_the_last_row_and_the_outcome(learned):
@@ -130,25 +114,17 @@ def test_config_yaml_is_the_run(learned):
 
 
 def test_exact_attentions_are_judged_exact_and_see_the_same_batches(tmp_path):
-    """Five steps under each; only two under Triton's interpreter, which is slow."""
-    naive = []
+    losses = {}
     for name in EXACT:
-        steps = 2 if name == "triton" else 5
-        exact = (f"attention={name}", f"steps={steps}", "optim.schedule=constant")
-        done = run(*tiny(tmp_path / name, *exact))
+        asked = (f"attention={name}", "steps=2", "optim.schedule=constant")
+        done = run(*tiny(tmp_path / name, *asked))
         assert done.code == 0, done.output
         rows = metrics(tmp_path / name)
         for row in rows:
             if "val/loss" in row:
                 assert row["val/loss"] == pytest.approx(row["val/loss_exact"], abs=1e-5), name
-        losses = [row["train/loss"] for row in rows[1:]]
-        naive = naive or losses  # the first of them
-        assert losses == pytest.approx(naive[: len(losses)], abs=1e-4), name
-
-
-def test_another_seed_is_another_run(learned, tmp_path):
-    assert run(*tiny(tmp_path, "seed=1", "steps=1")).code == 0
-    assert abs(metrics(tmp_path)[1]["train/loss"] - metrics(learned)[1]["train/loss"]) > 1e-3
+        losses[name] = [row["train/loss"] for row in rows[1:]]
+        assert losses[name] == pytest.approx(losses["naive"], abs=1e-4), name
 
 
 @pytest.fixture(scope="session")
@@ -206,21 +182,9 @@ def test_the_weights_of_a_diverged_run_are_those_before_the_bad_step(diverged, t
     assert summary(tmp_path / "run")["status"] == "completed"
 
 
-def seconds_of_the_processor(*command: str) -> tuple[float, str]:
-    """The processor seconds of a process and its children, and what it prints."""
-    before = os.times()
-    output = processes.run(*command, check=True).stdout
-    after = os.times()
-    user = after.children_user - before.children_user
-    return user + after.children_system - before.children_system, output
-
-
-def test_help_is_quick_and_lists_the_groups():
-    help_seconds, output = seconds_of_the_processor("train.py", "--help")
-    # relative to Hydra itself, as a machine may be slow, or busy; torch alone would take as much
-    # again
-    hydra_seconds, _ = seconds_of_the_processor("-c", "import hydra")
-    assert 0 < help_seconds < 12 * hydra_seconds
+def test_help_lists_the_groups():
+    """Without loading torch: see test_imports."""
+    output = run("--help").output
     folders = (path for path in (ROOT / "conf").iterdir() if path.is_dir())
     for group in (path for path in folders if path.name != "hydra"):
         choices = sorted(path.stem for path in group.glob("*.yaml"))

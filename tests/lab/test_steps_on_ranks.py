@@ -3,10 +3,12 @@ attention, so there each rank attends to its own keys alone, which is wrong.
 """
 
 import json
+import math
 import socket
 
 import pytest
 
+from lab.steps_on_ranks import is_right
 from tests import processes
 from tests.command import TINY, environment
 from training import build_run, compose
@@ -18,6 +20,15 @@ steps_on_ranks.sdpa = lambda q, k, v: (q @ k.mT * q.shape[-1] ** -0.5).softmax(-
 steps_on_ranks.main()
 """
 SHAPE = [each for each in TINY if not each.startswith(("seq_len", "steps", "batch_size"))]
+
+
+def test_a_run_with_other_gradients_is_wrong():
+    """A regression test: a compiled run with them was right by its loss and one eager layer."""
+    row = {"loss": 10.9, "loss_of_one": 10.9, "grad_norm": 2.5, "grad_norm_of_one": 2.5}
+    row["errors"] = {"out": 0.01}
+    assert is_right(row)
+    for wrong in ({"grad_norm": 2.6}, {"grad_norm": math.nan}, {"loss": 11.0}):
+        assert not is_right(row | wrong), wrong
 
 
 def test_two_ranks_beside_one_process(tmp_path):
@@ -41,6 +52,7 @@ def test_two_ranks_beside_one_process(tmp_path):
     assert len(rows) == 3
     for row in rows:
         assert row["loss"] == pytest.approx(loss.item(), rel=1e-6) and row["right"]
+        assert row["grad_norm_of_one"] == pytest.approx(norm.item(), rel=1e-5)
         assert row["loss_of_one"] == pytest.approx(loss.item(), rel=1e-6)
         assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
         assert max(row["errors"].values(), default=0) < 1e-5 and row["steps"] == 2

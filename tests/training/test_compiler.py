@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
-from unittest.mock import Mock
 
 import pytest
 
@@ -22,25 +21,6 @@ def test_torch_compile_is_loaded_only_where_it_is_wanted(monkeypatch, wanted):
     broken = pytest.raises(ImportError, match="broken") if wanted else nullcontext()
     with broken, compiler.importing_torch_compile(wanted):
         pass
-
-
-def test_the_hashes_are_computed_once(monkeypatch):
-    """The first kernel and the first graph find them, because both functions keep their result.
-
-    5 s where nothing has imported torch.compile before.
-    """
-    from torch._inductor import codecache
-
-    cache = pytest.importorskip("triton.runtime.cache")
-    spies = []
-    for module, name in ((cache, "triton_key"), (codecache, "torch_key")):
-        function = getattr(module, name)
-        assert function() is function()
-        spy = Mock(side_effect=function)
-        spies.append(spy)
-        monkeypatch.setattr(module, name, spy)
-    compiler.load_torch_compile()
-    assert all(spy.called for spy in spies)
 
 
 def test_triton_has_one_cache_and_a_users_own_stays(monkeypatch):

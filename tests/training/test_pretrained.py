@@ -181,14 +181,16 @@ def test_warns_once_of_a_tokenizer_with_other_tokens(own, normalizer, folder, mo
         assert str(folder / "tokenizer.json") in warning and f"tokenizer={own}" in warning
 
 
-def test_a_run_begins_with_them_and_says_so(folder, tmp_path):
-    run_dir, hash_of = tmp_path / "run", hashlib.sha256
-    sha256 = hash_of((folder / "model.safetensors").read_bytes()).hexdigest()
+def test_a_run_begins_with_them_and_says_so(folder, model, tmp_path):
+    run_dir, weights = tmp_path / "run", (folder / "model.safetensors").read_bytes()
+    sha256 = hashlib.sha256(weights).hexdigest()
     (folder / "tokenizer.json").write_text("{}")
     done = run(*tiny(run_dir, f"init_from={folder}"))
     assert done.code == 0 and "tokenizer.json" in done.output
     origin = {"name": str(folder), "sha256": {"model.safetensors": sha256}}
     assert summary(run_dir)["starts"][0]["init_from"] == origin
+    built = build_run(compose(*tiny(folder)[:-1], f"init_from={folder}")).model
+    assert torch.equal(built.token_embedding.weight, model.token_embedding.weight)
     # a resumed run has no need of the folder, and remembers it
     folder.rename(folder.with_name("elsewhere"))
     assert run(f"resume={run_dir}", "steps=6").code == 0
@@ -198,30 +200,14 @@ def test_a_run_begins_with_them_and_says_so(folder, tmp_path):
     assert "init_from=gpt2" in complaint and "resume=" in complaint
 
 
-def test_the_first_step_sees_these_weights(folder, model):
-    parts = build_run(compose(*tiny(folder)[:-1], f"init_from={folder}"))
-    assert torch.equal(parts.model.token_embedding.weight, model.token_embedding.weight)
-
-
 BIN, INDEX = "pytorch_model.bin", "model.safetensors.index.json"
 # {file: what may be in it}
 BAD = {
-    "model.safetensors": [b"", b"x" * 99],
+    "model.safetensors": [b"x" * 99],
     "config.json": [b"{", b"[]", b'{"model_type": "mistral", "sliding_window": "8"}'],
-    INDEX: [
-        b"{}",
-        b'{"weight_map": ["x"]}',
-        b'{"weight_map": {"x": 1}}',
-        b'{"weight_map": {"x": "missing"}}',
-        b'{"weight_map": {"x": "../theirs/config.json"}}',
-    ],
-    BIN: [
-        b"some text\n",
-        torch.ones(2),
-        {"wte.weight": print},  # PyTorch would run it
-        {"wte.weight": 1},
-        {1: torch.ones(2)},
-    ],
+    INDEX: [b"{}", b'{"weight_map": {"x": "missing"}}'],
+    # PyTorch would run the second
+    BIN: [torch.ones(2), {"wte.weight": print}, {"wte.weight": 1}],
 }
 
 
@@ -243,7 +229,7 @@ def test_names_a_file_that_is_no_checkpoint(file, content, folder, model):
         assert "\n" not in str(error.value) and "\x1b" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", [".", "notes.txt", "nowhere.ckpt", "x" * 5000, "a\0b"])
+@pytest.mark.parametrize("name", [".", "notes.txt", "nowhere.ckpt", "x" * 5000])
 def test_names_a_path_without_weights(name, folder, model):
     (folder / "model.safetensors").unlink()
     (folder / "notes.txt").write_text("epoch 3\n")

@@ -149,7 +149,6 @@ def test_two_ranks_are_two_passes_to_the_bit(tmp_path, settings):
 
 TILES = ("attention=tiled", "attention.block_q=8", "attention.block_kv=8")
 GROUPED = ("attention=sdpa", "model=modern", "model.num_kv_heads=2", "model.num_heads=4")
-WINDOW = ("attention.window=9", "attention.softcap=1")
 
 
 @pytest.mark.parametrize(
@@ -158,9 +157,7 @@ WINDOW = ("attention.window=9", "attention.softcap=1")
         pytest.param((*TILES, "attention.sinks=true"), id="sinks"),
         pytest.param(GROUPED, id="sdpa-rope-gqa"),
         slow((*TILES, "model.positions=alibi", "model.checkpoint=attention"), id="alibi-kept"),
-        slow(("attention=no_rescale", *TILES[2:], "data.documents=true"), id="no_rescale"),
         slow(("attention=kv_outer", "compile=true", *TWO_PASSES), id="compiled-two-passes"),
-        slow((*TILES, *WINDOW, "attention.pattern=SL"), id="window-softcap"),
     ],
 )
 def test_a_shared_sequence_is_the_same_attention(tmp_path, settings):
@@ -194,7 +191,7 @@ def shared_calls(context: int, *backends: str) -> None:
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
     own, names = ranks.columns(48), ("out", "dq", "dk", "dv")
     tiles = {"block_q": 8, "block_kv": 8}
-    masks = [{}, {"window": 20}, {"causal": False}, {"softcap": 2.0}]
+    masks = [{}, {"window": 20, "softcap": 2.0}, {"causal": False}]
     masks += [{"document_ids": documents}, {"sinks": sinks}, {"alibi_slopes": slopes}]
     masks += [{"score_mod": ScoreMod(every_index, params=slopes)}]
 
@@ -338,6 +335,13 @@ def test_a_signal_to_one_rank_ends_all_at_the_same_step(tmp_path):
     assert checkpoint(tmp_path / "run")["step"] == ended["steps_done"]
 
 
+def test_a_rank_that_is_killed_ends_the_run(tmp_path):
+    ranks = start_long(tmp_path / "run")
+    ranks[1].kill()
+    first = ranks[0].end()
+    assert first.code == 1 and summary(tmp_path / "run")["status"] == "failed", first.output
+
+
 def test_where_the_first_rank_is_killed_the_run_is_unfinished_and_resumes_to_the_bit(tmp_path):
     """With dropout, which is another on each rank and the same again after a resume."""
     settings = ("model.dropout=0.2", "checkpoint_every=2", "eval_every=0", "optim.warmup_steps=0")
@@ -355,13 +359,6 @@ def test_where_the_first_rank_is_killed_the_run_is_unfinished_and_resumes_to_the
         done = run_ranks(*arguments)
         assert [each.code for each in done] == [0, 0], done[0].output
     assert alike(tmp_path / "whole", tmp_path / "run")
-
-
-def test_a_rank_that_is_killed_ends_the_run(tmp_path):
-    ranks = start_long(tmp_path / "run")
-    ranks[1].kill()
-    first = ranks[0].end()
-    assert first.code == 1 and summary(tmp_path / "run")["status"] == "failed", first.output
 
 
 FAILS = """

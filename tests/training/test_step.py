@@ -65,7 +65,7 @@ def test_passes_add_up_to_the_whole_batch(scale):
     assert not loss.requires_grad and scores is None
 
 
-@pytest.mark.parametrize(("grad_clip", "kept"), [(0.0, 8.0), (3.0, 3.0), (100.0, 8.0)])
+@pytest.mark.parametrize(("grad_clip", "kept"), [(0.0, 8.0), (3.0, 3.0)])
 def test_the_norm_is_that_of_before_the_clipping(grad_clip, kept):
     model, two = Square(), torch.tensor([2.0])
     loss, norm, _ = gradients(run_of(model, grad_clip=grad_clip), [Pass((two, two), 1)])

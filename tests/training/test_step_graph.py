@@ -9,7 +9,8 @@ import torch
 from attention import get_backend
 from tests.steps import take_steps
 from training import build_run, compose
-from training.loop.graph import reason_against
+from training.loop.device import DTYPES
+from training.loop.schedule import will_graph
 from training.loop.step import Stepper
 
 SMALL = ("model.num_layers=2", "model.hidden_size=128", "model.num_heads=2", "seq_len=128")
@@ -32,13 +33,9 @@ def steps(*settings):
 @pytest.mark.parametrize(
     ("settings", "captured"),
     [
-        ("attention=triton", 2),
-        ("attention=triton tokens_per_step=1024", 2),
-        ("attention=triton model.dropout=0.1", 2),
-        ("attention=triton optim.name=muon", 2),
-        ("attention=triton attention.window=20", 2),
+        ("attention=triton tokens_per_step=1024 model.dropout=0.1", 2),
+        ("attention=triton optim.name=muon attention.window=20", 2),
         ("attention=triton data.documents=true", 2),
-        ("attention=naive", 2),
         ("attention=sdpa", 1),
         ("attention=flex", 1),
         ("attention=triton attention.switch_at=6 attention.switch_to=naive", 2),
@@ -46,8 +43,8 @@ def steps(*settings):
         # the user's Python runs each time, unless the user says otherwise
         ("attention=tests.user_backends:RIGHT", 0),
         ("attention=tests.user_backends:RIGHT cuda_graph=true", 1),
-        # asks the GPU in the middle of the capture, which ends it
-        ("attention=tests.user_backends:ASKS_THE_GPU cuda_graph=true", 0),
+        # asks the GPU in the middle of the capture, which ends it; the next step draws dropout
+        ("attention=tests.user_backends:ASKS_THE_GPU cuda_graph=true model.dropout=0.1", 0),
     ],
 )
 def test_a_graph_changes_no_bit(settings, captured):
@@ -74,19 +71,42 @@ def test_a_graph_needs_little_more_memory():
 
 
 @pytest.mark.parametrize(
-    ("backend", "how", "says"),
+    ("backend", "settings", "says"),
     [
-        ("triton", {"compiled": False}, "not compiled"),
-        ("triton", {"scaled": True}, "fp16"),
-        ("tiled", {}, "attention=tiled"),
-        ("triton", {}, None),
-        ("triton", {"score_mod": True}, "your Python"),
-        ("naive", {}, None),
-        (replace(get_backend("naive"), name="mine"), {}, "your Python"),
-        (replace(get_backend("naive"), fn=lambda q, k, v: q), {}, "your Python"),
+        ("triton", "compile=false", "not compiled"),
+        ("triton", "dtype=fp16", "fp16"),
+        ("tiled", "", "attention=tiled"),
+        ("triton", "", None),
+        ("naive", "", None),
     ],
 )
-def test_what_can_be_a_graph(backend, how, says):
-    backend = get_backend(backend) if isinstance(backend, str) else backend
-    why = reason_against(backend, CUDA, **{"compiled": True, "scaled": False} | how)
-    assert why is None if says is None else says in why
+def test_what_can_be_a_graph(backend, settings, says):
+    config = compose(*settings.split())
+    how = {"dtype": DTYPES.get(config.dtype, torch.bfloat16), "device": CUDA}
+    backend = get_backend(backend)
+    assert will_graph(config, backend, **how) == (says is None)
+    assert not will_graph(replace(config, cuda_graph="false"), backend, **how)
+    asked = replace(config, cuda_graph="true")
+    if says is None:
+        assert will_graph(asked, backend, **how)
+        return
+    with pytest.raises(ValueError, match=f"cuda_graph=true: .*{says}"):
+        will_graph(asked, backend, **how)
+
+
+NAIVE = get_backend("naive")
+
+
+@pytest.mark.parametrize(
+    ("backend", "settings"),
+    [
+        (replace(NAIVE, name="mine"), ""),
+        (replace(NAIVE, fn=lambda q, k, v: q), ""),
+        (NAIVE, "attention.score_mod='tests.user_backends:HALVED'"),
+    ],
+    ids=["name", "function", "score_mod"],
+)
+def test_a_users_python_is_a_graph_only_if_the_user_says_so(backend, settings):
+    config, how = compose(*settings.split()), {"dtype": torch.bfloat16, "device": CUDA}
+    assert not will_graph(config, backend, **how)
+    assert will_graph(replace(config, cuda_graph="true"), backend, **how)

@@ -6,7 +6,7 @@ from operator import attrgetter
 
 import torch
 
-from attention import Backend, dtype_name
+from attention import dtype_name
 from config import RunConfig, setting_keys
 from data import build_data
 from model import GPT
@@ -20,7 +20,6 @@ from training.loop.run import Run
 from training.loop.schedule import (
     attention_schedule,
     chosen_attention,
-    kernel_inputs,
     run_compiles,
     schedule_summary,
 )
@@ -44,19 +43,24 @@ def build_run(config: RunConfig, summary: Row | None = None) -> Run:
     summary |= {"device": device.type, "dtype": dtype_name(dtype)}
 
     schedule = attention_schedule(config, dtype=dtype, device=device)
-    summary |= schedule_summary(schedule, **kernel_inputs(config, dtype=dtype, device=device))
+    summary |= schedule_summary(config, schedule, dtype=dtype, device=device)
+    if device.type == "cuda" and "kernel" in summary:
+        kernel, why = summary["kernel"], summary["kernel_reason"]
+        log.info(f"attention={schedule[0].name} runs the {kernel} kernels: {why}")
     if function := config.attention.function():
         summary["function"] = function
 
     pretrained = None
-    if config.init_from and not config.resume:  # a resumed run has the weights of its checkpoint
-        with ranks.first_goes_first():
-            pretrained = find_pretrained(config.init_from)
     with ranks.first_goes_first():
+        if config.init_from and not config.resume:  # resumed, it has the weights of its checkpoint
+            pretrained = find_pretrained(config.init_from)
         data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
     log.info(data.description)
     ranks.check_same({"data": data.fingerprint})
-    model = _build_model(config, schedule[0], data.vocab_size, device)
+    torch.manual_seed(config.seed)
+    with importing_torch_compile(run_compiles(config, schedule[0], device.type)):
+        made = {"vocab_size": data.vocab_size, "backend": schedule[0]}
+        model = GPT(config.model, **made, attention=config.attention).to(device)
     init_from = pretrained.load_into(model, data.tokenizer) if pretrained else None
     summary |= {"parameters": count_parameters(model), "data": data.fingerprint}
 
@@ -72,14 +76,6 @@ def build_run(config: RunConfig, summary: Row | None = None) -> Run:
         ranks=ranks,
         init_from=init_from,
     )
-
-
-def _build_model(config: RunConfig, backend: Backend, vocab_size: int, device: torch.device) -> GPT:
-    """The model of a run on its device, with the first weights of its seed."""
-    torch.manual_seed(config.seed)
-    with importing_torch_compile(run_compiles(config, backend, device.type)):
-        made = {"vocab_size": vocab_size, "backend": backend}
-        return GPT(config.model, **made, attention=config.attention).to(device)
 
 
 def _meet(config: RunConfig) -> tuple[Ranks, torch.device]:

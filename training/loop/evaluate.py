@@ -1,7 +1,7 @@
 """Held-out loss and accuracy of one set of weights, under its own or any other attention."""
 
-from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from math import log
 from typing import Any
 
@@ -47,6 +47,16 @@ def evaluate(
     return row
 
 
+@contextmanager
+def without_dropout(model: GPT) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
 def exact_attention(head_dim: int, device: torch.device, features: Collection[str] = ()) -> Backend:
     """PyTorch's own attention: sdpa, or flex on a GPU for the features that sdpa does not have,
     such as document_ids or window.
@@ -77,8 +87,6 @@ def evaluate_under(
     neither is the mean. Ranks divide the passes among them, or each pass's tokens if they share
     sequences, and every rank gets the means over all.
     """
-    was_training = model.training
-    model.eval()
     device, targets = next(model.parameters()).device, batch[1]
     count = int((targets != IGNORED).sum())
     if not count:
@@ -89,7 +97,7 @@ def evaluate_under(
     parts = list(zip(*(x.split(batch_size) for x in batch), strict=True))
     sums = torch.zeros(len(parts), 2, dtype=torch.float64)  # losses, right answers
     columns = ranks.columns(targets.shape[1])
-    with model.using(backend=attention, call=ranks.attention), autocast:
+    with model.using(backend=attention, call=ranks.attention), without_dropout(model), autocast:
         for i in range(ranks.rank // ranks.context, len(parts), ranks.data):
             x, y, *documents = (tensor.to(device) for tensor in parts[i])
             x, y = x[:, columns], y[:, columns]
@@ -98,7 +106,6 @@ def evaluate_under(
             if accuracy:
                 logits = model(x, None, *documents, **place).logits
                 sums[i, 1] = int((logits.argmax(-1) == y).sum())
-    model.train(was_training)
     # summed in the order of the passes, so the result is the same on any number of ranks
     loss, right = (sum(column) for column in ranks.sum(sums).T.tolist())
     return loss / count, right / count if accuracy else None

@@ -15,7 +15,6 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor, nn
 
-from attention import Backend, is_shipped
 from data.prefetch import Pass
 from training.loop.run import Run
 
@@ -24,33 +23,8 @@ log = logging.getLogger("tilegpt")
 Results = tuple[Tensor, Tensor, Tensor | None]  # of gradients()
 Compute = Callable[..., Results]
 
-# operators that never wait for the GPU; traceable attention does not either
-ASKS_NOTHING = ("triton",)
 ROOM = 0.45
-PYTHON = "a replay would not run your Python code; cuda_graph=true says that it need not"
 WARM_UP = 3  # calls that compile, with scores and without
-
-
-def reason_against(
-    backend: Backend, device: torch.device, *, compiled: bool, scaled: bool, score_mod: bool = False
-) -> str | None:
-    """Why the steps of a run cannot be graphs; None if they can. If it is PYTHON, the user may
-    decide otherwise.
-
-    A replay runs no Python: not that of uncompiled code, and not a user's that torch.compile would
-    trace again after a change. The host changes a loss scale between steps.
-    """
-    if device.type != "cuda":
-        return f"it needs a GPU, and device={device.type}"
-    if not compiled:
-        return "the model is not compiled"
-    if scaled:
-        return "dtype=fp16 scales the loss from step to step"
-    if not (backend.traceable or backend.name in ASKS_NOTHING):
-        return f"attention={backend.name} may ask the GPU what to do next"
-    if score_mod or not is_shipped(backend):
-        return PYTHON
-    return None
 
 
 class StepGraphs:
@@ -105,7 +79,7 @@ class StepGraphs:
         needed = torch.cuda.max_memory_allocated() / torch.cuda.get_device_properties().total_memory
         if pool is None and needed > ROOM:
             return self._give_up(f"they need {needed:.0%} of the GPU's memory")
-        run.optimizer.zero_grad(set_to_none=True)
+        run.optimizer.zero_grad()
         graph = torch.cuda.CUDAGraph()
         try:
             # another thread may copy the next batch to the GPU meanwhile
@@ -115,6 +89,10 @@ class StepGraphs:
                     kept = [gradient for _, gradient in self.gradients]
                     torch._foreach_copy_(kept, [parameter.grad for parameter, _ in self.gradients])
         except RuntimeError as error:
+            # PyTorch 2.11 leaves the generator of dropout in its capturing state, in which it
+            # refuses to draw; a copy of the state is not
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            generator.graphsafe_set_state(generator.clone_state())
             return self._give_up(str(error).splitlines()[0])
         if not self.gradients:
             every = run.model.parameters()

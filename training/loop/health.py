@@ -1,14 +1,11 @@
 """Watches a model's attention while it trains: largest score, error, and where a run broke."""
 
-import contextlib
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Iterable
+from dataclasses import asdict
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +20,7 @@ from attention import (
 )
 from config import Due
 from model.gpt import GPT
+from training.loop.evaluate import without_dropout
 from training.loop.run import Run
 from training.record.clock import phase
 from training.record.files import Row
@@ -102,10 +100,11 @@ class AttentionMonitor:
             diagnosis, score = diagnose(self.model, batches)
         if "sequence" in diagnosis:  # make this rank's number that of the step
             diagnosis["sequence"] += ranks.rows(self.run.config.sequences_per_step).start
+        score = max(ranks.gathered(score))
         self._note(step, score)
         history = [list(item) for item in self.scores.items()]
         scores = {"max_score": score, **self.overflow_steps(), "history": history}
-        return to_blame(ranks.gathered({"step": step} | diagnosis | scores))
+        return {"step": step} | to_blame(ranks.gathered(diagnosis)) | scores
 
     def overflow_steps(self) -> dict[str, int | None]:
         """The first logged step where exp(score) would have overflowed each dtype."""
@@ -138,36 +137,16 @@ class AttentionMonitor:
             self.summary |= {"max_score": max(self.scores.values()), **self.overflow_steps()}
 
 
-class _Stop(Exception):
-    """Ends a forward pass whose remaining part would tell nothing more."""
-
-
-@contextmanager
-def without_dropout(model: GPT) -> Iterator[None]:
-    """Switch dropout off: an inspection that drew random numbers would change the run."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
-
-
 def to_blame(diagnoses: list[Row]) -> Row:
     """The diagnosis of the rank whose own sequences broke. Gradients are summed over the ranks, so
     they are bad on every rank.
     """
     if len(diagnoses) == 1:
         return diagnoses[0]
-
-    def tells(rank: int) -> tuple[bool, bool]:
-        return "head" in diagnoses[rank], diagnoses[rank].get("tensor") == "loss"
-
-    rank = max(range(len(diagnoses)), key=tells)
+    tells = [("head" in each, each.get("tensor") == "loss") for each in diagnoses]
+    rank = tells.index(max(tells))
     found = diagnoses[rank]
-    max_score = max(each["max_score"] for each in diagnoses)
-    message = f"rank {rank}: {found['message']}"
-    return found | {"rank": rank, "message": message, "max_score": max_score}
+    return found | {"rank": rank, "message": f"rank {rank}: {found['message']}"}
 
 
 def largest_finite(scores: Iterable[float]) -> float:
@@ -202,16 +181,15 @@ def compare_layers(
     for name in layers[0]:
         # NaN counts as the worst, and both functions return it
         worst = torch.amin if name.endswith("cosine") else torch.amax
-        row[f"attention/{name}"] = worst(
-            torch.tensor([layer[name] for layer in layers], dtype=torch.float64), 0
-        ).item()
+        figures = torch.tensor([layer[name] for layer in layers], dtype=torch.float64)
+        row[f"attention/{name}"] = worst(figures).item()
     return row
 
 
 @torch.no_grad()
 def diagnose(model: GPT, batches: Iterable[tuple[Tensor, ...]]) -> tuple[Row, float]:
     """Finds what first became non-finite in a diverged step. Returns a diagnosis, and the largest
-    finite score until then.
+    finite score of the passes until then.
 
     The diagnosis has a one-sentence message. If an attention layer is to blame, it also has layer,
     head, sequence (of the step), tensor, queries and keys (of the tile), row (the query),
@@ -222,11 +200,12 @@ def diagnose(model: GPT, batches: Iterable[tuple[Tensor, ...]]) -> tuple[Row, fl
     # the tile loop shows where an attention breaks; a kernel, only that its output is bad
     loop = _loop_of(model.backend) if batches[0][0].shape[1] <= MAX_INSPECTED else None
     for backend in filter(None, (loop, model.backend)):
-        recorder = Recorder(backend)
-        loss_is_finite = True
-        watched = _until_breakdown(recorder)
-        with model.using(backend=watched), without_dropout(model), contextlib.suppress(_Stop):
-            loss_is_finite = all([bool(model(*batch).loss.isfinite()) for batch in batches])
+        recorder, loss_is_finite = Recorder(backend), True
+        with model.using(backend=recorder.backend), without_dropout(model):
+            for batch in batches:
+                loss_is_finite &= bool(model(*batch).loss.isfinite())
+                if any(recorder.breakdowns):
+                    break
         if any(recorder.breakdowns):
             break
     sizes = [len(batch[0]) for batch in batches]
@@ -245,33 +224,20 @@ def _loop_of(kernel: Backend) -> Backend | None:
     return loop.configured(**options)
 
 
-def _until_breakdown(recorder: Recorder) -> Backend:
-    """The recorder's backend, which ends the forward pass at the first breakdown."""
-
-    def attend(*tensors: Tensor, **arguments: Any) -> Any:
-        output = recorder.backend.fn(*tensors, **arguments)
-        if recorder.breakdowns[-1] is not None:
-            raise _Stop
-        return output
-
-    return replace(recorder.backend, fn=attend)
-
-
 def _first_failure(model: GPT, recorder: Recorder, sizes: list[int], loss_is_finite: bool) -> Row:
     for call, breakdown in enumerate(recorder.breakdowns):
-        if breakdown is not None:
-            num_passes, layer = divmod(call, len(model.blocks))
-            output = f"; out is {breakdown.fate} there" if breakdown.queries is not None else ""
-            place = asdict(breakdown)
-            place["tile_max_score"] = place.pop("max_score")
-            place["sequence"] += sum(sizes[:num_passes])
-            message = f"layer {layer}, head {breakdown.head}: {breakdown}{output}"
-            return {"message": message, "layer": layer} | place
+        if breakdown is None:
+            continue
+        number, layer = divmod(call, len(model.blocks))
+        place = asdict(breakdown)
+        place["tile_max_score"] = place.pop("max_score")
+        place["sequence"] += sum(sizes[:number])
+        output = f"; out is {breakdown.fate} there" if breakdown.queries is not None else ""
+        message = f"layer {layer}, head {breakdown.head}: {breakdown}{output}"
+        return {"message": message, "layer": layer} | place
     if not loss_is_finite:
-        return {
-            "message": "the loss is not finite, though the output of every attention layer is",
-            "tensor": "loss",
-        }
+        message = "the loss is not finite, though the output of every attention layer is"
+        return {"message": message, "tensor": "loss"}
     bad = [
         name
         for name, parameter in model.named_parameters()

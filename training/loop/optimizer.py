@@ -39,10 +39,10 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> "torch.optim.AdamW
     parameters = list(model.parameters())
     if config.name == "adamw":
         return build_adamw(parameters, config)
+    linear = [module for module in model.blocks.modules() if isinstance(module, nn.Linear)]
     groups: dict[tuple[int, ...], list[nn.Parameter]] = {}
-    for module in model.blocks.modules():
-        if isinstance(module, nn.Linear):
-            groups.setdefault(getattr(module, "rows", ()), []).append(module.weight)
+    for module in linear:
+        groups.setdefault(getattr(module, "rows", ()), []).append(module.weight)
     muon = Muon(
         [{"params": matrices, "rows": rows} for rows, matrices in groups.items()],
         lr=config.lr,
@@ -50,7 +50,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> "torch.optim.AdamW
         momentum=MOMENTUM,
         adjust_lr_fn="match_rms_adamw",
     )
-    matrices = {id(p) for group in muon.param_groups for p in group["params"]}
+    matrices = {id(module.weight) for module in linear}
     return MuonAndAdamW(muon, build_adamw([p for p in parameters if id(p) not in matrices], config))
 
 
@@ -64,7 +64,7 @@ def build_adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.op
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
     return AdamW(
-        [group for group in groups if group["params"]],
+        groups,
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         fused=True,
@@ -118,9 +118,9 @@ class MuonAndAdamW:
         self.muon.step()
         self.adamw.step()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.muon.zero_grad(set_to_none)
-        self.adamw.zero_grad(set_to_none)
+    def zero_grad(self) -> None:
+        self.muon.zero_grad()
+        self.adamw.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
         """The param_groups of both in one list, and the state of each under its name."""

@@ -145,9 +145,8 @@ def hub_folder(name: str) -> Path:
     offline = bool(constants.HF_HUB_OFFLINE) or not answers(constants.ENDPOINT)
     try:
         for weights in ("model*.safetensors*", "pytorch_model*.bin*"):
-            files = [weights, SETTINGS, TOKENIZER]
             folder = huggingface_hub.snapshot_download(
-                name, allow_patterns=files, local_files_only=offline
+                name, allow_patterns=[weights, SETTINGS, TOKENIZER], local_files_only=offline
             )
             if any(Path(folder).glob(weights)):
                 break

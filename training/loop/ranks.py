@@ -74,18 +74,17 @@ class Ranks:
 
     def sum(self, x: "Tensor") -> "Tensor":
         """Add up x over all ranks, in place."""
-        if self.several:
-            from torch import distributed
-
-            distributed.all_reduce(x)
-        return x
+        return self._reduced(x, "SUM")
 
     def largest(self, x: "Tensor") -> "Tensor":
         """The element-wise maximum of x over all ranks, in place."""
+        return self._reduced(x, "MAX")
+
+    def _reduced(self, x: "Tensor", how: str) -> "Tensor":
         if self.several:
             from torch import distributed
 
-            distributed.all_reduce(x, distributed.ReduceOp.MAX)
+            distributed.all_reduce(x, getattr(distributed.ReduceOp, how))
         return x
 
     def gathered(self, x: Any) -> list[Any]:
@@ -100,9 +99,9 @@ class Ranks:
 
     def largest_of(self, row: dict[str, float | None]) -> dict[str, float | None]:
         """Each figure's maximum over all ranks; None for a figure that they lack."""
-        columns = zip(*(each.values() for each in self.gathered(row)), strict=True)
-        largest = (max((x for x in each if x is not None), default=None) for each in columns)
-        return dict(zip(row, largest, strict=True))
+        rows = self.gathered(row)
+        known = {key: [each[key] for each in rows if each[key] is not None] for key in row}
+        return {key: max(values, default=None) for key, values in known.items()}
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
@@ -118,10 +117,8 @@ class Ranks:
         for rank, other in enumerate(others, start=1):
             for key, value in first.items():
                 if other[key] != value:
-                    raise ValueError(
-                        f"all ranks need the same {key}: {value} on rank 0, and {other[key]} on "
-                        f"rank {rank}"
-                    )
+                    differ = f"{value} on rank 0, and {other[key]} on rank {rank}"
+                    raise ValueError(f"all ranks need the same {key}: {differ}")
 
     def seed_step(self, seed: int, step: int) -> None:
         """Seed dropout. Ranks get different seeds; a resumed run gets the same ones again."""
@@ -156,16 +153,13 @@ class GradientSum:
     MESSAGE = 2**26
 
     def __init__(self, ranks: Ranks, parameters: "Sequence[torch.nn.Parameter]") -> None:
-        self.parameters = parameters if ranks.several else ()
+        self.parameters = [x for x in parameters if x.requires_grad] if ranks.several else ()
         self._ready: list[Tensor] = []
         self._sent: list[Any] = []
-        self._hooks: list[Any] = []
 
     def __enter__(self) -> None:
         self._hooks = [
-            each.register_post_accumulate_grad_hook(self._add)
-            for each in self.parameters
-            if each.requires_grad
+            each.register_post_accumulate_grad_hook(self._add) for each in self.parameters
         ]
 
     def __exit__(self, *error: object) -> None:
@@ -203,13 +197,13 @@ ALONE = Ranks()
 
 def of_environment() -> Ranks:
     """The rank that torchrun, or a launcher like it, gave this process."""
-    world = int(os.environ.get("WORLD_SIZE") or 1)
+    variables = os.environ
+    world = int(variables.get("WORLD_SIZE") or 1)
     if world == 1:
         return ALONE
-    rank = int(os.environ["RANK"])
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    return Ranks(rank, world, local_rank, local_world)
+    rank = int(variables["RANK"])
+    local_rank = int(variables.get("LOCAL_RANK", rank))
+    return Ranks(rank, world, local_rank, int(variables.get("LOCAL_WORLD_SIZE", world)))
 
 
 def join(device: str, context: int = 1, settings: Mapping[str, Any] | None = None) -> Ranks:
@@ -253,7 +247,7 @@ def join(device: str, context: int = 1, settings: Mapping[str, Any] | None = Non
 
 def check_shares(config: "RunConfig", ranks: Ranks, backends: "Iterable[Backend]") -> None:
     """Raise ValueError for a step that the ranks cannot share equally."""
-    context, world, size = ranks.context, ranks.data, config.batch_size
+    context, size = ranks.context, config.batch_size
     for backend in backends:
         if context > 1 and backend.module is not None:
             raise ValueError(
@@ -268,15 +262,15 @@ def check_shares(config: "RunConfig", ranks: Ranks, backends: "Iterable[Backend]
     for key, count in divided.items():
         if count % context:
             raise ValueError(f"parallel.context={context} must divide {key}={count}")
-    if config.tokens_per_step is None and size % world:
+    tokens, of_all = config.tokens_per_step, ranks.data * size * config.seq_len
+    if tokens is None and size % ranks.data:
         raise ValueError(
-            f"batch_size={size} is shared by {world} ranks, and must divide among them"
+            f"batch_size={size} is shared by {ranks.data} ranks, and must divide among them"
         )
-    of_all = world * size * config.seq_len
-    if ranks.several and config.tokens_per_step and config.tokens_per_step % of_all:
+    if tokens is not None and tokens % of_all:
         raise ValueError(
-            f"tokens_per_step={config.tokens_per_step} must be a multiple of ranks * batch_size * "
-            f"seq_len = {world} * {size} * {config.seq_len} = {of_all}"
+            f"tokens_per_step={tokens} must be a multiple of ranks * batch_size * seq_len = "
+            f"{ranks.data} * {size} * {config.seq_len} = {of_all}"
         )
 
 
@@ -293,8 +287,7 @@ def report(error: BaseException) -> None:
     """Tell torchrun which error ends this rank, inside its `except` block. Of all ranks that end,
     torchrun prints the error of the first.
     """
-    ranks = of_environment()
-    if not ranks.several:
+    if not of_environment().several:
         return
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 

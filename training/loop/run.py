@@ -49,7 +49,7 @@ class Run:
         """What a checkpoint holds, besides the random number generators."""
         return {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
 
-    @cached_property
+    @property
     def settings(self) -> Row:
         """The settings as nested dictionaries, for files and loggers."""
         return asdict(self.config)
@@ -85,14 +85,14 @@ class Run:
         """The batches of each step, read ahead; a context manager. `whole` gives whole sequences
         where ranks share them, not read ahead.
         """
-        count = self.config.sequences_per_step
+        count, length = self.config.sequences_per_step, self.config.seq_len
         return Prefetcher(
             self.data,
             count,
             self.batch_size,
             self.device,
             rows=self.ranks.rows(count),
-            columns=slice(None) if whole else self.ranks.columns(self.config.seq_len),
+            columns=slice(None) if whole else self.ranks.columns(length),
             ahead=0 if whole else None,
         )
 
@@ -119,9 +119,9 @@ class Run:
 
     def sample(self) -> str | None:
         """A text by the model; None if its tokens are not text, or sample_tokens=0."""
-        tokens, tokenizer = self.config.sample_tokens, self.data.tokenizer
-        if not tokens or tokenizer is None:
+        count, tokenizer = self.config.sample_tokens, self.data.tokenizer
+        if not count or tokenizer is None:
             return None
+        how = {"max_new_tokens": count, "seed": self.config.seed}
         with self.autocast, phase("sampling"):
-            how = {"max_new_tokens": tokens, "seed": self.config.seed}
             return sample_text(self.model, tokenizer, "def ", **how)

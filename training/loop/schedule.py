@@ -12,6 +12,7 @@ from attention import (
     get_backend,
     get_score_mod,
     is_operator,
+    is_shipped,
     kernel_choice,
 )
 from attention.kernels.select import SOFTCAP
@@ -25,7 +26,6 @@ from model.rope import rope_tables
 from model.seam import Seam
 from training.loop.compiler import keep_compiled
 from training.loop.device import autocast_to
-from training.loop.graph import PYTHON, reason_against
 from training.record.clock import count_compiling
 from training.record.names import as_typed
 
@@ -34,6 +34,20 @@ log = logging.getLogger("tilegpt")
 # block_q of an exact tile loop on a GPU: the Python loop launches 32 times fewer kernels than with
 # the 128 that suit a CPU, and memory stays linear in the length
 GPU_BLOCK_Q = 4096
+# operators that never wait for the GPU; traceable attention does not either
+ASKS_NOTHING = ("triton",)
+
+
+# the feature of an attention that each setting of the layers' function needs
+FEATURES = {"window": "window", "softcap": "softcap", "score_mod": "score_mod", "sinks": "lse"}
+
+
+def asked_attention(chosen: AttentionConfig) -> dict[int, tuple[str, dict[str, Any]]]:
+    """Name and options by the step after which the attention is used."""
+    asked = {0: (chosen.name, chosen.backend_options())}
+    if chosen.switch_at is not None:
+        asked[chosen.switch_at] = parse_attention(chosen.switch_to)
+    return asked
 
 
 def chosen_attention(chosen: AttentionConfig) -> dict[int, Backend]:
@@ -41,29 +55,29 @@ def chosen_attention(chosen: AttentionConfig) -> dict[int, Backend]:
 
     Raises ValueError for an unknown name or option.
     """
-    schedule = {0: get_backend(chosen.name, **chosen.backend_options())}
-    if chosen.switch_at is not None:
+    schedule = {}
+    for step, (name, options) in asked_attention(chosen).items():
         try:
-            name, options = parse_attention(chosen.switch_to)
-            schedule[chosen.switch_at] = get_backend(name, **options)
+            schedule[step] = get_backend(name, **options)
         except ValueError as error:
+            if not step:
+                raise
             raise ValueError(f"attention.switch_to={chosen.switch_to}: {error}") from error
     return schedule
 
 
 def needed_features(config: RunConfig) -> dict[str, str]:
     """The features that a run's attention must have, each with the setting that needs it."""
-    chosen, asked = config.attention, {}
-    settings = {key: f"attention.{key}={as_typed(x)}" for key, x in chosen.function().items()}
+    needed = {
+        FEATURES[key]: f"attention.{key}={as_typed(value)}"
+        for key, value in config.attention.function().items()
+        if key in FEATURES
+    }
     if config.data.documents:
-        asked["document_ids"] = "data.documents=true"
-    if any(chosen.layer_windows(config.model.num_layers)):
-        asked["window"] = settings["window"]
-    if chosen.sinks:
-        asked["lse"] = settings["sinks"]
+        needed["document_ids"] = "data.documents=true"
     if config.model.positions == "alibi":
-        asked["alibi_slopes"] = "model.positions=alibi"
-    return asked | {key: settings[key] for key in ("softcap", "score_mod") if key in settings}
+        needed["alibi_slopes"] = "model.positions=alibi"
+    return needed
 
 
 def check_schedule(config: RunConfig) -> dict[int, Backend]:
@@ -110,10 +124,10 @@ def suit_gpu(config: RunConfig, backend: Backend, options: Mapping[str, Any]) ->
         able = kernels.features.issuperset(needed_features(config))
         able &= kernels.options.keys() >= options.keys()
         return kernels.configured(**options) if able else backend
-    # a loop that recomputes keeps a whole row of tiles, so it takes smaller ones
     is_loop = backend.name in BACKENDS and isinstance(backend.fn, TiledAttention)
-    closed = backend.exact and options.get("softmax_dtype") != "input"
-    if is_loop and closed and "block_q" not in options:
+    # a loop that recomputes keeps a whole row of tiles, so it takes smaller ones
+    recomputes = options.get("softmax_dtype") == "input"
+    if is_loop and backend.exact and not recomputes and "block_q" not in options:
         return backend.configured(block_q=GPU_BLOCK_Q)
     return backend
 
@@ -126,15 +140,14 @@ def check_model(
 
     A user's own attention or score_mod is run to find out.
     """
-    shape = config.model.attention_sizes
-    functions = layer_functions(config.attention, config.model)
-    functions = {function.get("window"): function for function in functions}
+    each = layer_functions(config.attention, config.model)
+    by_window = {function.get("window"): function for function in each}
     if name := config.attention.score_mod:
         check_score_mod(get_score_mod(name), name, config.model.num_heads, device)
     for backend in schedule.values():
-        backend.check_model(**shape, dtype=dtype, device=device)
+        backend.check_model(**config.model.attention_sizes, dtype=dtype, device=device)
         will_graph(config, backend, dtype=dtype, device=device)
-        for function in functions.values():
+        for function in by_window.values():
             if ":" in backend.name or "score_mod" in function:  # pkg.module:NAME
                 try_in_layer(config, backend, function, dtype=dtype, device=device)
 
@@ -150,20 +163,19 @@ def try_in_layer(
     """try_out() with what a layer of the model hands to its attention in the first step. Two
     sequences are enough: more have the same strides.
     """
-    layer = CausalSelfAttention(config.model, Seam(backend), function).to(device)
-    module = own_module(backend, config.model, layer=0)
-    if module is not None:
-        module.to(device)
+    layer = CausalSelfAttention(config.model, Seam(backend), function)
+    layer.own = own_module(backend, config.model, layer=0)
+    layer.to(device)
     sizes = min(config.batch_size, 2), config.seq_len, layer.qkv.out_features
-    generator = torch.Generator().manual_seed(0)
-    qkv = torch.randn(sizes, generator=generator).to(device, dtype).requires_grad_()
-    rope = None
-    if config.model.positions == "rope":
-        tables = {"head_dim": config.model.head_dim, "theta": config.model.rope_theta}
-        rope = rope_tables(torch.arange(config.seq_len, device=device), **tables)
+    qkv = torch.randn(sizes, generator=torch.Generator().manual_seed(0))
+    qkv = qkv.to(device, dtype).requires_grad_()
+    rope, shape = None, config.model
+    if shape.positions == "rope":
+        positions = torch.arange(config.seq_len, device=device)
+        rope = rope_tables(positions, head_dim=shape.head_dim, theta=shape.rope_theta)
     with autocast_to(dtype, device):
         heads = layer.heads(qkv, rope)
-    try_out(backend, *heads, module=module, **layer.function)
+    try_out(backend, *heads, module=layer.own, **layer.function)
 
 
 def attention_schedule(
@@ -173,46 +185,33 @@ def attention_schedule(
     is broken on purpose.
     """
     chosen, schedule = config.attention, check_schedule(config)
-    later = parse_attention(chosen.switch_to)[1] if chosen.switch_to else {}
-    options = {0: chosen.backend_options(), chosen.switch_at: later}
-    for step, backend in schedule.items() if device.type == "cuda" else ():
-        suited = suit_gpu(config, backend, options[step])
-        if suited is backend:
+    for step, (name, options) in asked_attention(chosen).items():
+        suited = schedule[step]
+        if device.type == "cuda":
+            suited = suit_gpu(config, suited, options)
+        if suited is schedule[step]:
             continue
         try:
             check_model(config, {step: suited}, dtype=dtype, device=device)
             schedule[step] = suited
         except ValueError as error:  # tiles that are too small for a kernel, say
-            log.info(f"attention={backend.name} runs as on a CPU: {error}")
+            log.info(f"attention={name} runs as on a CPU: {error}")
     if chosen.switch_to is not None and chosen.switch_at is None:
         log.info(
             f"attention.switch_to={chosen.switch_to} without attention.switch_at=STEP: this run "
             "keeps its attention"
         )
     check_model(config, schedule, dtype=dtype, device=device)
-    inputs = kernel_inputs(config, dtype=dtype, device=device)
     for backend in schedule.values():
-        kernel = kernel_choice(backend, **inputs)
-        if kernel is not None and device.type == "cuda":
-            log.info(f"attention={backend.name} runs the {kernel.kernel} kernels: {kernel.reason}")
         if backend.defect is not None:
             log.warning(f"attention={backend.name} is broken on purpose: {backend.defect}")
-            if backend.name == "no_rescale" and backend.options["block_kv"] >= config.seq_len:
-                log.warning(
-                    f"one tile of block_kv={backend.options['block_kv']} covers "
-                    f"seq_len={config.seq_len}: no_rescale is exact here"
-                )
+        tile = backend.options.get("block_kv", 0)
+        if backend.name == "no_rescale" and tile >= config.seq_len:
+            log.warning(
+                f"one tile of block_kv={tile} covers seq_len={config.seq_len}: no_rescale is exact "
+                "here"
+            )
     return schedule
-
-
-def kernel_inputs(config: RunConfig, *, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """The inputs that decide the choice of kernels; see kernel_choice()."""
-    chosen = config.attention
-    kernel = (chosen.score_mod and get_score_mod(chosen.score_mod).kernel) or ""
-    if chosen.softcap is not None:
-        kernel = SOFTCAP
-    sizes = {"head_dim": config.model.head_dim, "score_mod": kernel}
-    return {"dtype": dtype, "device": device, **sizes}
 
 
 def backend_after(schedule: dict[int, Backend], step: int) -> Backend:
@@ -235,11 +234,10 @@ def run_compiles(config: RunConfig, backend: Backend, device: str) -> bool:
     not fit into a graph; compile=true raises ValueError where it cannot.
     """
     fits = backend.traceable or is_operator(backend)
-    # an operator takes no function as an argument, nor does the one that finds the largest score
-    takes_function = backend.traceable and "max_score" in backend.features
-    if config.attention.score_mod is not None and not takes_function:
-        fits = False
-        if config.compile == "true":
+    if config.attention.score_mod is not None:
+        # an operator takes no function as an argument, nor does the search for the largest score
+        fits = backend.traceable and "max_score" in backend.features
+        if not fits and config.compile == "true":
             raise ValueError(
                 f"attention={backend.name} takes no attention.score_mod into a compiled graph; add "
                 "compile=false"
@@ -252,39 +250,52 @@ def will_graph(
 ) -> bool:
     """Whether to launch steps as CUDA graphs. Raises ValueError for cuda_graph=true where there can
     be no graph, and as run_compiles() does.
+
+    A replay runs no Python: not that of uncompiled code, and not a user's that torch.compile would
+    trace again after a change. The user may say that it need not.
     """
-    reason = reason_against(
-        backend,
-        device,
-        compiled=run_compiles(config, backend, device.type),
-        scaled=dtype == torch.float16,
-        score_mod=config.attention.score_mod is not None,
-    )
-    if config.cuda_graph == "true" and reason not in (None, PYTHON):
+    reason, asked = None, config.cuda_graph
+    compiled = run_compiles(config, backend, device.type)
+    if device.type != "cuda":
+        reason = f"it needs a GPU, and device={device.type}"
+    elif not compiled:
+        reason = "the model is not compiled"
+    elif dtype == torch.float16:
+        reason = "dtype=fp16 scales the loss from step to step"
+    elif not backend.traceable and backend.name not in ASKS_NOTHING:
+        reason = f"attention={backend.name} may ask the GPU what to do next"
+    if reason is not None and asked == "true":
         raise ValueError(f"cuda_graph=true: {reason}; leave it at auto")
-    return config.cuda_graph == "true" or (config.cuda_graph == "auto" and reason is None)
+    ours = is_shipped(backend) and config.attention.score_mod is None
+    return reason is None and (asked == "true" or (asked == "auto" and ours))
 
 
-def schedule_summary(schedule: dict[int, Backend], **inputs: Any) -> dict[str, Any]:
+def schedule_summary(
+    config: RunConfig, schedule: dict[int, Backend], *, dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
     """The schedule for summary.json: attention, defect, exact, options; for a switch also
     switch_at, ...
 
-    defect: whether an attention of it is broken on purpose; exact: whether all claim softmax.
-    With kernel_inputs(): also the kernels of the first attention, if it has several.
+    defect: whether an attention of it is broken on purpose; exact: whether all claim softmax. If
+    the first attention has several kernels, also the one that runs.
     """
     (_, first), *later = schedule.items()
+    every = schedule.values()
     row = {
         "attention": first.name,
-        "defect": any(backend.defect is not None for backend in schedule.values()),
-        "exact": all(backend.exact for backend in schedule.values()),
+        "defect": any(backend.defect is not None for backend in every),
+        "exact": all(backend.exact for backend in every),
         "options": dict(first.options),
     }
-    if inputs and (kernel := kernel_choice(first, **inputs)):
-        row |= {"kernel": kernel.kernel, "kernel_reason": kernel.reason}
+    chosen, kernel = config.attention, None
+    if chosen.softcap is not None:
+        kernel = SOFTCAP
+    elif chosen.score_mod is not None:
+        kernel = get_score_mod(chosen.score_mod).kernel
+    sizes = {"head_dim": config.model.head_dim, "score_mod": kernel or ""}
+    if choice := kernel_choice(first, dtype=dtype, device=device, **sizes):
+        row |= {"kernel": choice.kernel, "kernel_reason": choice.reason}
     for step, backend in later:
-        row |= {
-            "switch_at": step,
-            "switch_to": backend.name,
-            "switch_options": dict(backend.options),
-        }
+        row |= {"switch_at": step, "switch_to": backend.name}
+        row["switch_options"] = dict(backend.options)
     return row

@@ -52,7 +52,7 @@ def gradients(
     model, scaler, ranks = run.step_model, run.scaler, run.ranks
     parameters = list(model.parameters())  # a slow look-up, so once
     loss, scores, total = 0.0, [], GradientSum(ranks, parameters)
-    run.optimizer.zero_grad(set_to_none=True)
+    run.optimizer.zero_grad()
     # around the backward passes too: they may run attention again
     with model.using(call=ranks.attention):
         for number, (inputs, divisor) in enumerate(passes, start=1):
@@ -90,8 +90,7 @@ def update(run: Run, figures: "Figures") -> None:
 
 def skips_by_itself(run: Run) -> bool:
     """Whether the device can skip an update. PyTorch's fused AdamW can; a GradScaler asks first."""
-    fused = isinstance(run.optimizer, torch.optim.AdamW) and run.optimizer.defaults["fused"]
-    return fused and not run.scaler.is_enabled()
+    return isinstance(run.optimizer, torch.optim.AdamW) and not run.scaler.is_enabled()
 
 
 class Figures:
@@ -104,33 +103,32 @@ class Figures:
         self.diverged: bool | None = None  # known once Stepper.see() has looked
         # a copy: the next replay of a graph overwrites loss and norm
         self.on_device = torch.stack((loss, norm))
-        self._heads = None if scores is None else scores.shape[1]
-        scored = [] if scores is None else [scores.flatten()]
+        tensors = [self.on_device] if scores is None else [self.on_device, scores]
         # from a GPU, into pinned memory
-        self._host = torch.cat((self.on_device, *scored)).to("cpu", non_blocking=True)
+        self._host = [x.to("cpu", non_blocking=True) for x in tensors]
         self._arrived = torch.cuda.Event() if loss.is_cuda else None
         if self._arrived is not None:
             self._arrived.record()
 
     @cached_property
-    def _values(self) -> list[float]:
+    def _values(self) -> list[Any]:
+        """[loss, norm], and with scores those of each layer and head."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return self._host.tolist()
+        return [x.tolist() for x in self._host]
 
     @property
     def loss(self) -> float:
-        return self._values[0]
+        return self._values[0][0]
 
     @property
     def grad_norm(self) -> float:
-        return self._values[1]
+        return self._values[0][1]
 
     @property
     def max_scores(self) -> list[list[float]] | None:
         """Of each layer and head; None if the step did not look."""
-        values, heads = self._values[2:], self._heads
-        return heads and [values[i : i + heads] for i in range(0, len(values), heads)]
+        return self._values[1] if len(self._host) > 1 else None
 
 
 class Stepper:
@@ -154,8 +152,7 @@ class Stepper:
         flops["mfu_causal"] = flops_per_token(run.model, length, causal=True)
         peak = peak and peak * run.ranks.world
         self.throughput = Throughput(run.device, flops_per_token=flops, peak=peak)
-        self._prepare(backend_after(run.schedule, done))
-        summary["compiled"] = run_compiles(run.config, run.model.backend, run.device.type)
+        summary["compiled"] = self._prepare(backend_after(run.schedule, done))
 
     def use_attention(self, backend: Backend) -> None:
         """Train with this attention from here on."""
@@ -163,8 +160,8 @@ class Stepper:
         log.info(f"step {self.step}: from here on attention={backend.name} {options}")
         self._prepare(backend)
 
-    def _prepare(self, backend: Backend) -> None:
-        """The speed excludes what is compiled here."""
+    def _prepare(self, backend: Backend) -> bool:
+        """Whether the model is compiled now. The speed excludes that."""
         run, config = self.run, self.run.config
         compiled = run_compiles(config, backend, run.device.type)
         run.step_model = prepare_model(run.model, backend, compiled=compiled)
@@ -176,6 +173,7 @@ class Stepper:
         self.measured_step = min(self.step + 2, config.steps)
         # the third is not timed either; it looks for scores, so that this compiles untimed too
         self.looking_step = self.step + 3
+        return compiled
 
     def __enter__(self) -> "Stepper":
         with ExitStack() as stack:
@@ -206,7 +204,7 @@ class Stepper:
             self.memory.reset()
             self.peaks = None
         if step == self.measured_step:  # freed before, so as not to be freed while it measures
-            run.optimizer.zero_grad(set_to_none=True)
+            run.optimizer.zero_grad()
         self.throughput.resume()
         with record_function("data"):
             self.batch = self.batches.passes(step - 1)
@@ -246,25 +244,23 @@ class Stepper:
 
     def _diverged(self, seen: Figures) -> bool:
         if seen.diverged is None:
-            bad = not isfinite(seen.loss)  # the one wait for the GPU
+            bad = not isfinite(seen.grad_norm)
             if self.run.scaler.is_enabled():
                 # it causes infinite gradients on purpose; only a collapsed scale is an error
-                seen.diverged = bad or self.run.scaler.get_scale() < 1
-            else:
-                seen.diverged = bad or not isfinite(seen.grad_norm)
+                bad = self.run.scaler.get_scale() < 1
+            seen.diverged = bad or not isfinite(seen.loss)
         return seen.diverged
 
     def row(self, seen: Figures, due: Due) -> Row:
         """End a step. Returns its figures that are due, and memory and speed since the last row."""
-        row, config = {}, self.run.config
+        row, config = dict(self.peaks or {}), self.run.config
         if not seen.diverged:
             self.throughput.step(self.run.tokens_per_step)
         if any(due):
             self.throughput.pause()
-        if due.log or due.compare or due.evaluate:
-            row |= self.peaks
-            speed = self.throughput.step_tokens_per_sec
-            self.summary |= self.memory.summary() | {"step_tokens_per_sec": speed}
+        if self.peaks:
+            self.summary |= self.memory.summary()
+            self.summary["step_tokens_per_sec"] = self.throughput.step_tokens_per_sec
         if due.log:
             lr = learning_rate(seen.step - 1, config.steps, config.optimizer())
             row |= {"train/loss": seen.loss, "lr": lr, "grad_norm": seen.grad_norm}

@@ -96,14 +96,9 @@ def load_trained(
     dtype = pick_dtype(config.dtype, device)
     step = read_meta(run)["step"]
     # built with the run's own attention, whose parameters are among the weights
-    schedule = chosen_attention(config.attention)
-    model = GPT(
-        config.model,
-        vocab_size=vocab_size,
-        backend=backend_after(schedule, step),
-        attention=config.attention,
-    ).to(device)
+    own = backend_after(chosen_attention(config.attention), step)
+    made = {"vocab_size": vocab_size, "attention": config.attention}
+    model = GPT(config.model, backend=own, **made).to(device)
     load_model_state(run, model)
-    if backend is not None:
-        model.backend = backend
+    model.backend = backend or own
     return Trained(model, dtype, autocast_to(dtype, device), step)
