@@ -48,12 +48,12 @@ def test_peak_follows_what_was_touched_and_reset_forgets_it():
     row = meter.row()
     assert row["memory/process_gib"] == pytest.approx(before, abs=0.02)
     assert row["memory/reserved_gib"] is None and row["memory/peak_gib"] is None
-    assert meter.summary()["memory/process_gib"] == pytest.approx(before + 0.25, abs=0.02)
+    assert meter.summary["memory/process_gib"] == pytest.approx(before + 0.25, abs=0.02)
 
 
 def test_a_row_is_that_of_the_process_that_needs_most():
     meter = MemoryMeter("cpu", lambda row: row | {"memory/process_gib": 1000.0})
-    assert meter.row()["memory/process_gib"] == meter.summary()["memory/process_gib"] == 1000.0
+    assert meter.row()["memory/process_gib"] == meter.summary["memory/process_gib"] == 1000.0
 
 
 def test_a_measured_step_counts_tensors_as_they_come_and_go():

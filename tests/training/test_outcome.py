@@ -92,7 +92,7 @@ def test_an_error_in_a_users_file_is_located(tmp_path, caplog, error):
     ],
 )
 def test_what_a_sweeper_minimises(summary, value):
-    objective = Objective(summary | {"stopped": True})
+    objective = Objective.of(summary | {"stopped": True})
     assert isinstance(objective, float) and objective == value
     assert (objective.status, objective.stopped) == (summary["status"], True)
     copy = pickle.loads(pickle.dumps(objective))

@@ -264,7 +264,7 @@ class Stepper:
         if due.log or due.compare or due.evaluate:
             row |= self.peaks
             speed = self.throughput.step_tokens_per_sec
-            self.summary |= self.memory.summary() | {"step_tokens_per_sec": speed}
+            self.summary |= self.memory.summary | {"step_tokens_per_sec": speed}
         if due.log:
             lr = learning_rate(seen.step - 1, config.steps, config.optimizer())
             row |= {"train/loss": seen.loss, "lr": lr, "grad_norm": seen.grad_norm}
