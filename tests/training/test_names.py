@@ -114,14 +114,8 @@ def start(step: int, *attention: tuple[int, str]) -> dict:
 @pytest.mark.parametrize(
     ("starts", "words"),
     [
-        ([start(0, (0, "tiled"))], "tiled"),
         ([start(0, (0, "tiled")), start(5, (5, "tiled"))], "tiled"),
         ([start(0, (0, "tiled")), start(5, (5, "sdpa"))], "tiled, sdpa after step 5"),
-        # another option is another attention
-        (
-            [start(0, (0, "tiled")), start(5, (5, "tiled block_kv=16"))],
-            "tiled, tiled block_kv=16 after step 5",
-        ),
         ([start(0, (0, "no_rescale"), (40, "tiled"))], "no_rescale, tiled after step 40"),
         # a switch to the same attention is an experiment of its own
         ([start(0, (0, "tiled"), (40, "tiled"))], "tiled, tiled after step 40"),

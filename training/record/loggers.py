@@ -8,7 +8,7 @@ differ in batch size and sequence length.
 import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,9 +110,7 @@ class Logger:
     def log(self, row: Row, *, last: bool = False) -> None:
         """Log the numbers of a row of metrics. finish() adds pictures to the last one."""
 
-    def finish(
-        self, summary: Row, pictures: Sequence[Path] = (), sample: str | None = None
-    ) -> None:
+    def finish(self, summary: Row, pictures: list[Path], sample: str | None) -> None:
         """Log how the run ended, its pictures and its sample of text, and end the logging."""
 
 
@@ -175,9 +173,7 @@ class WandbLogger(Logger):
         self._row_is_open = last
 
     @quietly
-    def finish(
-        self, summary: Row, pictures: Sequence[Path] = (), sample: str | None = None
-    ) -> None:
+    def finish(self, summary: Row, pictures: list[Path], sample: str | None) -> None:
         import wandb
 
         media: Row = {picture.stem: wandb.Image(str(picture)) for picture in pictures}
@@ -263,9 +259,7 @@ class TensorboardLogger(Logger):
         self._writer.flush()
 
     @quietly
-    def finish(
-        self, summary: Row, pictures: Sequence[Path] = (), sample: str | None = None
-    ) -> None:
+    def finish(self, summary: Row, pictures: list[Path], sample: str | None) -> None:
         self._writer.close()
 
 

@@ -94,7 +94,7 @@ class Recorder:
         save_summary(self.run_dir, summary)  # what follows may take long, or be killed
         if error is not None:  # else report() follows
             with phase("logging"):
-                self.logger.finish(summary)
+                self.logger.finish(summary, [], None)
 
     def tokens(self, step: int) -> int:
         return self.start.tokens + (step - self.start.step) * self.tokens_per_step
