@@ -159,4 +159,4 @@ def _settings(row: Row) -> dict[str, str]:
 
 
 def _folder(row: Row) -> str:
-    return Path(row.get("dir", "")).name
+    return Path(str(row.get("dir", row.get("job", "")))).name

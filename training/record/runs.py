@@ -53,7 +53,8 @@ def planned_jobs(sweep: Path) -> dict[Path, Row]:
     path = sweep / INDEX
     # pathlib would raise an error if the name is too long
     lines = path.read_text(errors="replace").splitlines() if os.path.isfile(path) else []
-    return {sweep / row.get("dir", ""): row for row in parse_rows(lines)}
+    # earlier versions named a job that had not begun by its number alone
+    return {sweep / str(row.get("dir", row.get("job"))): row for row in parse_rows(lines)}
 
 
 def not_started(sweep: Path) -> list[Row]:
