@@ -104,7 +104,7 @@ def main(cfg: DictConfig) -> float:
     from training.record.outcome import Objective
 
     summary, _ = run_job(train, cfg, began=program_began())
-    return Objective(summary)
+    return Objective.of(summary)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,12 @@ import json
 import os
 import secrets
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from data.network import answers
 from scripts.arguments import command
 from scripts.tables import Row
-from training.record.loggers import PROBE_TIMEOUT, installed, prepare_environment
+from training.record.loggers import PROBE_TIMEOUT, prepare_environment
 
 SAVE_TIMEOUT = 60.0  # seconds; wandb itself would keep trying
 
@@ -227,7 +228,7 @@ def save(options: Options) -> str:
     """
     prepare_environment()
     os.environ.pop("WANDB_MODE", None)  # meant for runs
-    if not installed("wandb"):
+    if find_spec("wandb") is None:
         raise ValueError("the package wandb is missing: pip install wandb")
     import requests
     import wandb

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 from pkgutil import resolve_name
 from unicodedata import category
 
@@ -76,18 +75,10 @@ def test_ctrl_c_after_a_job_ends_its_sweep(monkeypatch, tmp_path):
     assert "completed" in table and table in done.output
 
 
-def test_ctrl_c_before_the_first_step_ends_the_sweep_too(monkeypatch, tmp_path):
-    send_at(monkeypatch, "training.loop.build.build_data", signal.SIGINT)
-    done = run(*tiny_sweep(tmp_path, "seed=0,1", "steps=1"))
-    assert done.code == 130 and "Traceback" not in done.output, done.output
-    assert not (tmp_path / "1").exists()
-
-
 @hangs_up
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_closed_terminal_saves_first(monkeypatch, tmp_path, count):
+def test_a_closed_terminal_saves_first(monkeypatch, tmp_path):
     """It sends SIGHUP twice, itself and through its shell; the run still saves."""
-    send_at(monkeypatch, STEP, *[signal.SIGHUP] * count)
+    send_at(monkeypatch, STEP, signal.SIGHUP, signal.SIGHUP)
     assert run(*tiny(tmp_path, "steps=50")).code == 130
     assert summary(tmp_path)["status"] == "interrupted"
     assert summary(tmp_path)["steps_done"] == checkpoint(tmp_path)["step"] < 50
@@ -121,11 +112,9 @@ def test_a_killed_end_of_a_run_is_not_written_as_failed(tmp_path):
     assert not (tmp_path / "summary.json").exists()
 
 
-@pytest.mark.parametrize("name", ["a$b_{$", "$\\frac{$"])
-def test_a_name_is_no_formula(tmp_path, name):
+def test_a_name_is_no_formula(tmp_path):
     """A regression test: matplotlib read mathematics in the title; curve and sample were lost."""
-    name = "model.name='" + name.replace("\\", "\\\\") + "'"
-    done = run(*tiny(tmp_path, "sample_tokens=4", name), curve=True)
+    done = run(*tiny(tmp_path, "sample_tokens=4", "model.name='a$b_{$'"), curve=True)
     assert done.code == 0 and "error" not in done.output, done.output
     assert (tmp_path / "loss_curve.png").exists() and (tmp_path / "sample.txt").exists()
 
@@ -150,18 +139,6 @@ def test_a_sample_does_not_drive_the_terminal(tmp_path):
     written = {char for char in text if category(char) == "Cc"} - set("\t\n")
     assert written and not written & set(done.output + (tmp_path / "train.log").read_text())
     assert all(f"\\x{ord(char):02x}" in done.output for char in written)
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_an_answer_that_cannot_be_printed_is_a_failure():
-    with Path("/dev/full").open("w") as full:
-        done = processes.run("train.py", "--cfg", "job", stdout=full)
-    assert done.returncode != 0 and "No space left" in done.stderr
-
-
-@pytest.mark.parametrize("value", ["1", ""])
-def test_a_world_of_one_process_trains(tmp_path, value):
-    assert run(*tiny(tmp_path, "steps=1", "eval_every=0"), WORLD_SIZE=value).code == 0
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.command import run, summary, tiny_sweep
 from training.record.names import name_runs
 from training.record.runs import not_started, read_run, read_sweep, summary_table
 
@@ -54,11 +55,11 @@ def test_a_job_that_still_runs_is_named_by_what_was_planned(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "summary",
-    [None, "", '{"status": "comp', "[]", '{"val/loss": 1}'],
-    ids=["missing", "empty", "torn", "list", "no-status"],
+    "written",
+    [None, '{"status": "comp'],
+    ids=["missing", "torn"],
 )
-def test_half_written_run_is_unfinished(tmp_path, summary):
+def test_half_written_run_is_unfinished(tmp_path, written):
     run = tmp_path / "0"
     run.mkdir()
     (run / "config.yaml").write_text("attention: {name: tiled}\nseq_len: 64\nseed: 3\n")
@@ -66,8 +67,8 @@ def test_half_written_run_is_unfinished(tmp_path, summary):
         '{"step": 10, "tokens": 640, "val/loss": 2.5}\n{"step": 20, "tokens": 1280, '
         '"train/loss": null}\n{"st'
     )
-    if summary is not None:
-        (run / "summary.json").write_text(summary)
+    if written is not None:
+        (run / "summary.json").write_text(written)
     row = read_run(run)
     settings = {"attention": "tiled", "seq_len": 64, "seed": 3}
     expected = settings | {"status": "unfinished", "steps_done": 20, "tokens": 1280}
@@ -78,16 +79,6 @@ def test_half_written_run_is_unfinished(tmp_path, summary):
 def test_a_run_with_nothing_readable_is_unfinished(tmp_path):
     (tmp_path / "config.yaml").write_text("a: [unclosed")
     assert read_run(tmp_path) == {"status": "unfinished", "dir": str(tmp_path)}
-
-
-def test_an_index_of_before_tells_why_a_job_died(tmp_path):
-    """A moved sweep keeps it; a torn line is passed over."""
-    (tmp_path / "there/0").mkdir(parents=True)
-    line = {"job": 0, "dir": "0", "status": "failed", "error": "boom", "overrides": []}
-    plan(tmp_path / "there", line)
-    (tmp_path / "there/index.jsonl").open("a").write('{"torn')
-    (row,) = read_sweep(tmp_path / "there")
-    assert (row["status"], row["error"]) == ("unfinished", "boom")
 
 
 def row(**values) -> dict:
@@ -140,34 +131,32 @@ def test_a_loss_from_before_the_last_step_is_not_shown(tmp_path):
         assert summary_table(read_sweep(tmp_path / str(number))).splitlines()[2].split()[2] == shown
 
 
-def test_the_peak_of_what_came_before_is_not_that_of_a_run_without_memory():
+def test_what_a_table_shows_of_memory_and_accuracy():
+    """Not the peak of a run that had too little memory; accuracy only where there is one."""
     shown = [
-        summary_table([row(status=status, **{"memory/peak_gib": 6.66})]).splitlines()[2]
+        summary_table([row(status=status, **{"memory/peak_gib": 6.66})])
         for status in ("completed", "oom")
     ]
-    assert [line.split()[-1] for line in shown] == ["6.66", "-"]
-
-
-def test_accuracy_columns_come_with_accuracy():
-    assert "accuracy" not in summary_table([row()])
+    assert [table.splitlines()[2].split()[-1] for table in shown] == ["6.66", "-"]
+    assert "accuracy" not in shown[0]
     table = summary_table([row(**{"val/accuracy": 0.998, "val/accuracy_exact": 0.5})])
     assert "99.8%" in table and "50.0%" in table
 
 
+def test_a_job_has_the_name_of_its_sweep_wherever_its_folder_lies(tmp_path):
+    swept = ("optim.lr=0.1,0.2", "hydra.sweep.subdir=rates/lr_${optim.lr}")
+    assert run(*tiny_sweep(tmp_path, *swept, "steps=1", "eval_every=0")).code == 0
+    variants = [summary(tmp_path / f"rates/lr_{lr}")["variant"] for lr in (0.1, 0.2)]
+    assert variants == ["tiled lr=0.1", "tiled lr=0.2"]
+
+
 def test_the_table_says_what_a_resume_changed():
-    starts = [{"step": 0, "attention": [[0, "tiled"]], "changed": {}}]
-    starts += [
-        {"step": 50, "attention": [[50, "sdpa"]], "changed": {"attention.name": ["tiled", "sdpa"]}}
+    starts = [
+        {"step": 0, "attention": [[0, "tiled"]], "changed": {}},
+        {"step": 50, "attention": [[50, "sdpa"]], "changed": {"attention.name": ["tiled", "sdpa"]}},
     ]
-    row = {
-        "status": "completed",
-        "attention": "sdpa",
-        "dir": "0",
-        "overrides": ["attention=sdpa"],
-        "steps_done": 60,
-    }
-    *_, line, remark = summary_table([row | {"starts": starts}]).splitlines()
+    resumed = row(attention="sdpa", overrides=["attention=sdpa"], steps_done=60, starts=starts)
+    *_, line, remark = summary_table([resumed]).splitlines()
     assert re.findall(r"tiled|sdpa|50|completed", line) == ["tiled", "sdpa", "50", "completed"]
     assert re.findall(r"tiled|sdpa|50", remark)[:3] == ["tiled", "sdpa", "50"]
     assert "attention.name=sdpa (tiled" in remark
-    assert summary_table([row]).splitlines()[-1].startswith("sdpa     completed")

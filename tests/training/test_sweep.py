@@ -34,7 +34,7 @@ def main(config):
     summary = {"status": status, "attention": config.attention, "val/loss": 1.5,
                "overrides": list(hydra_config.overrides.task)}
     Path(hydra_config.runtime.output_dir, "summary.json").write_text(json.dumps(summary))
-    return Objective(summary | {"stopped": False})
+    return Objective.of(summary | {"stopped": False})
 
 main()
 print("after main")

@@ -259,7 +259,7 @@ class Stepper:
         if any(due):
             self.throughput.pause()
         if self.peaks:
-            self.summary |= self.memory.summary()
+            self.summary |= self.memory.summary
             self.summary["step_tokens_per_sec"] = self.throughput.step_tokens_per_sec
         if due.log:
             lr = learning_rate(seen.step - 1, config.steps, config.optimizer())

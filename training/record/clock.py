@@ -32,14 +32,12 @@ from typing import Any
 
 log = logging.getLogger("tilegpt")
 
-_program_began: float | None = time()
+_program_began = [time()]
 
 
 def program_began() -> float:
     """When this program began, for its first run, which pays for the imports; else now."""
-    global _program_began
-    began, _program_began = _program_began, None
-    return time() if began is None else began
+    return _program_began.pop() if _program_began else time()
 
 
 class Phases:
@@ -134,7 +132,7 @@ class WallClock:
                                                     trained `tokens`
     for step in ...:
         train(); row |= clock.row(tokens)
-        if clock.line_is_due(tokens): print(clock.line(step, tokens, row))
+        if clock.line_is_due(): print(clock.line(step, tokens, row))
 
     Only tokens of steps whose loss the host has waited for count, not those of a queued step.
     """
@@ -147,7 +145,6 @@ class WallClock:
         self._began: Mark | None = None
         self._row: Mark | None = None  # when the last row was written
         self._line: Mark | None = None  # and the last line
-        self._warm: Mark | None = None  # after the first step, which compiles
 
     def begin(self, tokens: int) -> None:
         self._began = self._row = self._line = tokens, perf_counter()
@@ -165,14 +162,13 @@ class WallClock:
         """The speed of all steps so far; None before the first is done."""
         return _speed(self._began, tokens)
 
-    def line_is_due(self, tokens: int) -> bool:
-        """Call it after each step. A line is due EVERY seconds after the last."""
-        self._warm = self._warm or (tokens, perf_counter())
+    def line_is_due(self) -> bool:
+        """Whether the last line was printed EVERY seconds ago."""
         return self._line is None or perf_counter() - self._line[1] >= self.EVERY
 
     def line(self, step: int, tokens: int, row: dict[str, Any]) -> str:
-        """The progress: step, tokens, the losses in `row`, the speed since the last line, and the
-        time left if it is known.
+        """The progress: step, tokens, the losses in `row`, the speed since the last line, and from
+        the second line on the time left at that speed. The first step may have compiled.
         """
         parts = [f"step {step:>5}/{self.steps}", f"{tokens:,} tokens"]
         parts += [
@@ -182,9 +178,9 @@ class WallClock:
         ]
         if speed := _speed(self._line, tokens):
             parts.append(f"{speed:,.0f} tokens/s")
-        if (speed := _speed(self._warm, tokens)) and step < self.steps:
-            seconds = (self.steps - step) * self.tokens_per_step / speed
-            parts.append(f"{timedelta(seconds=round(seconds))} left")
+            if self._line != self._began and step < self.steps:
+                seconds = (self.steps - step) * self.tokens_per_step / speed
+                parts.append(f"{timedelta(seconds=round(seconds))} left")
         if self._line:
             self._line = tokens, perf_counter()
         return "  ".join(parts)

@@ -12,7 +12,7 @@ import torch
 
 from training.own_modules import ROOT
 from training.record.files import Row
-from training.record.memory import GIB
+from training.record.memory import GIB, LINUX
 
 PACKAGES = (
     "torch",
@@ -38,10 +38,10 @@ def measured_on(device: torch.device | str) -> Row:
     has no command line, which may hold paths of the machine.
     """
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    versions = {name: _version(name) for name in PACKAGES}
     return {
         **_git(),
-        "versions": {"python": platform.python_version()}
-        | {name: _version(name) for name in PACKAGES},
+        "versions": {"python": platform.python_version()} | versions,
         "hardware": {
             "cpu": _cpu_model(),
             "cpu_cores": os.cpu_count(),
@@ -54,14 +54,11 @@ def measured_on(device: torch.device | str) -> Row:
 
 
 def _git() -> Row:
-    top = _output("git", "-C", str(ROOT), "rev-parse", "--show-toplevel")
-    # a copy without .git may lie inside another repository, whose commit must not be reported
-    if top is None or Path(top).resolve() != ROOT:
-        return {"commit": None, "dirty": None}
-    return {
-        "commit": _output("git", "-C", str(ROOT), "rev-parse", "HEAD"),
-        "dirty": _output("git", "-C", str(ROOT), "status", "--porcelain") != "",
-    }
+    # with its folder named, git does not find the repository that a copy without .git lies in
+    git = ("git", f"--git-dir={ROOT / '.git'}", f"--work-tree={ROOT}")
+    commit = _output(*git, "rev-parse", "HEAD")
+    changes = _output(*git, "status", "--porcelain")
+    return {"commit": commit, "dirty": None if changes is None else changes != ""}
 
 
 def _version(package: str) -> str | None:
@@ -73,12 +70,9 @@ def _version(package: str) -> str | None:
 
 
 def _cpu_model() -> str:
-    try:
-        described = Path("/proc/cpuinfo").read_text()
-    except OSError:  # not on Linux
-        described = ""
-    match = re.search(r"^model name\s*:\s*(.+)$", described, re.MULTILINE)
-    return match[1] if match else platform.processor() or platform.machine()
+    if LINUX and (named := re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())):
+        return named[1]
+    return platform.processor() or platform.machine()
 
 
 def _gpu(device: torch.device) -> Row:

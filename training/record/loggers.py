@@ -6,18 +6,17 @@ differ in batch size and sequence length.
 """
 
 import functools
-import importlib.util
 import logging
 import os
-import re
-import secrets
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from config import LoggerConfig
 from data.network import answers
 from training.record.files import Row, read_metrics
+from training.record.text_table import first_line
 
 log = logging.getLogger("tilegpt")
 
@@ -42,11 +41,7 @@ class LoggedRun(NamedTuple):
 
 
 def build_logger(config: LoggerConfig, **run: Any) -> "Logger":
-    """Build and start the logger that `config` names. run: the other fields of LoggedRun.
-
-    Raises ValueError if logger=tensorboard is not installed; any other failure is a warning.
-    """
-    check_logger(config)
+    """Build and start the logger that `config` names. run: the other fields of LoggedRun."""
     logger = LOGGERS[config.name]()
     logger.start(LoggedRun(config, **run))
     return logger
@@ -57,7 +52,7 @@ def check_logger(config: LoggerConfig) -> None:
 
     wandb is the default, so a run without it only warns, later.
     """
-    if config.name == "tensorboard" and not installed("tensorboard"):
+    if config.name == "tensorboard" and find_spec("tensorboard") is None:
         raise ValueError("logger=tensorboard needs pip install -e '.[tensorboard]'")
     mode = os.environ.get("WANDB_MODE", "online")
     if config.name == "wandb" and mode not in MODES:
@@ -71,13 +66,6 @@ def check_logger(config: LoggerConfig) -> None:
         )
 
 
-def installed(package: str) -> bool:
-    # a folder of that name in the working directory, such as ./wandb with earlier runs, can also be
-    # imported, but its spec has no origin
-    spec = importlib.util.find_spec(package)
-    return spec is not None and spec.origin is not None
-
-
 def numbers(metrics: Row) -> dict[str, float]:
     """The numbers in a row of metrics: no None, and not attention/max_score_by_head, of which a
     logger would draw a line per head. The picture max_scores.png shows those.
@@ -85,9 +73,9 @@ def numbers(metrics: Row) -> dict[str, float]:
     return {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
 
 
-def shortened(name: str | None) -> str | None:
+def shortened(name: str) -> str:
     """The name without its middle if it is too long for wandb. Its end tells the seeds apart."""
-    if name is None or len(name) <= LONGEST_NAME:
+    if len(name) <= LONGEST_NAME:
         return name
     return f"{name[:80]}...{name[83 - LONGEST_NAME :]}"
 
@@ -105,13 +93,9 @@ def quietly(method: Callable) -> Callable:
         except Exception as error:
             self.active = False
             name = type(self).__name__
-            log.warning("%s stopped logging (%s); metrics.jsonl goes on", name, first_line(error))
+            log.warning(f"{name} stopped logging ({first_line(error)}); metrics.jsonl goes on")
 
     return wrapper
-
-
-def first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 class Logger:
@@ -124,16 +108,10 @@ class Logger:
         """Begin to log."""
 
     def log(self, row: Row, *, last: bool = False) -> None:
-        """Log the numbers of a row of metrics. media() adds to the row that is the last."""
+        """Log the numbers of a row of metrics. finish() adds pictures to the last one."""
 
-    def summary(self, values: Row) -> None:
-        """Log the run's result."""
-
-    def media(self, pictures: list[Path], sample: str | None) -> None:
-        """Log pictures of the run, and the sample of text if there is one."""
-
-    def finish(self, exit_code: int) -> None:
-        """End the run."""
+    def finish(self, summary: Row, pictures: list[Path], sample: str | None) -> None:
+        """Log how the run ended, its pictures and its sample of text, and end the logging."""
 
 
 # metrics whose lowest value wandb's summary keeps beside the last
@@ -164,11 +142,9 @@ class WandbLogger(Logger):
     def start(self, run: LoggedRun) -> None:
         import wandb
 
-        self._result: Row = {}
+        self._row_is_open = False
         id_file = run.run_dir / "wandb_id.txt"
-        run_id = secrets.token_hex(4)  # 8 characters, as wandb's own
-        if run.resume and id_file.exists():
-            run_id = id_file.read_text().strip()
+        run_id = id_file.read_text().strip() if run.resume and id_file.exists() else None
         prepare_environment()
         mode = os.environ.get("WANDB_MODE", "online")
         try:
@@ -178,7 +154,7 @@ class WandbLogger(Logger):
         except Exception as error:
             if mode != "online":
                 raise
-            log.warning("wandb: %s; this run is logged offline", first_line(error))
+            log.warning(f"wandb: {first_line(error)}; this run is logged offline")
             wandb.teardown()  # else the id would still be in use
             self._run = _wandb_run(run, "offline", run_id)
         id_file.write_text(self._run.id + "\n")
@@ -194,31 +170,27 @@ class WandbLogger(Logger):
         values = numbers(row)
         step = values.pop("step")
         self._run.log(values | compared(values), step=step, commit=not last)
+        self._row_is_open = last
 
     @quietly
-    def summary(self, values: Row) -> None:
-        # wandb itself keeps the lowest and the last value of the metrics in BEST
-        self._result = {key: values[key] for key in values if key not in BEST} | compared(values)
-        self._run.summary.update(self._result)
-        if values["status"] != "completed":
-            self._run.tags = (*self._run.tags, values["status"])
-            reason = values.get("oom") or values.get("diagnosis") or {}
-            self._run.notes = values.get("error") or reason.get("message")
-
-    @quietly
-    def media(self, pictures: list[Path], sample: str | None) -> None:
+    def finish(self, summary: Row, pictures: list[Path], sample: str | None) -> None:
         import wandb
 
         media: Row = {picture.stem: wandb.Image(str(picture)) for picture in pictures}
         if sample is not None:
             media["sample"] = wandb.Table(columns=["run", "text"], data=[[self._run.name, sample]])
-        self._run.log(media)
-
-    @quietly
-    def finish(self, exit_code: int) -> None:
-        # the last row of metrics has overwritten the whole run's speeds with its own
-        self._run.summary.update(self._result)
-        self._run.finish(exit_code=exit_code)
+        if media or self._row_is_open:
+            self._run.log(media)
+        # last, as the last row of metrics overwrites the whole run's speeds with its own. wandb
+        # itself keeps the lowest and the last value of the metrics in BEST
+        result = {key: value for key, value in summary.items() if key not in BEST}
+        self._run.summary.update(result | compared(summary))
+        status = summary["status"]
+        if status != "completed":
+            self._run.tags = (*self._run.tags, status)
+            reason = summary.get("oom") or summary.get("diagnosis") or {}
+            self._run.notes = summary.get("error") or reason.get("message")
+        self._run.finish(exit_code=int(status != "completed"))
 
 
 def prepare_environment() -> None:
@@ -239,7 +211,7 @@ def check_server() -> None:
         raise ConnectionError(f"the server {base_url} does not answer")
 
 
-def _wandb_run(run: LoggedRun, mode: str, run_id: str) -> Any:
+def _wandb_run(run: LoggedRun, mode: str, run_id: str | None) -> Any:
     import wandb
 
     return wandb.init(
@@ -248,7 +220,7 @@ def _wandb_run(run: LoggedRun, mode: str, run_id: str) -> Any:
         id=run_id,
         resume="allow" if run.resume else None,
         name=shortened(run.name),
-        group=shortened(run.group),
+        group=run.group and shortened(run.group),
         job_type="train",
         tags=[tag[:LONGEST_TAG] for tag in run.tags],
         config=run.run_config,
@@ -256,10 +228,7 @@ def _wandb_run(run: LoggedRun, mode: str, run_id: str) -> Any:
         # without this, a second run of the same process would continue the first
         reinit="finish_previous",
         settings=wandb.Settings(
-            init_timeout=INIT_TIMEOUT,
-            finish_timeout=FINISH_TIMEOUT,
-            console="off",
-            silent=True,
+            init_timeout=INIT_TIMEOUT, finish_timeout=FINISH_TIMEOUT, console="off"
         ),
     )
 
@@ -279,8 +248,8 @@ class TensorboardLogger(Logger):
         # TensorBoard then hides what a killed run had logged after the rows that a resume continues
         rows = read_metrics(run.run_dir / "metrics.jsonl")
         purge_step = rows[-1]["tokens"] + 1 if rows else None
-        name = re.sub(r"[/\\]", "_", str(shortened(run.name)))
-        self._writer = SummaryWriter(log_dir=str(folder / name), purge_step=purge_step)
+        name = shortened(run.name).replace("/", "_")
+        self._writer = SummaryWriter(str(folder / name), purge_step=purge_step)
 
     @quietly
     def log(self, row: Row, *, last: bool = False) -> None:
@@ -290,7 +259,7 @@ class TensorboardLogger(Logger):
         self._writer.flush()
 
     @quietly
-    def finish(self, exit_code: int) -> None:
+    def finish(self, summary: Row, pictures: list[Path], sample: str | None) -> None:
         self._writer.close()
 
 

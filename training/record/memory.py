@@ -11,6 +11,7 @@ import gc
 import math
 import os
 import re
+import resource
 import sys
 from collections.abc import Callable, Iterator
 from itertools import accumulate
@@ -20,12 +21,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from training.record.files import Row
+from training.record.text_table import first_line
+
 GIB = 1024**3
 MARGIN = GIB // 2  # that a run leaves free on a CPU
 LINUX = sys.platform == "linux"
 CONTAINER = Path("/sys/fs/cgroup")  # control group v2: in a container, its own
-
-Row = dict[str, float | None]
 
 
 class MemoryMeter:
@@ -46,7 +48,7 @@ class MemoryMeter:
         self.device = torch.device(device)
         self.largest_of = largest_of
         self._step_bytes: int | None = None
-        self._largest: Row = {}
+        self.summary: Row = {}  # the largest values of all rows so far, by the same names
         self.reset()
 
     def reset(self) -> None:
@@ -88,8 +90,6 @@ class MemoryMeter:
         if LINUX:
             process = _proc_field("/proc/self/status", "VmHWM")
         else:
-            import resource
-
             process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on a Mac
         found = {"peak": peak, "reserved": reserved, "process": process}
         return {f"memory/{name}_gib": size and size / GIB for name, size in found.items()}
@@ -97,28 +97,16 @@ class MemoryMeter:
     def row(self) -> Row:
         """The largest peaks() among the processes, all of which must call this."""
         row = self.largest_of(self.peaks())
-        self._largest = {
-            name: value and max(value, self._largest.get(name) or 0.0)
-            for name, value in row.items()
+        self.summary = {
+            name: value and max(value, self.summary.get(name) or 0.0) for name, value in row.items()
         }
         return row
-
-    def summary(self) -> Row:
-        """The largest values of all rows so far, by the same names."""
-        return self._largest
 
 
 def bytes_of(*trees: Any) -> int:
     """Bytes of the tensors in nested values; a storage that tensors share counts once."""
     storages = (x.untyped_storage() for x in tree_leaves(trees) if isinstance(x, torch.Tensor))
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def in_use_gib() -> float:
-    """GiB that this process holds: tensors on a GPU, else resident memory, or 0 off Linux."""
-    if torch.cuda.is_available():
-        return torch.cuda.memory_allocated() / GIB
-    return _proc_field("/proc/self/status", "VmRSS") / GIB if LINUX else 0.0
 
 
 @contextlib.contextmanager
@@ -132,14 +120,11 @@ def cpu_memory_limit(at_most: float = math.inf) -> Iterator[None]:
     if not LINUX or torch.cuda.is_initialized():
         yield
         return
-    import resource
-
-    address_space = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     room = max(0, min(available_bytes() - MARGIN, at_most))
-    limit = address_space + int(room)
-    # a lower limit that the user has set stays
-    limit = min([limit, *(bound for bound in (soft, hard) if bound != resource.RLIM_INFINITY)])
+    limit = _proc_field("/proc/self/status", "VmSize") + int(room)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:  # a lower limit that the user has set stays
+        limit = min(limit, soft)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     try:
         yield
@@ -193,16 +178,16 @@ def describe_out_of_memory(error: BaseException, device: torch.device | str) -> 
     """The requested memory in GiB, None if the message lacks it; that which is free and that which
     the device has, None on a CPU off Linux; and the first line of the error.
     """
-    message = str(error) or type(error).__name__
     asked, free, total = None, None, None
-    if found := re.search(r"(?:[Tt]ried|Unable) to allocate ([\d.]+) (bytes|[KMGTP]iB)", message):
+    size = r"(?:[Tt]ried|Unable) to allocate ([\d.]+) (bytes|[KMGTP]iB)"
+    if found := re.search(size, str(error)):
         asked = float(found[1]) * 1024.0 ** ("bKMGTP".index(found[2][0]) - 3)
     if torch.device(device).type == "cuda":
         free, total = (count / GIB for count in torch.cuda.mem_get_info(device))
     elif LINUX:
         free, total = available_bytes() / GIB, total_bytes() / GIB
-    first_line = message.splitlines()[0]
-    return {"asked_gib": asked, "free_gib": free, "total_gib": total, "message": first_line}
+    said = first_line(error)
+    return {"asked_gib": asked, "free_gib": free, "total_gib": total, "message": said}
 
 
 def release_memory(device: torch.device | str) -> None:

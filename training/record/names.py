@@ -11,7 +11,6 @@ Nothing here imports torch.
 
 import re
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,11 +63,13 @@ def as_typed(value: Any) -> str:
     """[16,null] for [16, None], and 50 for 50.0, as a command line has them."""
     if isinstance(value, list):
         return f"[{','.join(map(as_typed, value))}]"
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))
     if value is None:
         return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return str(value).removesuffix(".0")
+    return str(value)
 
 
 def unescaped(text: str) -> str:
@@ -88,7 +89,7 @@ def name_runs(rows: Sequence[Row]) -> list[Names]:
 
 def name_run(row: Row) -> Names:
     """The names of a run outside a sweep, with all its settings that change what it learns."""
-    beside = (*WATCHING, "logger", "device", "resume", "steps")
+    beside = (*WATCHING, "logger", "device", "steps")
     settings = {key: x for key, x in _settings(row).items() if not key.startswith(beside)}
     return Names(_named(row, {}).variant, _named(row, settings).run)
 
@@ -99,14 +100,8 @@ def differing_settings(rows: Sequence[Row]) -> list[dict[str, str]]:
     The options of an attention are no settings here, but part of its name.
     """
     settings = list(map(_settings, rows))
-    # a run that was resumed for more steps stays with its variant
-    planned = {each.get("steps") for each in settings if "resume" not in each}
-    hidden = {"resume", "steps"} if len(planned) < 2 else {"resume"}
     shared = set.intersection(*(set(each.items()) for each in settings)) if settings else set()
-    return [
-        {key: x for key, x in each.items() if key not in hidden and (key, x) not in shared}
-        for each in settings
-    ]
+    return [dict(pair for pair in each.items() if pair not in shared) for each in settings]
 
 
 def attention_steps(row: Row) -> list[tuple[int, str]]:
@@ -114,12 +109,13 @@ def attention_steps(row: Row) -> list[tuple[int, str]]:
 
     See training.record.starts. [] for a run that never trained.
     """
-    starts = row.get("starts") or []
     used: list[tuple[int, str]] = []
-    for start, following in zip_longest(starts, starts[1:]):
+    for start in row.get("starts") or []:
+        # it resumed from this step, so what was planned for later did not happen
+        used = [(step, name) for step, name in used if step < start["step"]]
         for step, name in start["attention"]:
-            goes_on = used and used[-1][1] == name and step == start["step"]
-            if not goes_on and (following is None or step < following["step"]):
+            goes_on = step == start["step"] and used and used[-1][1] == name
+            if not goes_on:
                 used.append((step, name))
     return used
 
@@ -157,7 +153,7 @@ def _settings(row: Row) -> dict[str, str]:
     settings: Row = {}
     for override in row.get("overrides") or []:
         key, _, value = override.lstrip("+").partition("=")
-        if key.partition(".")[0] not in ("attention", "left_out"):
+        if key.partition(".")[0] not in ("attention", "resume", "left_out"):
             settings[key] = unescaped(value)
     return settings | {key: str(row[key]) for key in ("seq_len", "seed") if key in row}
 

@@ -21,6 +21,7 @@ from training.record.clock import PHASES, in_words
 from training.record.files import Row, write_json
 from training.record.memory import describe_out_of_memory, is_out_of_memory, release_memory
 from training.record.starts import stop_clock
+from training.record.text_table import first_line
 
 log = logging.getLogger("tilegpt")
 
@@ -34,16 +35,12 @@ class Objective(float):
     status: str
     stopped: bool  # whether a signal came, even if too late to interrupt the run
 
-    def __new__(cls, summary: Row) -> "Objective":
+    @classmethod
+    def of(cls, summary: Row) -> "Objective":
         loss = summary.get("val/loss") if summary["status"] == "completed" else None
-        objective = super().__new__(cls, math.inf if loss is None else loss)
+        objective = cls(math.inf if loss is None else loss)
         objective.status, objective.stopped = summary["status"], summary["stopped"]
         return objective
-
-    def __reduce__(self) -> tuple:
-        return Objective, (
-            {"status": self.status, "stopped": self.stopped, "val/loss": float(self)},
-        )
 
 
 def outcome_of(error: BaseException, device: str, run_dir: Path, *, status: str = "running") -> Row:
@@ -52,9 +49,9 @@ def outcome_of(error: BaseException, device: str, run_dir: Path, *, status: str 
     `status` is completed or diverged if the training was over, and only its last checkpoint was
     still being written.
     """
-    if isinstance(error, KeyboardInterrupt) and status != "running":
-        return _stopped_after(status)
     if isinstance(error, KeyboardInterrupt):
+        if status != "running":
+            return _stopped_after(status)
         log.warning("stopped at once: the steps since the last checkpoint are lost")
         return {"status": "interrupted"}
     if is_out_of_memory(error):
@@ -78,15 +75,13 @@ def outcome_outside_training(error: BaseException, status: str, run_dir: Path) -
     """
     if status == "running":
         return outcome_of(error, "cpu", run_dir)
-    if status in ("oom", "failed") or (
-        status == "interrupted" and isinstance(error, KeyboardInterrupt)
-    ):
+    stopped = isinstance(error, KeyboardInterrupt)
+    if status in ("oom", "failed") or (status == "interrupted" and stopped):
         return {}
-    if isinstance(error, KeyboardInterrupt):
+    if stopped:
         return _stopped_after(status)
-    reason = str(error) or type(error).__name__
-    log.error(f"error after the training: {reason}")
-    return {"error": reason}
+    log.error(f"error after the training: {first_line(error)}")
+    return {"error": first_line(error)}
 
 
 def _stopped_after(status: str) -> Row:
@@ -104,9 +99,9 @@ def after_training(what: str, summary: Row) -> Iterator[None]:
         yield
     # a plotting library, a tokenizer, or a kernel that takes no single query may raise anything
     except Exception as error:
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        log.error(f"error after the training: no {what}: {reason}")
-        summary["error"] = "; ".join(filter(None, [summary.get("error"), f"no {what}: {reason}"]))
+        reason = f"no {what}: {first_line(error)}"
+        log.error(f"error after the training: {reason}")
+        summary["error"] = "; ".join(filter(None, [summary.get("error"), reason]))
 
 
 def resume_command(run_dir: Path) -> str:

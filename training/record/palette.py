@@ -34,6 +34,10 @@ OTHERS = ("#00868b", "#a0522d", "#c71585", "#556b2f", "#6a5acd")
 SHADES = (0.0, -0.45, 0.35, -0.25, 0.2)
 
 
+def attention_color(name: str) -> str:
+    return BACKENDS.get(name) or OTHERS[crc32(name.encode()) % len(OTHERS)]
+
+
 def variant_colors(variants: Mapping[str, str]) -> dict[str, str]:
     """A colour for each variant, given {variant: attention}. The first variant of an attention has
     the attention's colour, the others have shades of it.
@@ -41,7 +45,7 @@ def variant_colors(variants: Mapping[str, str]) -> dict[str, str]:
     colors: dict[str, str] = {}
     seen: Counter[str] = Counter()
     for variant, attention in variants.items():
-        color = BACKENDS.get(attention) or OTHERS[crc32(attention.encode()) % len(OTHERS)]
+        color = attention_color(attention)
         colors[variant] = mixed(color, SHADES[seen[color] % len(SHADES)])
         seen[color] += 1
     return colors

@@ -1,14 +1,13 @@
 """Pictures of one run, drawn from its metrics.jsonl: its losses, and its largest scores."""
 
-import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from attention import LIMITS
-from training.record.files import read_metrics, write_file
-from training.record.palette import INK, mixed, variant_colors
+from training.record.files import read_metrics
+from training.record.palette import INK, attention_color, mixed
 
 
 @contextmanager
@@ -29,9 +28,7 @@ def new_figure(*grid: int, size: tuple[float, float], **settings: Any) -> tuple[
 
 
 def save_figure(figure: Any, path: Path, *, dpi: int = 150) -> Path:
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=dpi)
-    write_file(path, picture.getvalue())
+    figure.savefig(path, dpi=dpi)
     return path
 
 
@@ -42,7 +39,7 @@ def draw_loss_curve(run_dir: Path, *, title: str, attention: str) -> Path | None
     """
     rows = read_metrics(run_dir / "metrics.jsonl")
     figure, axes = new_figure(size=(7, 4))
-    color = variant_colors({attention: attention})[attention]
+    color = attention_color(attention)
     styles = {
         "train/loss": {"color": mixed(color, 0.55), "linewidth": 1},
         "val/loss": {"color": color, "marker": "o", "markersize": 4},
@@ -78,7 +75,7 @@ def draw_max_scores(run_dir: Path, *, title: str) -> Path | None:
     # a row of metrics covers the time since the row before it
     tokens = [0, *(row["tokens"] for row in rows)]
     figure, axes = new_figure(size=(7, 4))
-    image = axes.pcolormesh(tokens, np.arange(layers * heads + 1), scores, cmap="viridis")
+    image = axes.pcolormesh(tokens, np.arange(layers * heads + 1), scores)
     bar = figure.colorbar(image, label="largest score of the step")
     for limit, name in ((min(LIMITS.values()), "float16"), (max(LIMITS.values()), "float32")):
         if np.nanmin(scores) < limit < np.nanmax(scores):

@@ -92,10 +92,9 @@ class Recorder:
             log.warning(f"interrupted after step {done}; {resume_command(self.run_dir)}")
         summary["seconds_by_phase"] = PHASES.seconds()  # so far
         save_summary(self.run_dir, summary)  # what follows may take long, or be killed
-        with phase("logging"):
-            self.logger.summary(summary)
-            if error is not None:  # else report() follows
-                self.logger.finish(exit_code=1)
+        if error is not None:  # else report() follows
+            with phase("logging"):
+                self.logger.finish(summary, [], None)
 
     def tokens(self, step: int) -> int:
         return self.start.tokens + (step - self.start.step) * self.tokens_per_step
@@ -117,7 +116,7 @@ class Recorder:
     def step(self, step: int, loss: float, row: Row, *, last: bool) -> None:
         """Show the step, and write its row if there is one."""
         # no line beside a progress bar
-        say = self.wall.line_is_due(self.tokens(step)) and self.bar.disable
+        say = self.wall.line_is_due() and self.bar.disable
         if say or last or "val/loss" in row:
             log.info(self.wall.line(step, self.tokens(step), {"train/loss": loss} | row))
         if row:
@@ -140,35 +139,40 @@ class Recorder:
 
     def report(self, sample: Callable[[], str | None]) -> None:
         """After the run: draw its pictures, sample a text, and end the logger."""
+        pictures: list[Path] = []
+        text = None
         try:
             if self.writes:
-                self._report(sample)
+                self._draw(pictures)
+                text = self._sampled(sample)
         finally:
-            self.logger.finish(exit_code=0 if self.summary["status"] == "completed" else 1)
+            with phase("logging"):
+                self.logger.finish(self.summary, pictures, text)
+        if self.logger.url_or_hint:
+            log.info(f"logs: {self.logger.url_or_hint}")
 
-    def _report(self, sample: Callable[[], str | None]) -> None:
-        config, summary, status = self.config, self.summary, self.summary["status"]
-        pictures, text = [], None
+    def _draw(self, pictures: list[Path]) -> None:
+        config, summary = self.config, self.summary
         title = (
             f"{attention_in_words(summary)} model={config.model.name} "
-            f"seq_len={config.seq_len} seed={config.seed}: {status}"
+            f"seq_len={config.seq_len} seed={config.seed}: {summary['status']}"
         )
         with after_training("loss curve", summary), phase("drawing"):
             curve = draw_loss_curve(self.run_dir, title=title, attention=summary["attention"])
             log.info(f"loss curve: {curve or 'no loss was recorded'}")
-            pictures.append(curve)
+            pictures += [curve] if curve else []
         with after_training("picture of the largest scores", summary), phase("drawing"):
-            pictures.append(draw_max_scores(self.run_dir, title=title))
-        with after_training("sample", summary):
-            text = sample() if status == "completed" else None
+            scores = draw_max_scores(self.run_dir, title=title)
+            pictures += [scores] if scores else []
+
+    def _sampled(self, sample: Callable[[], str | None]) -> str | None:
+        text = None
+        with after_training("sample", self.summary):
+            text = sample() if self.summary["status"] == "completed" else None
             if text is not None:
                 (self.run_dir / "sample.txt").write_text(text)
                 log.info(f"\na sample:\n{printable(text)}\n")
-        with phase("logging"):
-            pictures = [picture for picture in pictures if picture is not None]
-            self.logger.media(pictures, text)
-        if self.logger.url_or_hint:
-            log.info(f"logs: {self.logger.url_or_hint}")
+        return text
 
     @phase("logging")
     def _write(self, step: int, row: Row, *, last: bool = False) -> None:

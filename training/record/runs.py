@@ -53,6 +53,7 @@ def planned_jobs(sweep: Path) -> dict[Path, Row]:
     path = sweep / INDEX
     # pathlib would raise an error if the name is too long
     lines = path.read_text(errors="replace").splitlines() if os.path.isfile(path) else []
+    # earlier versions named a job that had not begun by its number alone
     return {sweep / str(row.get("dir", row.get("job"))): row for row in parse_rows(lines)}
 
 
@@ -83,10 +84,7 @@ def in_order(name: str) -> list[int | str]:
 
 def read_run(run_dir: Path) -> Row:
     """One run directory as a dictionary; never fails on a half-written one."""
-    try:
-        rows = read_metrics(run_dir / "metrics.jsonl")
-    except OSError:
-        rows = []
+    rows = read_metrics(run_dir / "metrics.jsonl")
     evaluated_step = max((row["step"] for row in rows if "val/loss" in row), default=None)
     own = {"evaluated_step": evaluated_step, "dir": str(run_dir)}
     summary = read_mapping(run_dir / "summary.json")
@@ -95,15 +93,9 @@ def read_run(run_dir: Path) -> Row:
     # the last values of the metrics, and the settings that name it
     run = {key: value for row in rows for key, value in row.items() if value is not None}
     config = read_mapping(run_dir / "config.yaml")
-    attention = config.get("attention")
-    run |= {
-        "status": "unfinished",
-        "attention": attention.get("name") if isinstance(attention, dict) else None,
-        "seq_len": config.get("seq_len"),
-        "seed": config.get("seed"),
-        "steps_done": run.pop("step", None),
-        **own,
-    }
+    run["attention"] = config.get("attention", {}).get("name")
+    run |= {key: config.get(key) for key in ("seq_len", "seed")}
+    run |= {"status": "unfinished", "steps_done": run.pop("step", None)} | own
     return {key: value for key, value in run.items() if value is not None}
 
 

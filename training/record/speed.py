@@ -51,8 +51,8 @@ class Throughput:
     (compilation, warm-up) and what happens between pause() and resume().
 
     for step in ...:
-        train(); throughput.step(tokens)
-        throughput.pause(); evaluate(); throughput.resume()
+        throughput.resume(); train(); throughput.step(tokens)
+        throughput.pause(); evaluate()
         row |= throughput.row()
 
     flops_per_token: {name: FLOPs of one token}; each is reported under its name as a share of
@@ -103,12 +103,12 @@ class Throughput:
 
     @property
     def step_tokens_per_sec(self) -> float | None:
-        """Average of this start of the run; None until a step after the warm-up is done."""
+        """Average of this start of the run; None until a step after the warm-up is done. Pauses."""
         return self.tokens / self._elapsed() if self.tokens else None
 
     def row(self) -> dict[str, float | None]:
         """step_tokens_per_sec since the last call, and the share of the peak for each name in
-        flops_per_token; None if unknown. Call it between two steps.
+        flops_per_token; None if unknown. Call it between two steps. Pauses.
         """
         tokens, seconds = self._row
         self._row = self.tokens, self._elapsed()
@@ -122,10 +122,10 @@ class Throughput:
         return {"step_tokens_per_sec": speed, **shares}
 
     def _elapsed(self) -> float:
-        running = [] if self._since is None else [(self._since, stamp(self.device))]
+        self.pause()
         self._seconds += sum(seconds_between(*stretch) for stretch in self._stretches)
         self._stretches.clear()
-        return self._seconds + sum(seconds_between(*stretch) for stretch in running)
+        return self._seconds
 
 
 def stamp(device: torch.device) -> Any:

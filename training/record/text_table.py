@@ -1,4 +1,4 @@
-"""Text for a terminal: aligned columns, and control characters that do nothing."""
+"""Text for a terminal: aligned columns, one line of an error, no control characters."""
 
 import re
 from collections.abc import Sequence
@@ -16,6 +16,11 @@ def text_table(rows: Sequence[Sequence[str]], *, words: int = 1) -> str:
         for row in rows
     )
     return "\n".join(map(str.rstrip, lines))
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, or its type if it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def printable(text: str) -> str:
