@@ -3,7 +3,6 @@
 Hydra finds both here, in the package hydra_plugins, like the plugins that pip installs.
 """
 
-import copy
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -98,8 +97,7 @@ class CheckedSweeper(BasicSweeper):
         """The overrides of each job. If a key is given twice, the later one counts."""
         named = self.variants.values() if isinstance(self.variants, Mapping) else [self.variants]
         given = [own for own in named if own is not None]
-        settings = [own.values() if isinstance(own, Mapping) else [{}] for own in given]
-        if any(isinstance(value, Mapping) for values in settings for value in values):
+        if not all(isinstance(own, Mapping) for own in given):
             raise SystemExit(
                 f"error: hydra.sweeper.variants={self.variants} must name variants, each with its "
                 "settings, as in {small: {attention.window: 64}, exact: {}}"
@@ -188,10 +186,7 @@ class CheckedSweeper(BasicSweeper):
         if job not in self.composed:
             check_overrides(job)
             both = self.hydra_context.config_loader.load_sweep_config(self.config, list(job))
-            settings = copy.deepcopy(both)
-            with open_dict(settings):
-                del settings["hydra"]
-            self.composed[job] = both, read_config(settings)
+            self.composed[job] = both, read_config(both)
         return self.composed[job]
 
     def check(self, config: "RunConfig") -> None:

@@ -5,6 +5,7 @@ that such arguments mean. Nothing here imports torch, so a mistyped key is repor
 """
 
 import atexit
+import copy
 import difflib
 import gc
 import logging
@@ -16,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,8 @@ from training.record.files import check_version, no_run
 
 CONF = ROOT / "conf"
 
-# Hydra's options that take the next argument as their value
-VALUE_OPTIONS = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
-VALUE_OPTIONS += ("--package", "-p", "--cfg", "-c", "--shell-completion", "-sc")
+# KEY=VALUE or ~KEY; what else stands on a command line is for Hydra, such as --config-dir DIR
+OVERRIDE = re.compile(r"(?!-)[^=]+=|~")
 # the groups of which a run has one choice each
 GROUPS = {folder.name for folder in CONF.iterdir() if folder.is_dir()} - {"experiment", "hydra"}
 # the beginnings of keys that the schema does not list
@@ -60,9 +59,10 @@ def launch(main: Callable[[], Any]) -> None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hides that the first rank ended
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
     try:
-        arguments = replay_overrides(sys.argv[1:])
-        sys.argv[1:] = arguments if ranks.first else [*arguments, *folder_that_goes()]
         with reader_may_leave(), Ending(), one_sentence():
+            sys.argv[1:] = replay_overrides(sys.argv[1:])
+            if not ranks.first:
+                sys.argv += folder_that_goes()
             main()
         leave()
     except ValueError as error:
@@ -95,23 +95,25 @@ def compose(*overrides: str) -> RunConfig:
     return read_config(hydra_config(*overrides))
 
 
-def hydra_config(*overrides: str, with_hydra: bool = False) -> Any:
-    """The config that Hydra composes from overrides; with_hydra keeps its own node, as in a job."""
+def hydra_config(*overrides: str) -> Any:
+    """The config that Hydra composes from overrides, with its own node, as in a job."""
     from hydra import compose as compose_by_hydra
     from hydra import initialize_config_dir
 
     check_overrides(overrides)
     register()
     with one_sentence(), initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose_by_hydra("config", list(overrides), return_hydra_config=with_hydra)
+        return compose_by_hydra("config", list(overrides), return_hydra_config=True)
 
 
 def read_config(cfg: Any) -> RunConfig:
     """Convert the config that Hydra composed to a RunConfig. Raises ValueError with the reason."""
-    from omegaconf import OmegaConf
+    from omegaconf import OmegaConf, open_dict
 
-    with one_sentence():
-        return OmegaConf.to_object(cfg)
+    settings = copy.deepcopy(cfg)
+    with one_sentence(), open_dict(settings):
+        settings.pop("hydra", None)
+        return OmegaConf.to_object(settings)
 
 
 @contextmanager
@@ -137,7 +139,7 @@ def one_sentence() -> Iterator[None]:
 
 def in_one_line(error: BaseException) -> str:
     # after these words Hydra lists folders, and OmegaConf the types around a key
-    text = str(error).partition("Config search path")[0].partition("object_type=")[0]
+    text = re.split("Config search path|reference_type=|object_type=", str(error))[0]
     return " ".join(text.split())
 
 
@@ -240,24 +242,14 @@ def recorded_overrides(run_dir: Path) -> list[str]:
         recorded = yaml.safe_load(path.read_bytes())
         check_overrides(recorded)
     except (ValueError, TypeError, yaml.YAMLError) as error:
-        raise ValueError(
-            f"{path} is no list of a run's settings: {in_one_line(error)}; "
-            f"{run_dir / 'config.yaml'} has all of their values"
-        ) from None
+        raise ValueError(f"{path} is no list of a run's settings: {in_one_line(error)}") from None
     return recorded
 
 
 def options_first(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
     """Split arguments into Hydra's own options (--config-dir DIR, ...) and the overrides."""
-    options, overrides, pending = [], [], iter(arguments)
-    for argument in pending:
-        if not argument.startswith("-"):
-            overrides.append(argument)
-            continue
-        options.append(argument)
-        if argument in VALUE_OPTIONS:
-            options += islice(pending, 1)
-    return options, overrides
+    overrides = [each for each in arguments if OVERRIDE.match(each)]
+    return [each for each in arguments if each not in overrides], overrides
 
 
 def key_of(override: str) -> str:
