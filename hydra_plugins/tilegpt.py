@@ -97,7 +97,8 @@ class CheckedSweeper(BasicSweeper):
         """The overrides of each job. If a key is given twice, the later one counts."""
         named = self.variants.values() if isinstance(self.variants, Mapping) else [self.variants]
         given = [own for own in named if own is not None]
-        if not all(isinstance(own, Mapping) for own in given):
+        settings = [own.values() if isinstance(own, Mapping) else [{}] for own in given]
+        if any(isinstance(value, Mapping) for values in settings for value in values):
             raise SystemExit(
                 f"error: hydra.sweeper.variants={self.variants} must name variants, each with its "
                 "settings, as in {small: {attention.window: 64}, exact: {}}"

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ from training.record.files import check_version, no_run
 
 CONF = ROOT / "conf"
 
-# KEY=VALUE or ~KEY; what else stands on a command line is for Hydra, such as --config-dir DIR
-OVERRIDE = re.compile(r"(?!-)[^=]+=|~")
+# Hydra's options that take the next argument as their value
+VALUE_OPTIONS = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
+VALUE_OPTIONS += ("--package", "-p", "--cfg", "-c", "--shell-completion", "-sc")
 # the groups of which a run has one choice each
 GROUPS = {folder.name for folder in CONF.iterdir() if folder.is_dir()} - {"experiment", "hydra"}
 # the beginnings of keys that the schema does not list
@@ -59,10 +61,9 @@ def launch(main: Callable[[], Any]) -> None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hides that the first rank ended
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
     try:
+        arguments = replay_overrides(sys.argv[1:])
+        sys.argv[1:] = arguments if ranks.first else [*arguments, *folder_that_goes()]
         with reader_may_leave(), Ending(), one_sentence():
-            sys.argv[1:] = replay_overrides(sys.argv[1:])
-            if not ranks.first:
-                sys.argv += folder_that_goes()
             main()
         leave()
     except ValueError as error:
@@ -248,8 +249,15 @@ def recorded_overrides(run_dir: Path) -> list[str]:
 
 def options_first(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
     """Split arguments into Hydra's own options (--config-dir DIR, ...) and the overrides."""
-    overrides = [each for each in arguments if OVERRIDE.match(each)]
-    return [each for each in arguments if each not in overrides], overrides
+    options, overrides, pending = [], [], iter(arguments)
+    for argument in pending:
+        if not argument.startswith("-"):
+            overrides.append(argument)
+            continue
+        options.append(argument)
+        if argument in VALUE_OPTIONS:
+            options += islice(pending, 1)
+    return options, overrides
 
 
 def key_of(override: str) -> str:
