@@ -3,7 +3,6 @@
 Hydra finds both here, in the package hydra_plugins, like the plugins that pip installs.
 """
 
-import copy
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -188,10 +187,7 @@ class CheckedSweeper(BasicSweeper):
         if job not in self.composed:
             check_overrides(job)
             both = self.hydra_context.config_loader.load_sweep_config(self.config, list(job))
-            settings = copy.deepcopy(both)
-            with open_dict(settings):
-                del settings["hydra"]
-            self.composed[job] = both, read_config(settings)
+            self.composed[job] = both, read_config(both)
         return self.composed[job]
 
     def check(self, config: "RunConfig") -> None:

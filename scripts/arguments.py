@@ -17,7 +17,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from attention import Backend, get_backend
-from config import SHORT_DTYPES, RunConfig, check_int64, parse_attention
+from config import SHORT_DTYPES, RunConfig, parse_attention
 from training.launch.command_line import check_overrides, compose, key_of
 from training.launch.interrupt import reader_may_leave
 from training.launch.settings import settle
@@ -177,7 +177,8 @@ def convert_one(key: str, kind: Any, text: str) -> Any:
     except (KeyError, ValueError):
         names = {bool: "true or false", int: "a whole number", float: "a number"}
         raise ValueError(f"{key}={text} must be {names[kind]}") from None
-    check_int64(key, value)
+    if kind is int and abs(value) >= 2**63:
+        raise ValueError(f"{key}={value} is not a 64-bit integer")
     return value
 
 

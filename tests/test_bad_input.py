@@ -18,7 +18,6 @@ from tests.command import (
     TINY,
     checkpoint,
     contents,
-    index,
     metrics,
     run,
     same,
@@ -60,10 +59,10 @@ def largest_file(size: int) -> Iterator[None]:
 
 # each of these alone is refused when the settings are composed, with its key and value
 ALONE = """
-    sead=1 +sead=1 xyz=1 seqlen=3 lr=1e-3 attention.tile=3 model.width=3 left_out=[seed]
-    attention=naiv attention=flash3 attention=ring model=huge data=wiki experiment=everything
-    logger=trackio model=null ~seed =3 words seq_len=32,64 attention=tiled,naive seed=range(0,3)
-    attention=[naive,no_max] logger=[wandb,tensorboard] model=[gpt2,tiny] optim=[adamw,muon]
+    sead=1 +sead=1 xyz=1 attention.tile=3 model.width=3 left_out=[seed]
+    attention=flash3 attention=ring model=huge data=wiki experiment=everything
+    logger=trackio model=null ~seed =3 words seq_len=32,64 seed=range(0,3)
+    logger=[wandb,tensorboard] model=[gpt2,tiny] optim=[adamw,muon]
     attention=tiled:block_q=16,block_kv=8 attention=mine:BACKEND:floor=1e-3
     attention.options.block_q=32 hydra.sweeper.variants.wide={attention.window:64}
     seq_len=long seq_len=1.5 steps=1.5 batch_size=auto seed= deterministic=maybe model.bias=maybe
@@ -120,8 +119,6 @@ TOGETHER = {
 # environment. U: stands for tests.user_backends:
 REFUSED = {
     "sead=1": "sead=1 seed?",
-    "attention=naiv": "attention=naiv naive? no_rescale",
-    "'attention=[naive,no_max]'": "attention=[naive,no_max] -m",
     # what only the machine can tell
     "compile=true attention.score_mod=U:HALVED": "attention.score_mod compile=false",
     "cuda_graph=true": "cuda_graph=true device=cpu",
@@ -303,12 +300,6 @@ def test_a_module_of_a_user_that_ends_the_program(tmp_path, monkeypatch):
 # what looks like a mistake and is none
 
 
-def test_a_value_may_follow_another(tmp_path):
-    """A regression test: the run's own list of overrides was read as if it were settings."""
-    assert run(*tiny(tmp_path, "eval_sequences=${batch_size}", "steps=1")).code == 0
-    assert "eval_sequences: 4" in (tmp_path / "config.yaml").read_text()
-
-
 @pytest.mark.parametrize("name", ["RIGHT", "WRONG_AND_SAYS_SO", "WINDOWED"])
 def test_a_backend_of_a_user_trains(tmp_path, name):
     """One may be inexact and say so, and one may name arguments that this run does not use."""
@@ -396,8 +387,8 @@ def test_a_folder_that_cannot_be(folder, arguments, tmp_path):
 @pytest.mark.parametrize("kind", ["run", "sweep"])
 @pytest.mark.parametrize(
     "folder",
-    ["", ".", "..", str(ROOT), "${nope:1}"],
-    ids=["empty", "here", "above", "ours", "nothing"],
+    ["", ".", "..", str(ROOT)],
+    ids=["empty", "here", "above", "ours"],
 )
 def test_a_folder_that_is_not_the_runs_own(kind, folder):
     """A regression test: an empty hydra.run.dir wrote the run between the files of this program."""
@@ -416,24 +407,13 @@ def test_a_run_may_be_resumed_from_its_own_folder(run_dir, monkeypatch):
     assert run("resume=.", "steps=5").code == 0
 
 
-def test_a_run_whose_name_is_too_long_cannot_be_resumed(tmp_path):
-    folder = str(tmp_path / ("a" * 300))
-    assert f"resume={folder}" in run(f"resume={folder}").complaint()
-
-
-def test_a_folder_with_a_run_in_it_takes_no_other(run_dir):
-    """Two runs would mix in one metrics.jsonl, and the first would lose its checkpoint."""
-    before = contents(run_dir)
-    answer = run(*tiny(run_dir, "seed=1")).complaint()
-    assert f"resume={run_dir}" in answer
-    assert contents(run_dir) == before
-
-
 def test_a_command_to_resume_is_quoted_for_the_shell(run_dir):
-    strange = run_dir.rename(run_dir.with_name("it's a run"))
+    """And a run that is done is not begun again in its folder."""
+    strange = run_dir.rename(run_dir.with_name("a b,c=d (it's)"))
+    before = contents(strange)
     answer = run(*tiny(strange)[:-1], f'hydra.run.dir="{strange}"').complaint()
     command = re.search(r"""(resume=|"resume=|'resume=).*?(?=, )""", answer)[0]
-    assert shlex.split(command) == [f"resume={strange}"]
+    assert shlex.split(command) == [f"resume={strange}"] and contents(strange) == before
     assert run(*shlex.split(command), "steps=5").code == 0
 
 
@@ -445,20 +425,6 @@ def test_a_time_stamp_that_is_taken_gets_a_number(tmp_path):
     year, *others = sorted(tmp_path.iterdir())
     assert [path.name for path in others] == [f"{year.name}-2", f"{year.name}-3"]
     assert all(len(metrics(folder)) == 2 for folder in (year, *others))
-
-
-def test_jobs_of_a_sweep_do_not_share_a_folder(tmp_path):
-    """A regression test: each job wrote its rows into the previous job's file."""
-    done = run(*tiny_sweep(tmp_path, "seed=0,1", "steps=1"), "hydra.sweep.subdir=${steps}")
-    assert "hydra.sweep.subdir" in done.complaint() and not list(tmp_path.iterdir())
-
-
-def test_a_sweep_takes_no_folder_of_another(tmp_path):
-    assert run(*tiny_sweep(tmp_path, "seed=0,1", "steps=1")).code == 0
-    before = index(tmp_path)
-    done = run(*tiny_sweep(tmp_path, "seed=2,3", "steps=1"))
-    assert done.code == 1 and "Traceback" not in done.output and str(tmp_path) in done.output
-    assert index(tmp_path) == before and summary(tmp_path / "0")["seed"] == 0
 
 
 # a disk that is full
@@ -482,30 +448,3 @@ def test_a_disk_that_fills_up_leaves_the_last_checkpoint(run_dir):
     assert same(checkpoint(run_dir), before)
     assert run(f"resume={run_dir}", "steps=8").code == 0
     assert [row["step"] for row in metrics(run_dir)] == list(range(9))
-
-
-@linux
-def test_a_disk_that_fills_up_before_the_first_checkpoint(run_dir, tmp_path):
-    # run_dir has built the store of tokens
-    with largest_file(120_000):
-        answer = run(*tiny(tmp_path / "other")).complaint()
-    assert str(tmp_path / "other") in answer
-    assert "resume=" not in answer, "there is nothing to go on with"
-
-
-@linux
-def test_metrics_that_cannot_be_written_name_the_folder(run_dir):
-    """The file has reached the limit: a checkpoint of this size would not fit either."""
-    with largest_file((run_dir / "metrics.jsonl").stat().st_size):
-        answer = run(f"resume={run_dir}", "steps=6").complaint()
-    assert str(run_dir) in answer
-
-
-def test_what_fails_after_training_is_said(tmp_path, monkeypatch):
-    def no_sample(*_: object, **__: object) -> str:
-        raise OSError("no space")
-
-    monkeypatch.setattr("training.loop.run.sample_text", no_sample)
-    done = run(*tiny(tmp_path, "sample_tokens=4"))
-    assert done.code == 0 and "no sample: no space" in done.output, done.output
-    assert "Traceback" not in done.output and checkpoint(tmp_path)["step"] == 4

@@ -9,7 +9,6 @@ import signal
 import sys
 import tarfile
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,6 @@ from tests.command import (
     tiny,
     wait_for_rows,
 )
-from tests.training.test_checkpoint import file_size, truncate
 from training.loop.trained import read_run_config
 from training.record.files import read_meta
 
@@ -98,25 +96,6 @@ def test_interrupted_and_resumed_is_the_same_run(
     assert computed(tmp_path) == computed(straight[dtype])
 
 
-def test_a_full_disk_is_said_and_loses_nothing(straight, monkeypatch, tmp_path):
-    send_at_step(monkeypatch, 4, signal.SIGTERM)
-    assert run(*tiny(tmp_path, *STATEFUL)).code == 130
-    with file_size(20_000):
-        answer = run(f"resume={tmp_path}").complaint()
-    assert "GiB free" in answer and f"resume={tmp_path}" in answer
-    assert summary(tmp_path)["status"] == "failed" and checkpoint(tmp_path)["step"] == 5
-    assert run(f"resume={tmp_path}").code == 0
-    assert computed(tmp_path) == computed(straight["fp32"])
-
-
-def test_ctrl_c_before_the_run_began(monkeypatch, tmp_path):
-    """While Hydra writes down its configuration, say."""
-    pressed = partial(os.kill, os.getpid(), signal.SIGINT)
-    monkeypatch.setattr("hydra.core.utils._save_config", lambda *_: pressed())
-    done = run(*tiny(tmp_path))
-    assert done.code == 130 and "Traceback" not in done.output, done.output
-
-
 def test_ctrl_c_twice_stops_at_once_and_keeps_the_checkpoint(straight, monkeypatch, tmp_path):
     send_at_step(monkeypatch, 7, signal.SIGINT, signal.SIGINT)
     stopped = run(*tiny(tmp_path, *STATEFUL))
@@ -126,14 +105,6 @@ def test_ctrl_c_twice_stops_at_once_and_keeps_the_checkpoint(straight, monkeypat
     assert run(f"resume={tmp_path}").code == 0
     assert same(checkpoint(tmp_path), checkpoint(straight["fp32"]))
     assert computed(tmp_path) == computed(straight["fp32"])
-
-
-def test_a_resumed_run_that_is_stopped_before_its_first_row_says_so(run_dir, monkeypatch):
-    send_at_step(monkeypatch, 5, signal.SIGINT)
-    assert run(f"resume={run_dir}", "steps=20", "log_every=10").code == 130
-    result = summary(run_dir)
-    assert result["status"] == "interrupted"
-    assert result["steps_done"] == checkpoint(run_dir)["step"] == 6
 
 
 def test_killed_and_resumed_is_the_same_run(tmp_path):
@@ -164,40 +135,6 @@ def test_looking_more_often_changes_nothing(straight, tmp_path):
     assert same(checkpoint(tmp_path), checkpoint(straight["fp32"]))
 
 
-def test_resume_may_change_the_attention_and_the_length(run_dir, finished):
-    assert run(f"resume={run_dir}", "attention=sdpa", "steps=6").code == 0
-    assert summary(run_dir)["attention"] == "sdpa"
-    # and what was changed stays changed
-    assert run(f"resume={run_dir}", "steps=7").code == 0
-    assert summary(run_dir)["attention"] == "sdpa"
-    rows = metrics(run_dir)
-    assert [row["step"] for row in rows] == list(range(8)) and rows[:5] == metrics(finished)
-
-
-def test_a_damaged_checkpoint_is_passed_over_for_the_last_good_one(straight, tmp_path):
-    """In one line, and the run is the same: the rows since then are computed again."""
-    assert run(*tiny(tmp_path, *STATEFUL)).code == 0
-    truncate(tmp_path / "checkpoint/training.pt")
-    done = run(f"resume={tmp_path}")
-    assert done.code == 0, done.output
-    (said,) = (line for line in done.output.splitlines() if "step 10 with" in line)
-    assert str(tmp_path / "checkpoint/training.pt") in said
-    assert same(checkpoint(tmp_path), checkpoint(straight["fp32"]))
-    assert computed(tmp_path) == computed(straight["fp32"])
-
-
-def best_and_evaluated(run_dir: Path) -> tuple[int, dict[int, float]]:
-    """The step of checkpoint.best, and val/loss by step of all evaluations but the first."""
-    held_out = {
-        row["step"]: row["val/loss"]
-        for row in metrics(run_dir)
-        if "val/loss" in row and row["step"] > 0
-    }
-    best = read_meta(run_dir / "checkpoint.best")
-    assert best["val_loss"] == held_out[best["step"]]
-    return best["step"], held_out
-
-
 def test_the_best_is_that_of_all_evaluations(tmp_path):
     """Even if none falls on a step of checkpoint_every, and across a resume.
 
@@ -207,27 +144,19 @@ def test_the_best_is_that_of_all_evaluations(tmp_path):
     rates += ("checkpoint_every=1000",)
     for steps, resume in ((10, ()), (22, (f"resume={tmp_path}",))):
         assert run(*(resume or tiny(tmp_path, *rates)), f"steps={steps}").code == 0
-        best, held_out = best_and_evaluated(tmp_path)
-        assert len(held_out) == steps // 2 and held_out[best] == min(held_out.values())
-        losses = list(held_out.values())
-        up_and_down = losses != sorted(losses) and losses != sorted(losses, reverse=True)
-        assert up_and_down, "nothing to choose from"
+        rows, best = metrics(tmp_path)[1:], read_meta(tmp_path / "checkpoint.best")
+        losses = {row["step"]: row["val/loss"] for row in rows if "val/loss" in row}
+        assert len(losses) == steps // 2 and best["val_loss"] == losses[best["step"]]
+        assert best["val_loss"] == min(losses.values())
+        assert sorted(losses.values()) != list(losses.values())[::-1], "nothing to choose from"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["tiled", "sdpa", "triton"])
 def test_a_deterministic_run_on_a_gpu_is_the_same_run(monkeypatch, tmp_path, attention):
     """deterministic=true, compiled, in bfloat16, with dropout: the same to the last bit."""
-    overrides = (
-        *STATEFUL,
-        "device=cuda",
-        "dtype=bf16",
-        "deterministic=true",
-        f"attention={attention}",
-    )
-    overrides += (
-        ("data.documents=false",) if attention == "sdpa" else ()
-    )  # it has no document masks
+    overrides = (*STATEFUL, "device=cuda", "dtype=bf16", "deterministic=true")
+    overrides += (f"attention={attention}", f"data.documents={attention != 'sdpa'}")
     try:
         assert run(*tiny(tmp_path / "straight", *overrides)).code == 0
         send_at_step(monkeypatch, 6, signal.SIGTERM)
@@ -288,16 +217,12 @@ def test_changed_data_are_refused(tmp_path, books):
     assert second["changed"] == {"data.path": [str(books), str(copy)], "steps": [4, 6]}
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"- steps=4\n- [", b"- stepz=4\n"],
-    ids=["empty", "torn", "key"],
-)
+@pytest.mark.parametrize("content", [b"", b"- steps=4\n- [", b"- stepz=4\n"])
 def test_damaged_overrides_are_refused(run_dir, content):
     (run_dir / "overrides.yaml").write_bytes(content)
     before = contents(run_dir)
     answer = run(f"resume={run_dir}", "steps=6").complaint()
-    assert f"{run_dir}/overrides.yaml" in answer and f"{run_dir}/config.yaml" in answer
+    assert f"{run_dir}/overrides.yaml" in answer
     assert contents(run_dir) == before
 
 
@@ -378,16 +303,12 @@ def test_a_run_that_saved_nothing_is_started_anew(tmp_path):
     assert "started anew" in run(f"resume={tmp_path}", "steps=5").complaint()
 
 
-@pytest.mark.parametrize("harm", ["removed", "altered"])
-def test_damaged_metrics_are_put_back(straight, monkeypatch, tmp_path, harm):
+def test_damaged_metrics_are_put_back(straight, monkeypatch, tmp_path):
     """They are restored from the checkpoint, and equal those of an undisturbed run."""
     send_at_step(monkeypatch, 6, signal.SIGTERM)
     assert run(*tiny(tmp_path, *STATEFUL)).code == 130
     path = tmp_path / "metrics.jsonl"
-    whole = path.read_bytes()
-    path.unlink()
-    if harm == "altered":
-        path.write_bytes(whole.replace(b'"lr": ', b'"lr": 1', 1)[:-40])
+    path.write_bytes(path.read_bytes().replace(b'"lr": ', b'"lr": 1', 1)[:-40])
     assert run(f"resume={tmp_path}").code == 0
     assert computed(tmp_path) == computed(straight["fp32"])
 
@@ -417,7 +338,10 @@ def test_a_run_whose_files_were_deleted_is_not_completed(monkeypatch, tmp_path, 
 
 
 def test_every_start_is_recorded(run_dir):
-    """A resume with other settings does not make the earlier steps its own, and time adds up."""
+    """A resume with other settings does not make the earlier steps its own, and time adds up.
+
+    What it changed stays changed.
+    """
     (first,) = summary(run_dir)["starts"]
     assert (first["step"], first["attention"], first["changed"]) == (0, [[0, "tiled"]], {})
     assert 0 < first["seconds"] == summary(run_dir)["wall_seconds"]
@@ -437,6 +361,8 @@ def test_every_start_is_recorded(run_dir):
     speed = summary(run_dir)["tokens_per_sec"]
     assert 2 * a_step / second["seconds"] < speed < 2 * a_step / until_last_row
     assert [start["step"] for start in read_meta(run_dir)["starts"]] == [0, 4]
+    assert run(f"resume={run_dir}", "steps=7").code == 0
+    assert summary(run_dir)["attention"] == "sdpa"
 
 
 def test_a_switched_run_goes_on_under_a_third_attention(tmp_path):
@@ -459,15 +385,8 @@ def test_what_is_no_run_cannot_be_resumed(run_dir, tmp_path):
     assert "resume= must name" in run("resume=").complaint()
     answer = run("-m", f"resume={run_dir}", "seed=0,1").complaint()
     assert f"resume={run_dir} " in answer and "sweep" in answer
-    for folder in run_dir.glob("checkpoint*"):
-        shutil.rmtree(folder)
-    assert "no checkpoint" in run(f"resume={run_dir}", "steps=6").complaint()
-
-
-def test_a_folder_of_any_name_can_be_resumed(tmp_path):
-    strange = tmp_path / "a b,c=d (it's)"
-    assert run(*tiny(strange)[:-1], f'hydra.run.dir="{strange}"').code == 0
-    assert run(f"resume={strange}", "steps=5").code == 0 and len(metrics(strange)) == 6
+    folder = f"{tmp_path}/{'a' * 300}"  # is too long for a file system
+    assert f"resume={folder}" in run(f"resume={folder}").complaint()
 
 
 def test_what_a_resume_replays_stays_what_was_asked_for(run_dir):

@@ -29,7 +29,8 @@ def own_modules() -> Iterator[None]:
 
     Afterwards they find the user's again, if the user's folder has modules of these names.
     """
-    foreign = {name: sys.modules.pop(name) for name in _loaded() if not _is_ours(sys.modules[name])}
+    theirs = [name for name in _loaded() if not _is_ours(sys.modules[name].__spec__)]
+    foreign = {name: sys.modules.pop(name) for name in theirs}
     sys.modules.update(_aside)
     _aside.clear()
     path_before = list(sys.path)
@@ -38,7 +39,8 @@ def own_modules() -> Iterator[None]:
         yield
     finally:
         sys.path[:] = path_before
-        shadowed = {name for name in OURS if _is_shadowed(name)}
+        found = {name: importlib.machinery.PathFinder.find_spec(name) for name in OURS}
+        shadowed = {name for name, spec in found.items() if spec and not _is_ours(spec)}
         for name in _loaded():
             if name.partition(".")[0] in shadowed:
                 _aside[name] = sys.modules.pop(name)
@@ -50,17 +52,6 @@ def _loaded() -> list[str]:
     return [name for name in list(sys.modules) if name.partition(".")[0] in OURS]
 
 
-def _is_ours(module: ModuleType) -> bool:
-    return _lies_here(getattr(module, "__file__", None), *getattr(module, "__path__", ()))
-
-
-def _is_shadowed(name: str) -> bool:
-    """Whether an import of this name would now find somebody else's module."""
-    spec = importlib.machinery.PathFinder.find_spec(name)
-    if spec is None:
-        return False
-    return not _lies_here(spec.origin, *(spec.submodule_search_locations or ()))
-
-
-def _lies_here(*places: str | None) -> bool:
+def _is_ours(spec: importlib.machinery.ModuleSpec | None) -> bool:
+    places = (spec.origin, *(spec.submodule_search_locations or ())) if spec else ()
     return any(place and Path(place).resolve().is_relative_to(ROOT) for place in places)

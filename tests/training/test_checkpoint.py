@@ -25,17 +25,9 @@ from training.loop.optimizer import build_optimizer
 from training.record.checkpoint import Checkpoints, load_model_state
 from training.record.files import CheckpointError, newest_first, read_meta
 
-CONFIG = {
-    "seed": 0,
-    "model": {
-        "name": "tiny",
-        "num_layers": 2,
-        "hidden_size": 8,
-        "positions": "learned",
-        "max_seq_len": 16,
-        "dropout": 0.5,
-    },
-}
+PARTS = ("model", "optimizer", "scaler")
+SIZES = {"num_layers": 2, "hidden_size": 8, "max_seq_len": 16}
+CONFIG = {"seed": 0, "model": SIZES | {"name": "tiny", "positions": "learned", "dropout": 0.5}}
 
 
 class TiedModel(nn.Module):
@@ -104,8 +96,7 @@ def file_size(limit: int) -> Iterator[None]:
 
 def new_parts() -> dict:
     """What Checkpoints takes, newly built."""
-    parts = zip(("model", "optimizer", "scaler"), build(), strict=True)
-    return dict(parts) | {"config": CONFIG}
+    return dict(zip(PARTS, build(), strict=True)) | {"config": CONFIG}
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["unscaled", "scaled"])
@@ -117,27 +108,18 @@ def test_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path, scaled):
     seed(0)
     first = build(scaled)
     train(*first, 5)
-    model, optimizer, scaler = first
-    save_checkpoint(
-        tmp_path, model=model, optimizer=optimizer, scaler=scaler, step=5, tokens=60, config=CONFIG
-    )
+    parts = dict(zip(PARTS, first, strict=True))
+    save_checkpoint(tmp_path, **parts, step=5, tokens=500, config=CONFIG)
 
     seed(99)
     resumed = build(scaled)
     train(*resumed, 2)  # other weights, moments and random states, all to be replaced
-    model, optimizer, scaler = resumed
-    meta = load_checkpoint(tmp_path, model=model, optimizer=optimizer, scaler=scaler, config=CONFIG)
-    assert (meta["step"], meta["tokens"], meta["config"]) == (5, 60, CONFIG)
+    parts = dict(zip(PARTS, resumed, strict=True))
+    meta = load_checkpoint(tmp_path, **parts, config=CONFIG)
+    assert (meta["step"], meta["tokens"], meta["config"]) == (5, 500, CONFIG)
     assert train(*resumed, 3) == losses[5:]
-    for name, tensor in whole[0].state_dict().items():
-        assert torch.equal(tensor, model.state_dict()[name]), name
-    for mine, theirs in zip(
-        whole[1].state_dict()["state"].values(),
-        optimizer.state_dict()["state"].values(),
-        strict=True,
-    ):
-        assert all(torch.equal(mine[key], theirs[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
-    assert scaler.get_scale() == whole[2].get_scale()
+    for mine, theirs in zip(whole, resumed, strict=True):
+        assert same(mine.state_dict(), theirs.state_dict())
 
 
 def test_optimizer_settings_are_the_callers(tmp_path):
@@ -160,14 +142,6 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
     assert load_model_state(tmp_path, other)["vocab_size"] == 11
     assert other.output.weight is other.embedding.weight
     assert torch.equal(other.output.weight, model.embedding.weight)
-
-
-def test_a_compiled_module_is_refused(tmp_path):
-    """torch.compile() wraps a module as `_orig_mod`: names with that prefix would fit no model."""
-    compiled = nn.Module()
-    compiled._orig_mod = TiedModel()
-    with pytest.raises(AssertionError, match="torch.compile"):
-        save(tmp_path, model=compiled)
 
 
 def refusal(run_dir: Path, model: nn.Module | None = None, config: dict = CONFIG) -> str:
@@ -208,17 +182,15 @@ def with_model(**changed) -> dict:
 
 
 @pytest.mark.parametrize(
-    "changed, then",
+    "changed, said",
     [
-        ({"num_layers": 6, "hidden_size": 16}, {"num_layers": 2}),
-        ({"max_seq_len": 32}, {"max_seq_len": 16}),
+        ({"num_layers": 6, "hidden_size": 16}, "model.num_layers is 2 .* 6 now"),
+        ({"max_seq_len": 32}, "model.max_seq_len is 16 .* 32 now"),
     ],
 )
-def test_the_first_differing_setting_is_named(tmp_path, changed, then):
+def test_the_first_differing_setting_is_named(tmp_path, changed, said):
     save(tmp_path)
-    ((key, value),) = then.items()
-    message = refusal(tmp_path, config=with_model(**changed))
-    assert re.search(rf"model\.{key} is {value} .* {changed[key]} now", message)
+    assert re.search(said, refusal(tmp_path, config=with_model(**changed)))
 
 
 def test_settings_that_change_no_weight_may_differ(tmp_path):
@@ -358,7 +330,7 @@ def test_a_newer_format_is_refused(tmp_path):
     assert "version 99" in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("byte", range(0, 900, 100))
+@pytest.mark.parametrize("byte", range(0, 900, 300))
 def test_no_altered_byte_of_the_meta_file_goes_unseen(tmp_path, byte):
     """A flipped bit in the number of the step, say, would be a wrong resume."""
     path = save(tmp_path, step=123456) / "meta.json"
@@ -478,14 +450,6 @@ def test_a_background_save_is_of_its_moment(tmp_path):
         model.weight.data.zero_()
     stored = load_file(tmp_path / "checkpoint/model.safetensors")
     assert torch.equal(stored["weight"], then)
-
-
-def test_the_last_save_is_there_when_it_returns(tmp_path):
-    with Checkpoints(tmp_path, **new_parts(), background=True) as saves:
-        saves.save(1, 100)
-        saves.save(2, 200, last=True)
-        found = [read_meta(folder)["step"] for folder in newest_first(tmp_path)]
-        assert found == [2, 1]
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@ never ignored.
 """
 
 from dataclasses import fields
+from operator import attrgetter
 
 import pytest
 
@@ -14,7 +15,7 @@ from config import (
     ModelConfig,
     RunConfig,
 )
-from training.launch.settings import READ_UNDER, conditional_settings, settle, value_of
+from training.launch.settings import READ_UNDER, conditional_settings, settle
 
 
 def test_a_setting_is_read_under_some_choices_alone():
@@ -69,5 +70,5 @@ def test_the_tables_name_settings_that_exist():
     }
     config = RunConfig(model=ModelConfig(positions="rope"))
     for key, (decider, readers) in READ_UNDER.items():
-        value_of(config, key)
-        assert isinstance(value_of(config, decider), str) and readers
+        attrgetter(key)(config)
+        assert isinstance(attrgetter(decider)(config), str) and readers

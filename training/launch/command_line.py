@@ -5,6 +5,7 @@ that such arguments mean. Nothing here imports torch, so a mistyped key is repor
 """
 
 import atexit
+import copy
 import difflib
 import gc
 import logging
@@ -95,23 +96,25 @@ def compose(*overrides: str) -> RunConfig:
     return read_config(hydra_config(*overrides))
 
 
-def hydra_config(*overrides: str, with_hydra: bool = False) -> Any:
-    """The config that Hydra composes from overrides; with_hydra keeps its own node, as in a job."""
+def hydra_config(*overrides: str) -> Any:
+    """The config that Hydra composes from overrides, with its own node, as in a job."""
     from hydra import compose as compose_by_hydra
     from hydra import initialize_config_dir
 
     check_overrides(overrides)
     register()
     with one_sentence(), initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose_by_hydra("config", list(overrides), return_hydra_config=with_hydra)
+        return compose_by_hydra("config", list(overrides), return_hydra_config=True)
 
 
 def read_config(cfg: Any) -> RunConfig:
     """Convert the config that Hydra composed to a RunConfig. Raises ValueError with the reason."""
-    from omegaconf import OmegaConf
+    from omegaconf import OmegaConf, open_dict
 
-    with one_sentence():
-        return OmegaConf.to_object(cfg)
+    settings = copy.deepcopy(cfg)
+    with one_sentence(), open_dict(settings):
+        settings.pop("hydra", None)
+        return OmegaConf.to_object(settings)
 
 
 @contextmanager
@@ -137,7 +140,7 @@ def one_sentence() -> Iterator[None]:
 
 def in_one_line(error: BaseException) -> str:
     # after these words Hydra lists folders, and OmegaConf the types around a key
-    text = str(error).partition("Config search path")[0].partition("object_type=")[0]
+    text = re.split("Config search path|reference_type=|object_type=", str(error))[0]
     return " ".join(text.split())
 
 
@@ -240,10 +243,7 @@ def recorded_overrides(run_dir: Path) -> list[str]:
         recorded = yaml.safe_load(path.read_bytes())
         check_overrides(recorded)
     except (ValueError, TypeError, yaml.YAMLError) as error:
-        raise ValueError(
-            f"{path} is no list of a run's settings: {in_one_line(error)}; "
-            f"{run_dir / 'config.yaml'} has all of their values"
-        ) from None
+        raise ValueError(f"{path} is no list of a run's settings: {in_one_line(error)}") from None
     return recorded
 
 

@@ -52,21 +52,11 @@ def claim(folder: Path, key: str, *, goes_on: bool = False) -> IO:
     return file
 
 
-def folder_of(config: Any, kind: str) -> Path:
-    """hydra.run.dir or hydra.sweep.dir. Ends the program if that cannot be resolved."""
-    key = f"hydra.{kind}.dir"
-    try:
-        return Path(config.hydra[kind].dir)
-    except ValueError as error:  # an interpolation of an unknown name
-        reason = str(error).splitlines()[0]
-        raise SystemExit(f"error: {key}: {reason}; name a folder, as {key}=outputs/NAME") from None
-
-
 def claim_run(config: Any) -> IO:
     """Claim the folder of a single run. If several start in the same second, the others get a
     number after their time stamp.
     """
-    folder = named = folder_of(config, "run")
+    folder = named = Path(config.hydra.run.dir)
     has_stamp = "${now:" in as_written(config.hydra.run)["dir"]
     for number in count(2):
         try:

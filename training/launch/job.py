@@ -1,6 +1,5 @@
 """Runs one job, from Hydra's composed settings to a summary. Every outcome is a status."""
 
-import copy
 import logging
 import shlex
 import sys
@@ -75,7 +74,7 @@ def run_overrides(train: Train, overrides: tuple[str, ...]) -> Row:
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import open_dict, read_write
 
-    from training.launch.sweep import SweepSummary
+    from training.launch.folders import claim_run
 
     for each in overrides:
         if not isinstance(each, str) or each.startswith("-"):
@@ -83,29 +82,24 @@ def run_overrides(train: Train, overrides: tuple[str, ...]) -> Row:
                 f"run({each!r}): run() takes settings as text, such as 'steps=50'; options and "
                 "sweeps (-m) belong to python train.py"
             )
-    cfg = hydra_config(*replay_overrides(list(overrides)), with_hydra=True)
+    cfg = hydra_config(*replay_overrides(list(overrides)))
     if "MULTIRUN" in str(cfg.hydra.mode):  # a recipe asks for it
         given = shlex.join(overrides)
         raise ValueError(f"{given} is a sweep: run it by `python train.py {given}`")
-    folders = SweepSummary()
     try:
-        folders.on_run_start(cfg)  # locks the run's folder
+        lock = claim_run(cfg)
     except SystemExit as error:
         raise ValueError(str(error).removeprefix("error: ")) from None
     run_dir = Path(cfg.hydra.run.dir)
-    with read_write(cfg.hydra.runtime), open_dict(cfg.hydra.runtime):
+    with read_write(cfg), open_dict(cfg):
         cfg.hydra.runtime.output_dir = str(run_dir.absolute())
-    before = HydraConfig.instance().cfg
-    HydraConfig.instance().set_config(cfg)
-    task = copy.deepcopy(cfg)
-    with open_dict(task):
-        del task["hydra"]
+    hydra, before = HydraConfig.instance(), HydraConfig.instance().cfg
+    hydra.set_config(cfg)
     try:
-        with lines_shown(run_dir / "train.log"):
-            summary, error = run_job(train, task)
+        with lock, lines_shown(run_dir / "train.log"):
+            summary, error = run_job(train, cfg)
     finally:
-        HydraConfig.instance().cfg = before
-        folders.release()
+        hydra.cfg = before
     if summary["status"] == "failed" and error is not None:
         raise error
     return summary

@@ -43,41 +43,46 @@ def check_settings(config: RunConfig, summary: dict[str, Any]) -> None:
     Raises ValueError for those that were typed for it, for a logger that is not installed, and for
     a resume under settings that nobody asked for.
     """
-    left_out = settle(config, asked=asked_keys())
+    typed = set(map(key_of, cli_overrides()))
+    left_out = settle(config, asked=set() if chosen_by_a_sweep() else typed)
     summary["variant"] = attention_names(config.attention)[0][1]
     if left_out:
         summary["left_out"] = left_out
         log.info("\n".join(f"without {key}: {why}" for key, why in left_out.items()))
     check_logger(config.logger)
-    check_resume(config, asked=set(map(key_of, cli_overrides())))
+    check_resume(config, asked=typed)
 
 
-def asked_keys() -> set[str]:
-    """The keys that the user typed for this start. Empty if a sweep or `wandb agent` chose them:
-    these combine settings without knowing which of them each choice reads.
+def chosen_by_a_sweep() -> bool:
+    """Whether a sweep or `wandb agent` combined the settings, without knowing which of them each
+    choice reads.
     """
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
     # every launcher numbers the jobs of a sweep, even if it runs each as a separate command
     swept = not OmegaConf.is_missing(HydraConfig.get().job, "num")
-    if swept or "WANDB_SWEEP_ID" in os.environ:
-        return set()
-    return set(map(key_of, cli_overrides()))
+    return swept or "WANDB_SWEEP_ID" in os.environ
 
 
 def settle(config: RunConfig, *, asked: Iterable[str]) -> dict[str, str]:
-    """Reset the settings that this run does not read; returns {setting: why}.
+    """Put the settings that this run does not read back to their defaults; returns {setting: why}.
 
     Raises ValueError for those in `asked`, the keys that a user set.
     """
-    asked = set(asked)
-    settings = conditional_settings(config).items()
-    left_out = {key: why for key, why in settings if why is not None}
-    for key, why in left_out.items():
+    asked, left_out = set(asked), {}
+    for key, why in conditional_settings(config).items():
+        if why is None:
+            continue
+        group, name = group_of(config, key)
         if is_asked(key, asked):
-            raise ValueError(f"{key}={value_of(config, key)} has no effect: {why}; leave it out")
-        reset(config, key)
+            raise ValueError(f"{key}={group[name]} has no effect: {why}; leave it out")
+        left_out[key] = why
+        defaults, _ = group_of(RunConfig(), key)
+        if name in defaults:
+            group[name] = defaults[name]
+        else:
+            del group[name]
     return left_out
 
 
@@ -91,9 +96,9 @@ def conditional_settings(config: RunConfig) -> dict[str, str | None]:
     settings: dict[str, str | None] = {}
     defaults = RunConfig()
     for key, (decider, readers) in READ_UNDER.items():
-        if value_of(config, key) != value_of(defaults, key):
-            chosen, choice = value_of(config, decider), decider.removesuffix(".name")
-            choice = choice.removesuffix(".source")
+        value_in, chosen = attrgetter(key), attrgetter(decider)(config)
+        if value_in(config) != value_in(defaults):
+            choice = decider.removesuffix(".name").removesuffix(".source")
             others = " or ".join(f"{choice}={reader}" for reader in readers)
             why = f"{choice}={chosen} does not read it, {others} would"
             settings[key] = None if chosen in readers else why
@@ -105,18 +110,8 @@ def conditional_settings(config: RunConfig) -> dict[str, str | None]:
     return settings
 
 
-def value_of(config: RunConfig, key: str) -> Any:
-    """The value of a setting in a group, such as attention.options.NAME."""
-    group, _, name = key.rpartition(".")
-    parent = attrgetter(group)(config)
-    return parent[name] if isinstance(parent, dict) else getattr(parent, name)
-
-
-def reset(config: RunConfig, key: str) -> None:
-    """Put a setting in a group back to its default."""
-    group, _, name = key.rpartition(".")
-    parent = attrgetter(group)(config)
-    if isinstance(parent, dict):
-        del parent[name]
-    else:
-        setattr(parent, name, value_of(RunConfig(), key))
+def group_of(config: RunConfig, key: str) -> tuple[dict[str, Any], str]:
+    """The settings of a key's group, by name and open to changes, and the key's name there."""
+    path, _, name = key.rpartition(".")
+    group = attrgetter(path)(config)
+    return group if isinstance(group, dict) else vars(group), name

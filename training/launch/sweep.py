@@ -18,7 +18,7 @@ from typing import IO, Any, NoReturn
 from hydra.experimental.callback import Callback
 
 from training.launch.command_line import quoted
-from training.launch.folders import Taken, claim, claim_run, folder_of
+from training.launch.folders import Taken, claim, claim_run
 from training.loop.ranks import of_environment
 from training.record.files import Row, newest_first, read_mapping, write_file, write_json
 from training.record.names import name_runs
@@ -65,7 +65,7 @@ class SweepSummary(Callback):
                 "error: torchrun starts the ranks of one run, and -m asks for several runs: start "
                 "each by a torchrun of its own, or all of them by python train.py -m"
             )
-        self.folder = folder_of(config, "sweep").absolute()
+        self.folder = Path(config.hydra.sweep.dir).absolute()
         if not config.hydra.sweeper._target_.endswith(".CheckedSweeper"):
             # another sweeper plans its jobs as it goes
             self.sweep_file = claim(self.folder, "hydra.sweep.dir")

@@ -22,6 +22,7 @@ import os
 import random
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,6 @@ from data.token_file import meta_checksum, sha256_of
 from training.record.clock import phase
 from training.record.files import (
     BEST,
-    FORMAT,
     LATEST,
     META,
     PREVIOUS,
@@ -60,9 +60,7 @@ log = logging.getLogger("tilegpt")
 WEIGHTS, TRAINING, METRICS = "model.safetensors", "training.pt", "metrics.jsonl"
 
 # settings of the model that change neither a tensor nor what the weights mean
-FREE_SETTINGS = tuple(
-    f"model.{name}" for name in ("name", "dropout", "checkpoint", "chunk_tokens", "offload")
-)
+FREE_SETTINGS = ("model.name", "model.dropout", "model.checkpoint")
 
 
 class Checkpoints:
@@ -137,7 +135,7 @@ class Checkpoints:
             return
         self._wait()
         meta = {
-            "format": FORMAT,
+            "format": "tilegpt-checkpoint",
             "version": VERSION,
             "step": step,
             "tokens": tokens,
@@ -151,21 +149,18 @@ class Checkpoints:
             stop_clock(self.starts)
             meta["starts"] = copy.deepcopy(self.starts)
             rows = (self.run_dir / METRICS).read_bytes()
-        tensors, state = self._state()
-        kept = {"former": self._former, "best": self.is_best(step, val_loss)}
+        best = self.is_best(step, val_loss)
+        write = partial(_write, self.run_dir, meta, rows, former=self._former, best=best)
         self._former = self.run_dir / PREVIOUS
+        state = self._state()
         if last or not self.background:
-            _write(self.run_dir, tensors, state, rows, meta, **kept)
+            write(*state)
             return
         # copies from a GPU are pinned, and go on while the host queues them
-        tensors, state = tree_map_only(
-            Tensor, lambda x: x.to("cpu", non_blocking=True, copy=True), (tensors, state)
-        )
+        copied = tree_map_only(Tensor, lambda x: x.to("cpu", non_blocking=True, copy=True), state)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # the next step changes what they copy
-        self._pending = self._writer.submit(
-            _write, self.run_dir, tensors, state, rows, meta, **kept
-        )
+        self._pending = self._writer.submit(write, *copied)
 
     def _state(self) -> tuple[dict[str, Tensor], Row]:
         """The weights, and what else a resumed run needs."""
@@ -223,10 +218,10 @@ class Checkpoints:
 
 def _write(
     run_dir: Path,
+    meta: Row,
+    rows: bytes | None,
     tensors: dict[str, Tensor],
     state: Row,
-    rows: bytes | None,
-    meta: Row,
     *,
     former: Path | None,
     best: bool,
@@ -245,7 +240,10 @@ def _write(
             shutil.copymode(folder / TRAINING, folder / WEIGHTS)
             if rows is not None:
                 (folder / METRICS).write_bytes(rows)
-            meta["files"] = {path.name: _entry(path) for path in sorted(folder.iterdir())}
+            meta["files"] = {
+                path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+                for path in sorted(folder.iterdir())
+            }
             meta["sha256"] = meta_checksum(meta)
             (folder / META).write_text(json.dumps(meta, indent=2))
             if best:  # before it is the latest: a run that dies here writes both again
@@ -257,10 +255,6 @@ def _write(
             f"cannot write a checkpoint to {run_dir} ({free / GIB:.2f} GiB free on that disk): "
             f"{str(error).splitlines()[0]}"
         ) from error
-
-
-def _entry(path: Path) -> Row:
-    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def _link(folder: Path, target: Path) -> None:
@@ -309,8 +303,7 @@ def _newest_whole(run_dir: Path) -> tuple[Path, Row]:
             )
         return folder, meta
     latest(run_dir)  # raises an error if there is none
-    others = f"; no other checkpoint is whole either ({len(problems) - 1} tried)"
-    raise CheckpointError(f"{problems[0]}{others if problems[1:] else ''}")
+    raise problems[0]
 
 
 def _verify(folder: Path, meta: Row, name: str) -> None:
@@ -373,10 +366,9 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def _random_state() -> Row:
     kind, keys, *rest = np.random.get_state()
-    assert kind == "MT19937"
     return {
         "python": random.getstate(),
-        "numpy": [torch.from_numpy(keys.astype(np.int64)), *rest],
+        "numpy": (kind, keys.tolist(), *rest),  # weights_only=True reads no array
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
     }
@@ -384,8 +376,7 @@ def _random_state() -> Row:
 
 def _set_random_state(state: Row) -> None:
     random.setstate(state["python"])
-    keys, *rest = state["numpy"]
-    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *rest))
+    np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     # a run may resume with another number of GPUs, or none
     for index, cuda_state in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):

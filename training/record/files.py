@@ -10,7 +10,6 @@ values are listed beside them as "nonfinite". Nothing here imports torch.
 """
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -30,7 +29,7 @@ Row = dict[str, Any]  # an object of a JSON file
 
 LATEST, PREVIOUS, BEST = "checkpoint", "checkpoint.previous", "checkpoint.best"
 FRESH = f"{LATEST}.tmp"  # a checkpoint that is being written
-META, FORMAT = "meta.json", "tilegpt-checkpoint"
+META = "meta.json"
 # a new number for every change of what a setting is called or means: scripts read the weights of
 # older versions, and a resume takes only this one
 VERSION = 2
@@ -132,17 +131,16 @@ def read_meta(run_dir: Path) -> Row:
 def meta_of(folder: Path) -> Row:
     """The meta.json of a checkpoint. Raises CheckpointError unless it is as it was written."""
     meta = read_mapping(folder / META)
-    if meta.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{folder} is not a checkpoint of this program: {META} is missing, damaged or another's"
-        )
     if meta.get("version", 0) > VERSION:
         raise CheckpointError(
             f"{folder} has version {meta['version']} of the format; this program reads versions up "
             f"to {VERSION}"
         )
     if meta.get("sha256") != meta_checksum(meta):
-        raise CheckpointError(f"{folder / META} was altered: it has not the SHA-256 it names")
+        raise CheckpointError(
+            f"{folder / META} is missing, damaged or another program's: it has not the SHA-256 "
+            "that it names"
+        )
     return meta
 
 
@@ -150,7 +148,7 @@ def check_version(run_dir: Path) -> None:
     """Raise CheckpointError if an older version of this program trained the run."""
     for folder in newest_first(run_dir)[:1]:
         meta = read_mapping(folder / META)
-        if meta.get("format") == FORMAT and meta.get("version") != VERSION:
+        if meta.get("version", VERSION) != VERSION:
             raise CheckpointError(
                 f"resume={run_dir}: it is a run of commit {commit_of(meta, run_dir)}, which has "
                 "other settings; check out that commit to resume it. scripts.sample, report and "
@@ -271,9 +269,9 @@ def check_writable(path: Path, ending: str = ".json") -> None:
     if path.suffix != ending:
         raise ValueError(f"{path} is not a name for this file; give one that ends in {ending}")
     try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         try_folder(path.parent)
+        if path.exists():
+            path.open("a").close()  # raises for a folder, and changes no file
     except OSError as error:
         raise OSError(
             f"{path} cannot be written: {error.strerror or error}; name another file"

@@ -40,9 +40,6 @@ from training.record.names import WATCHING, as_typed, attention_names
 
 log = logging.getLogger("tilegpt")
 
-# settings that say where a run's files lie
-PLACES = ("resume",)
-
 
 def check_resume(config: RunConfig, *, asked: set[str]) -> None:
     """Raise ValueError for a resume under settings that nobody asked for.
@@ -60,13 +57,14 @@ def check_resume(config: RunConfig, *, asked: set[str]) -> None:
         )
     if "seq_len" in asked:
         asked = asked | {"model.max_seq_len"}  # which follows it
+    saved = _saved_settings(run_dir)
+    written = read_mapping(run_dir / "config.yaml") or saved
     edited, changed = (
         {key: pair for key, pair in differences(then, now).items() if not _asked_for(key, asked)}
-        for then in (read_mapping(run_dir / "config.yaml"), _saved_settings(run_dir))
+        for then in (written, saved)
     )
     # what an earlier resume changed stands in config.yaml, even if that start saved nothing
-    if read_mapping(run_dir / "config.yaml"):
-        changed = {key: pair for key, pair in changed.items() if key in edited}
+    changed = {key: pair for key, pair in changed.items() if key in edited}
     if changed:
         raise ValueError(
             f"resume={run_dir}: {in_words(changed)}, which nobody asked for: overrides.yaml there "
@@ -141,9 +139,6 @@ class Start(NamedTuple):
     starts: list[Row]  # the entries of all starts, this one last
 
 
-FIRST_START = Start(0, 0, [])
-
-
 def new_start(
     started: float, chosen: AttentionConfig, environment: Row, init_from: Row | None
 ) -> Row:
@@ -204,7 +199,7 @@ def differences(then: Row, now: Row) -> dict[str, list[Any]]:
         key: [before[key], value]
         for key, value in _flat(now)
         # as strings: a NaN does not differ from itself
-        if key in before and key not in PLACES and repr(before[key]) != repr(value)
+        if key in before and key != "resume" and repr(before[key]) != repr(value)
     }
 
 
