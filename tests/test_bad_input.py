@@ -122,6 +122,9 @@ REFUSED = {
     "sead=1": "sead=1 seed?",
     "attention=naiv": "attention=naiv naive? no_rescale",
     "'attention=[naive,no_max]'": "attention=[naive,no_max] -m",
+    # it would write over the run that it repeats
+    "--experimental-rerun=a/config.pickle": "--experimental-rerun=a/config.pickle overrides.yaml",
+    "--exp a/config.pickle": "--exp overrides.yaml",
     # what only the machine can tell
     "compile=true attention.score_mod=U:HALVED": "attention.score_mod compile=false",
     "cuda_graph=true": "cuda_graph=true device=cpu",
