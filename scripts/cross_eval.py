@@ -22,6 +22,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -120,6 +121,10 @@ def load_checkpoints(folders: Sequence[Path]) -> list[Checkpoint]:
     each. Raises ValueError if there is none.
     """
     summaries = list(runs_below(folders).values())
+    for summary in summaries:  # the weights are named by their own checkpoint
+        with suppress(ValueError, OSError):
+            starts = read_meta(Path(summary["dir"])).get("starts")
+            summary["starts"] = starts or summary.get("starts")
     checkpoints = []
     settings = differing_settings(summaries)
     for summary, names, setting in zip(summaries, name_runs(summaries), settings, strict=True):

@@ -119,6 +119,9 @@ TOGETHER = {
 # environment. U: stands for tests.user_backends:
 REFUSED = {
     "sead=1": "sead=1 seed?",
+    # it would write over the run that it repeats
+    "--experimental-rerun=a/config.pickle": "--experimental-rerun=a/config.pickle overrides.yaml",
+    "--exp a/config.pickle": "--exp overrides.yaml",
     # what only the machine can tell
     "compile=true attention.score_mod=U:HALVED": "attention.score_mod compile=false",
     "cuda_graph=true": "cuda_graph=true device=cpu",

@@ -142,6 +142,29 @@ def test_a_job_that_cannot_run_is_known_before_any_has_begun(tmp_path, overrides
     assert not (tmp_path / "sweep").exists()
 
 
+@pytest.mark.parametrize("subdir", ["../others", "${oc.env:PLACE}/others"])
+def test_no_sweeper_writes_outside_its_folder(tmp_path, subdir):
+    """A regression test: Hydra's own sweeper removed the checkpoint/ of another program."""
+    kept = tmp_path / "others/checkpoint/weights.pt"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("weights")
+    swept = ("hydra/sweeper=basic", "seed=0", "steps=1", f"hydra.sweep.subdir={subdir}")
+    done = run(*tiny_sweep(tmp_path / "sweep", *swept), PLACE="..")
+    assert "hydra.sweep.subdir=../others" in done.complaint()
+    assert kept.read_text() == "weights"
+
+
+def test_a_sweep_goes_on_in_the_folders_of_its_own_jobs_only(tmp_path):
+    """A regression test: a folder beside the jobs was removed if a later subdir named it."""
+    swept = ("seed=0", "steps=1", "eval_every=0")
+    assert run(*tiny_sweep(tmp_path, *swept)).code == 0
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/today.txt").write_text("words")
+    done = run(*tiny_sweep(tmp_path, *swept, "hydra.sweep.subdir=notes"))
+    assert "holds" in done.complaint()
+    assert (tmp_path / "notes/today.txt").read_text() == "words"
+
+
 def test_settings_of_a_group_and_of_a_recipe_are_left_out_too(tmp_path):
     """A regression test: attention=naive failed on the tiles that experiment=break_it sets."""
     swept = ("attention=naive", "seed=0", "steps=1", "optim=adamw,muon")

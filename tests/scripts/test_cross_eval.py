@@ -167,6 +167,16 @@ def test_a_matrix_without_a_figure_replaces_nothing(sweep, table):
     assert (sweep / "cross_eval.json").read_bytes() == before
 
 
+def test_weights_are_named_by_their_own_checkpoint(sweep, tmp_path):
+    """A regression test: weights of no_rescale, copied into another run, were called tiled."""
+    folder = shutil.copytree(sweep / "0", tmp_path / "run")
+    shutil.rmtree(folder / "checkpoint")
+    shutil.copytree(sweep / "2/checkpoint", folder / "checkpoint")
+    (row,) = judged(tmp_path, "under=sdpa", "sequences=1")
+    assert row["trained_under"]["name"] == "no_rescale"
+    assert row["variant"].split()[0] == "no_rescale"
+
+
 def test_a_folder_of_ruins(sweep, tmp_path, capsys):
     """Failed, out of memory, half written, without a checkpoint, with a damaged one: a line each,
     and the rest is judged.

@@ -5,7 +5,13 @@ import math
 
 import pytest
 
-from training.record.files import MetricsFile, read_mapping, read_metrics, write_json
+from training.record.files import (
+    MetricsFile,
+    read_mapping,
+    read_metrics,
+    try_folder,
+    write_json,
+)
 
 
 def strict_loads(text: str):
@@ -65,3 +71,17 @@ def test_what_is_no_mapping_is_read_as_nothing(tmp_path, name, content):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     assert read_mapping(tmp_path / name) == {}
+
+
+def test_a_folder_with_room_for_a_part_is_refused(tmp_path):
+    """A regression test: the system wrote the part, and called that no error."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try_folder(tmp_path / "run", 8192)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            try_folder(tmp_path / "run", 8192)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not any((tmp_path / "run").iterdir())

@@ -196,6 +196,12 @@ def replay_overrides(arguments: list[str]) -> list[str]:
     ValueError with the reason.
     """
     options, overrides = options_first(arguments)
+    for option in options:
+        if option.startswith("--e"):  # argparse completes --experimental-rerun
+            raise ValueError(
+                f"{option} would write over the run that it repeats: start a new run with the "
+                "settings in its overrides.yaml"
+            )
     sweep = {"-m", "--multirun"} & set(options)
     recipe = any(each.startswith(("experiment=", "hydra.mode=")) for each in overrides)
     new = [each for each in overrides if key_of(each) != "resume"]

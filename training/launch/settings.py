@@ -105,7 +105,7 @@ def conditional_settings(config: RunConfig) -> dict[str, str | None]:
     options = get_backend(config.attention.name).options
     for name in config.attention.backend_options():
         key = f"attention.{name}" if name in BACKEND_OPTIONS else f"attention.options.{name}"
-        why = f"attention={config.attention.name} has the options: {', '.join(options)}"
+        why = f"attention={config.attention.name} has the options: {', '.join(options) or 'none'}"
         settings[key] = None if name in options else why
     return settings
 

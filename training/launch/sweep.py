@@ -17,8 +17,8 @@ from typing import IO, Any, NoReturn
 
 from hydra.experimental.callback import Callback
 
-from training.launch.command_line import quoted
-from training.launch.folders import Taken, claim, claim_run
+from training.launch.command_line import as_written, quoted
+from training.launch.folders import Taken, check_names, claim, claim_run
 from training.loop.ranks import of_environment
 from training.record.files import Row, newest_first, read_mapping, write_file, write_json
 from training.record.names import name_runs
@@ -68,6 +68,7 @@ class SweepSummary(Callback):
         self.folder = Path(config.hydra.sweep.dir).absolute()
         if not config.hydra.sweeper._target_.endswith(".CheckedSweeper"):
             # another sweeper plans its jobs as it goes
+            check_names([as_written(config.hydra.sweep)["subdir"]])
             self.sweep_file = claim(self.folder, "hydra.sweep.dir")
             (self.folder / INDEX).touch()
 
@@ -75,6 +76,7 @@ class SweepSummary(Callback):
         if self.folder is None:
             return
         folder = Path(config.hydra.runtime.output_dir)
+        check_names([os.path.relpath(folder, self.folder)])
         if (folder / "metrics.jsonl").exists() and not config.resume:
             raise Taken(f"error: hydra.sweep.subdir: {folder} is the folder of another job")
         self.run_file = claim(folder, "hydra.sweep.subdir", goes_on=True)
@@ -119,8 +121,9 @@ def begun(folder: Path, jobs: list[Row]) -> Iterator[list[list[str]]]:
     A job has its "overrides", the name "dir" of its folder, and what names it. If the folder holds
     a sweep of the same jobs, that goes on: jobs with a result are left out, and others resume.
     """
-    before = [row.get("overrides") for row in planned_jobs(folder).values()]
-    goes_on = before == [job["overrides"] for job in jobs]
+    before = [(row.get("dir"), row.get("overrides")) for row in planned_jobs(folder).values()]
+    # in other folders there may be files of the user's
+    goes_on = before == [(job["dir"], job["overrides"]) for job in jobs]
     with claim(folder, "hydra.sweep.dir", goes_on=goes_on):
         named = zip(jobs, name_runs(jobs), strict=True)
         rows = [job | {"variant": names.variant} for job, names in named]

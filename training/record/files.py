@@ -255,7 +255,7 @@ def whole_folder(target: Path, *, former: Path | None = None) -> Iterator[Path]:
 def try_folder(folder: Path, size: int = 4096) -> None:
     """Create the folder, and write and remove a file of `size` bytes in it. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+    with tempfile.TemporaryFile(dir=folder) as file:  # buffered: a raw write may end early
         file.write(bytes(size))
 
 
