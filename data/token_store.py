@@ -81,7 +81,7 @@ def load(folder: Path) -> TokenStore:
         train, val = (TokenFile(folder / name, meta["dtype"]) for name in FILES)
         return TokenStore(train, val, meta)
     # another OSError, such as too many open files, says nothing about the store
-    except (FileNotFoundError, NotADirectoryError, ValueError) as error:
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError) as error:
         raise DamagedStore(f"the token store {folder} is damaged: {error}") from error
 
 

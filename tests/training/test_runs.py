@@ -76,8 +76,11 @@ def test_half_written_run_is_unfinished(tmp_path, written):
     assert "unfinished" in summary_table([row])
 
 
-def test_a_run_with_nothing_readable_is_unfinished(tmp_path):
-    (tmp_path / "config.yaml").write_text("a: [unclosed")
+@pytest.mark.parametrize("config", ["a: [unclosed", "attention: tiled"])
+def test_a_run_with_nothing_readable_is_unfinished(tmp_path, config):
+    (tmp_path / "config.yaml").write_text(config)
+    (tmp_path / "metrics.jsonl").mkdir()
+    (tmp_path / "summary.json").write_text('{"a":' * 100_000)
     assert read_run(tmp_path) == {"status": "unfinished", "dir": str(tmp_path)}
 
 

@@ -75,7 +75,7 @@ def parse_rows(lines: Iterable[str]) -> Iterator[Row]:
     for line in lines:
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(row, dict):
             yield row
@@ -86,7 +86,7 @@ def read_mapping(path: Path) -> Row:
     try:
         content = path.read_bytes()
         value = json.loads(content) if path.suffix == ".json" else yaml.safe_load(content)
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -84,7 +84,10 @@ def in_order(name: str) -> list[int | str]:
 
 def read_run(run_dir: Path) -> Row:
     """One run directory as a dictionary; never fails on a half-written one."""
-    rows = read_metrics(run_dir / "metrics.jsonl")
+    try:
+        rows = read_metrics(run_dir / "metrics.jsonl")
+    except OSError:  # a folder of that name, say
+        rows = []
     evaluated_step = max((row["step"] for row in rows if "val/loss" in row), default=None)
     own = {"evaluated_step": evaluated_step, "dir": str(run_dir)}
     summary = read_mapping(run_dir / "summary.json")
@@ -93,7 +96,8 @@ def read_run(run_dir: Path) -> Row:
     # the last values of the metrics, and the settings that name it
     run = {key: value for row in rows for key, value in row.items() if value is not None}
     config = read_mapping(run_dir / "config.yaml")
-    run["attention"] = config.get("attention", {}).get("name")
+    attention = config.get("attention")
+    run["attention"] = attention.get("name") if isinstance(attention, dict) else None
     run |= {key: config.get(key) for key in ("seq_len", "seed")}
     run |= {"status": "unfinished", "steps_done": run.pop("step", None)} | own
     return {key: value for key, value in run.items() if value is not None}
