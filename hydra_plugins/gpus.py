@@ -67,14 +67,14 @@ class GpusLauncher(Launcher):
         `gpu` is as CUDA_VISIBLE_DEVICES names it, and empty for a job on the CPU.
         """
         from training.launch.command_line import as_written, options_first, quoted
-        from training.record.names import unescaped
+        from training.record.names import apart
 
         config = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
         with open_dict(config):
             config.hydra.job.id = config.hydra.job.num = number
         folder = Path(config.hydra.sweep.dir, str(config.hydra.sweep.subdir)).absolute()
         task = as_written(config.hydra.overrides.task)
-        label = unescaped(" ".join(each for each in task if each not in self.shared))
+        label = apart(task, self.shared)
         print(f"job {folder.name} on {f'GPU {gpu}' if gpu else 'the CPU'}: {label}", flush=True)
         options, _ = options_first(sys.argv[1:])
         command = [

@@ -170,13 +170,13 @@ class CheckedSweeper(BasicSweeper):
     def refusal(self, job: Job) -> Iterator[None]:
         """Ends the program if a setting of this job is refused."""
         from training.launch.command_line import one_sentence
-        from training.record.names import unescaped
+        from training.record.names import apart
 
         try:
             with one_sentence():
                 yield
         except ValueError as error:
-            own = unescaped(" ".join(each for each in job if each not in self.shared))
+            own = apart(job, self.shared)
             reason = f"{own}: {error}" if own else error
             raise SystemExit(f"error: no job was started: {reason}") from None
 

@@ -156,10 +156,10 @@ def check_overrides(
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    keys = ["experiment", *setting_keys(RunConfig)]
+    keys, parser = ["experiment", *setting_keys(RunConfig)], OverridesParser.create()
     for override in overrides:
         try:
-            parsed = OverridesParser.create().parse_override(override)
+            parsed = parser.parse_override(override)
         except HydraException as error:
             raise ValueError(f"{override}: {in_one_line(error)}") from None
         key, value = parsed.key_or_group, parsed.value()

@@ -10,7 +10,7 @@ Nothing here imports torch.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,6 +75,11 @@ def as_typed(value: Any) -> str:
 def unescaped(text: str) -> str:
     """A value as a person would write it: sweepers put a backslash before colons, commas etc."""
     return re.sub(r"\\([\\()\[\]{}:=, \t])", r"\1", text)
+
+
+def apart(overrides: Iterable[str], shared: Container[str]) -> str:
+    """The overrides of a job that not all jobs of its sweep share, as a person would write them."""
+    return unescaped(" ".join(each for each in overrides if each not in shared))
 
 
 def name_runs(rows: Sequence[Row]) -> list[Names]:
