@@ -25,11 +25,11 @@ ours, and everything but attention is compiled. Under context_parallel, attentio
 F.scaled_dot_product_attention. A row has the seconds per step of the slowest rank (median, least
 and most of the repeats) and the largest peak memory of any rank.
 
-A wrong row gets no speed. Its first loss must equal that of our model on one GPU within LOSS, and
-the norm of its first gradients must be within ERROR of that of our compiled model on one GPU. The
-initial weights are so small that attention hardly changes either. So if sequences are shared, we
-also compare one layer's attention of normal inputs, forward and backward, with ours on one GPU: the
-norm of the error must be within ERROR of the norm of the result.
+A wrong row gets no speed. One GPU decides: the first loss must equal that of our GPT there within
+LOSS, and the norm of the first gradients that of our compiled model within ERROR. The initial
+weights are so small that attention hardly changes either. So if sequences are shared, we also
+compare one layer's attention of normal inputs, forward and backward, with ours on one GPU: the norm
+of the error must be within ERROR of the norm of the result.
 """
 
 import copy

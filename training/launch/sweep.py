@@ -62,8 +62,8 @@ class SweepSummary(Callback):
     def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
         if of_environment().several:
             raise SystemExit(
-                "error: torchrun starts the ranks of one run, and -m asks for several runs: start "
-                "each by a torchrun of its own, or all of them by python train.py -m"
+                "error: torchrun starts the ranks of one run, and -m asks for several: start each "
+                "by its own torchrun, or all by python train.py -m"
             )
         self.folder = Path(config.hydra.sweep.dir).absolute()
         if not config.hydra.sweeper._target_.endswith(".CheckedSweeper"):

@@ -211,8 +211,8 @@ def join(device: str, context: int = 1, settings: Mapping[str, Any] | None = Non
 
     Each `context` consecutive ranks share their sequences.
 
-    Raises ValueError if the number of ranks is no multiple of `context`, if this host has fewer
-    GPUs than ranks, or if other ranks have other `settings`.
+    Raises ValueError for a number of ranks that is no multiple of `context`, for more ranks than
+    GPUs on this host, and for ranks with other `settings`.
     """
     ranks = replace(of_environment(), context=context)
     if ranks.world % context:

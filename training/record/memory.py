@@ -175,8 +175,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def describe_out_of_memory(error: BaseException, device: torch.device | str) -> dict:
-    """The requested memory in GiB, None if the message lacks it; that which is free and that which
-    the device has, None on a CPU off Linux; and the first line of the error.
+    """The first line of the error, and three sizes in GiB: what was asked for, what is free, and
+    what the device has. None for a size that is not known.
     """
     asked, free, total = None, None, None
     size = r"(?:[Tt]ried|Unable) to allocate ([\d.]+) (bytes|[KMGTP]iB)"
