@@ -33,9 +33,7 @@ from attention.own import check_module
 
 # what `optional` holds where a caller gives nothing; attention_varlen() adds cu_seqlens
 NOT_GIVEN = {name: None for name in OPTIONAL_ARGUMENTS if name != "cu_seqlens"}
-MOST_KINDS = 1024
-# the kinds of call that passed
-passed: set[tuple[Any, ...]] = set()
+MOST_KINDS = 1024  # that a backend remembers
 
 
 def checked(
@@ -56,16 +54,17 @@ def checked(
     kind = None
     if module is None and optional["score_mod"] is None and not torch.compiler.is_compiling():
         inputs = (causal, scale, q, k, v, sinks, *optional.values())
-        kind = (backend, torch.is_grad_enabled(), *map(outline, inputs))
-    if kind is None or kind not in passed:
+        kind = (torch.is_grad_enabled(), *map(outline, inputs))
+    if kind is None or kind not in backend.passed:
         function = {"causal": causal, "scale": scale, "sinks": sinks}
         check_inputs(q, k, v, **function, optional=optional)
         backend.check_supported(q, k, v, **function, **optional)
         check_module(backend, module)
         if kind is not None:
-            if len(passed) >= MOST_KINDS:  # such as a growing cache's, which never come again
-                passed.clear()
-            passed.add(kind)
+            # such as a growing cache's, which never come again
+            if len(backend.passed) >= MOST_KINDS:
+                backend.passed.clear()
+            backend.passed.add(kind)
     if optional["key_lengths"] is not None:
         check_key_lengths_fit(k, optional["key_lengths"])
     longest = k.shape[2] if causal else q.shape[2] + k.shape[2]

@@ -281,28 +281,33 @@ class Recorder:
         self.max_scores: list[Tensor] = []
         self.breakdowns: list[Breakdown | None] = []
         self.calls: list[Call] = []
+        self._watched, self._keep_calls = backend, keep_calls
 
-        names = ("causal", "scale", *OPTIONAL_ARGUMENTS)
-
-        def recorded(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Output:
-            given = {name: arguments[name] for name in names if name in arguments}
-            if keep_calls:
-                output = backend.fn(q, k, v, **arguments)
-                self.calls.append(Call(q, k, v, output.out, given))
-                return output
-            watch = TileWatch(q)
-            # observe the scores that it uses: the defect may be in them
-            observer = {"observer": watch.observe} if backend.observable else {}
-            output = backend.fn(q, k, v, **arguments, **observer)
-            largest = watch.largest if observer else max_score(q, k, **given).amax()
-            self.max_scores.append(largest)
-            with torch.no_grad():
-                self.breakdowns.append(_breakdown(q, k, v, output.out, watch.breakdown))
-            return output
-
+    @property
+    def backend(self) -> Backend:
+        """Made anew each time: if the recorder held it, each would hold the other, and both the
+        graph of the recorded tensors.
+        """
         # a loop has one observer; and attention() adds the sinks, so that a call records none
-        features = backend.features - {"max_score", "sinks"}
-        self.backend = replace(backend, fn=recorded, features=features, traceable=False)
+        features = self._watched.features - {"max_score", "sinks"}
+        return replace(self._watched, fn=self._record, features=features, traceable=False)
+
+    def _record(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Output:
+        names = ("causal", "scale", *OPTIONAL_ARGUMENTS)
+        given = {name: arguments[name] for name in names if name in arguments}
+        if self._keep_calls:
+            output = self._watched.fn(q, k, v, **arguments)
+            self.calls.append(Call(q, k, v, output.out, given))
+            return output
+        watch = TileWatch(q)
+        # observe the scores that it uses: the defect may be in them
+        observer = {"observer": watch.observe} if self._watched.observable else {}
+        output = self._watched.fn(q, k, v, **arguments, **observer)
+        largest = watch.largest if observer else max_score(q, k, **given).amax()
+        self.max_scores.append(largest)
+        with torch.no_grad():
+            self.breakdowns.append(_breakdown(q, k, v, output.out, watch.breakdown))
+        return output
 
 
 @torch.no_grad()

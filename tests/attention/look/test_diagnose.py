@@ -5,6 +5,7 @@ Dimensions: N queries, M keys.
 """
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -300,3 +301,16 @@ def test_recorder_keeps_the_tensors_of_a_call_in_the_graph():
     (d_out,) = torch.autograd.grad((out**2).sum(), call.out)
     assert torch.equal(d_out, 2 * out)
     assert recorder.max_scores == []
+
+
+def test_a_dropped_recorder_frees_the_graph_of_its_calls():
+    """A regression test: the checks remembered its backend, so each comparison of a run kept the
+    activations of a sequence, and no later step could become a CUDA graph.
+    """
+    recorder = Recorder(get_backend("tiled"), keep_calls=True)
+    q, k, v = (random(1, 2, 8, 4, seed=seed).requires_grad_() for seed in range(3))
+    attention(q, k, v, backend=recorder.backend)
+    out = weakref.ref(recorder.calls[0].out)
+    assert out().grad_fn is not None
+    del recorder
+    assert out() is None
