@@ -92,6 +92,10 @@ class Options:
             raise ValueError("features= are timed; leave max_length=true out")
 
 
+# properties that a backend fails, by its name and dtype
+Red = dict[tuple[str, torch.dtype], list[str]]
+
+
 def wrong_results(backend: Backend, *, device: torch.device, dtype: torch.dtype) -> list[str]:
     """The properties that a backend fails in a quick check."""
     from conformance.properties import red_properties
@@ -102,16 +106,6 @@ def wrong_results(backend: Backend, *, device: torch.device, dtype: torch.dtype)
     return red_properties(backend, device=device, dtype=dtype)
 
 
-def complaint(text: str, red: dict[torch.dtype, list[str]]) -> str:
-    """Why a backend that fails these properties is not timed."""
-    dtype, properties = next(item for item in red.items() if item[1])
-    return (
-        f"{text} is wrong in {dtype_name(dtype)}, so its speed means nothing: red in "
-        f"{', '.join(properties)}; see python -m scripts.verify attention={text}, or add "
-        "allow_broken=true to time it and have its rows marked"
-    )
-
-
 def shape_of(options: Options, head_dim: int, length: int) -> Row:
     batch, heads = options.batch, options.heads
     if options.tokens:
@@ -119,11 +113,10 @@ def shape_of(options: Options, head_dim: int, length: int) -> Row:
     if heads % options.groups:
         raise ValueError(f"groups={options.groups} does not divide {heads} heads")
     shape = {"seq_len": length, "head_dim": head_dim, "batch": batch, "heads": heads}
-    shape["causal"] = options.causal
-    if options.groups > 1:
-        shape["groups"] = options.groups
     special = {"window": options.window, "documents": options.documents}
-    return shape | {name: value for name, value in special.items() if value}
+    special["groups"] = options.groups if options.groups > 1 else None
+    special = {name: value for name, value in special.items() if value}
+    return shape | {"causal": options.causal} | special
 
 
 @command
@@ -133,53 +126,57 @@ def main(options: Options) -> None:
     device = pick_device(options.device)
     dtypes = list(dict.fromkeys(pick_dtype(name, device) for name in options.dtype))
     backends = {text: parse_backend(text) for text in options.attention}
-    rows: list[Row] = []
-    for head_dim in options.head_dim:
-        shape_of(options, head_dim, options.seq_len[0])
-    for gib in options.memory_gib or ():
-        with memory_cap(gib, device):
-            pass
-    red = {
-        text: {
-            dtype: wrong_results(backend, device=device, dtype=dtype)
-            for dtype in dtypes
-            if options.check and dtype in backend.dtypes
-        }
-        for text, backend in backends.items()
-    }
-    wrong = []
-    for text, found in red.items():
-        if any(found.values()) and not options.allow_broken:
-            # still measure the others
-            wrong.append(complaint(text, found))
-            del backends[text]
-    if not backends:
-        raise ValueError("; ".join(wrong))
     lengths = options.seq_len[:1] if options.max_length else options.seq_len
-    for dtype, head_dim, length in product(dtypes, options.head_dim, lengths):
-        shape = shape_of(options, head_dim, length) | {"dtype": dtype_name(dtype)}
-        asked = [
-            {"attention": text} | shape | ({} if feature == "none" else {"feature": feature})
-            for text, feature in product(backends, options.features)
-        ]
-        for row in asked:
-            if found := red[row["attention"]].get(dtype):
-                row["broken"] = found
-            if not options.check:
-                row["unchecked"] = True
+    shapes = [shape_of(options, *sizes) for sizes in product(options.head_dim, lengths)]
+    red = {
+        (text, dtype): wrong_results(backend, device=device, dtype=dtype)
+        for (text, backend), dtype in product(backends.items(), dtypes)
+        if options.check and dtype in backend.dtypes
+    }
+    # the others are measured all the same
+    wrong = {} if options.allow_broken else complaints(red)
+    asked = list(product([text for text in backends if text not in wrong], options.features))
+    rows: list[Row] = []
+    for dtype, shape in product(dtypes, shapes if asked else []):
+        begun = [begun_row(*names, dtype, shape, red) for names in asked]
         if options.max_length:
-            for row in asked:
+            for row in begun:
                 rows += search(backends[row["attention"]], row, options, device, dtype)
         else:
-            rows += measured(backends, asked, options, device, dtype)
+            rows += measured(backends, begun, options, device, dtype)
         if options.out:
             data = {"environment": measured_on(device), "rows": rows}
             write_json(options.out, data)
             draw(data, options.out.with_suffix(".png"))
+    if wrong:
+        raise ValueError("; ".join(wrong.values()))
     if all("refused" in row for row in rows):
         raise ValueError(f"nothing was measured: {rows[0]['refused']}")
-    if wrong:
-        raise ValueError("; ".join(wrong))
+
+
+def complaints(red: Red) -> dict[str, str]:
+    """Why a backend that fails these properties is not timed."""
+    return {
+        text: (
+            f"{text} is wrong in {dtype_name(dtype)}, so its speed means nothing: red in "
+            f"{', '.join(properties)}; see python -m scripts.verify attention={text}, or add "
+            "allow_broken=true to time it and have its rows marked"
+        )
+        for (text, dtype), properties in red.items()
+        if properties
+    }
+
+
+def begun_row(text: str, feature: str, dtype: torch.dtype, shape: Row, red: Red) -> Row:
+    """What is asked for, and what the check found."""
+    row = {"attention": text} | shape | {"dtype": dtype_name(dtype)}
+    if feature != "none":
+        row["feature"] = feature
+    if not red:
+        row["unchecked"] = True
+    elif found := red.get((text, dtype)):
+        row["broken"] = found
+    return row
 
 
 def measured(

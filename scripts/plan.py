@@ -236,11 +236,9 @@ PARTS = {
 
 
 def memory_table(plans: dict[str, dict[str, int]]) -> list[list[str]]:
-    in_gib = any(plan["peak"] >= GIB for plan in plans.values())
-    unit, size = ("GiB", GIB) if in_gib else ("MiB", GIB // 1024)
-    rows = [[unit, *plans]]
+    rows = [["GiB", *plans]]
     for part, words in PARTS.items():
-        rows.append([words, *(f"{plan.get(part, 0) / size:,.2f}" for plan in plans.values())])
+        rows.append([words, *(f"{plan.get(part, 0) / GIB:,.3f}" for plan in plans.values())])
     return rows
 
 
@@ -289,13 +287,13 @@ def gpu_here() -> str | None:
 
 
 def batch_words(planned: Planned, peak: int, card: Card) -> str:
-    """Whether a batch fits, and the largest that does where that is known."""
-    available = (card.gib - CONTEXT_GIB) * GIB
-    compiled = run_compiles(planned.config, planned.backend, planned.device)
+    """Whether a batch fits, and the largest that does where the count is that of a run."""
+    config, available = planned.config, (card.gib - CONTEXT_GIB) * GIB
     fits = "fits" if peak <= available else "does not fit"
-    if compiled and planned.config.model.checkpoint == "attention":
-        return "fits" if peak <= available else "compiled, a run keeps less; it may fit"
-    return f"{fits}, largest batch_size {largest_batch(planned, peak, available):,}"
+    compiled = run_compiles(config, planned.backend, planned.device)
+    if compiled and config.model.checkpoint == "attention":
+        return f"{fits} by this count; a compiled run keeps less"
+    return f"{fits}; the largest batch_size is about {largest_batch(planned, peak, available):,}"
 
 
 @command
@@ -318,7 +316,7 @@ def main(options: Options) -> None:
     rows: list[Row] = [as_json(name, each, plans[name]) for name, each in planned.items()]
     if first.device == "cuda":
         card = GPUS[gpu]
-        print(f"\nof the {card.gib:g} GiB of {gpu}, {CONTEXT_GIB} are the CUDA context's:")
+        print(f"\nin the {card.gib:g} GiB of {gpu}, less {CONTEXT_GIB} for the CUDA context:")
         for name, each in planned.items():
             print(f"{name}: {batch_words(each, plans[name]['peak'], card)}", flush=True)
         print(f"\n{text_table(call_table(planned, card))}\n")
