@@ -9,7 +9,6 @@ backends, lengths, head dims and dtypes.
     seq_len       lengths; with max_length=true, the first one is tried first (256,512,1024,2048)
     head_dim      (64)
     heads, batch  (16, 1)
-    tokens        keep batch * seq_len at this, and heads * head_dim at 2048
     groups        query heads that share a key/value head (1)
     window        keys that a query sees, its own included
     documents     tokens of each document that sequences are packed from
@@ -67,7 +66,6 @@ class Options:
     head_dim: list[Count] = default(64)
     heads: Count = 16
     batch: Count = 1
-    tokens: Count | None = None
     groups: Count = 1
     window: Count | None = None
     documents: Count | None = None
@@ -84,6 +82,8 @@ class Options:
     out: Json | None = None
 
     def __post_init__(self) -> None:
+        if self.heads % self.groups:
+            raise ValueError(f"groups={self.groups} does not divide heads={self.heads}")
         if self.window and not self.causal:
             raise ValueError("window= is of the most recent keys, so it is causal")
         if self.memory_gib and not self.max_length:
@@ -107,16 +107,10 @@ def wrong_results(backend: Backend, *, device: torch.device, dtype: torch.dtype)
 
 
 def shape_of(options: Options, head_dim: int, length: int) -> Row:
-    batch, heads = options.batch, options.heads
-    if options.tokens:
-        batch, heads = max(1, options.tokens // length), max(1, 2048 // head_dim)
-    if heads % options.groups:
-        raise ValueError(f"groups={options.groups} does not divide {heads} heads")
-    shape = {"seq_len": length, "head_dim": head_dim, "batch": batch, "heads": heads}
-    special = {"window": options.window, "documents": options.documents}
-    special["groups"] = options.groups if options.groups > 1 else None
-    special = {name: value for name, value in special.items() if value}
-    return shape | {"causal": options.causal} | special
+    given = ("batch", "heads", "groups", "causal", "window", "documents")
+    shape = {name: getattr(options, name) for name in given}
+    shape = {name: value for name, value in shape.items() if value is not None}
+    return {"seq_len": length, "head_dim": head_dim} | shape
 
 
 @command
@@ -181,7 +175,7 @@ def begun_row(text: str, feature: str, dtype: torch.dtype, shape: Row, red: Red)
 
 def measured(
     backends: dict[str, Backend],
-    asked: list[Row],
+    begun: list[Row],
     options: Options,
     device: torch.device,
     dtype: torch.dtype,
@@ -189,14 +183,12 @@ def measured(
     """The rows of one shape: with measurements, with how a backend ran out of memory, or with why
     it does not take the shape.
     """
-    under_way = []
-    for row in asked:
-        make = partial(Call, backends[row["attention"]], row, device=device, dtype=dtype)
-        under_way.append(Measurement(make, repeats=options.repeats))
-    found = take_turns(under_way, device)
-    rows = [row | measured for row, measured in zip(asked, found, strict=True)]
-    for row in rows:
-        print(describe(row), flush=True)
+    makes = [
+        partial(Call, backends[row["attention"]], row, device=device, dtype=dtype) for row in begun
+    ]
+    found = take_turns([Measurement(make, repeats=options.repeats) for make in makes], device)
+    rows = [row | each for row, each in zip(begun, found, strict=True)]
+    print("\n".join(map(describe, rows)), flush=True)
     return rows
 
 
@@ -232,31 +224,25 @@ def search(
 
 
 def describe(row: Row) -> str:
-    head = (
-        f"{row['attention']:<28} {row['dtype']:<8} N={row['seq_len']:<7} D={row['head_dim']:<4}"
-        + (f"{row['feature']:<8}" if "feature" in row else "")
-        + ("BROKEN " if "broken" in row else "")
-        + ("unchecked " if "unchecked" in row else "")
-    )
+    head = f"{row['attention']:<28} {row['dtype']:<8} N={row['seq_len']:<7} D={row['head_dim']:<4}"
+    marks = [row["feature"]] if "feature" in row else []
+    marks += [mark for mark in ("broken", "unchecked") if mark in row]
+    parts = [" ".join([head, *marks])]
     if "oom" in row:
-        return f"{head} out of memory: {row['oom']['message'][:90]}"
+        parts.append(f"out of memory: {row['oom']['message'][:90]}")
     if "refused" in row:
-        return f"{head} refused: {row['refused']}"
-    parts = []
+        parts.append(f"refused: {row['refused']}")
     for name in ("forward", "backward"):
-        if f"{name}_seconds" in row:
-            memory = (
-                f"{row[f'{name}_bytes'] / 2**20:>10,.1f} MiB"
-                if row.get(f"{name}_bytes") is not None
-                else " " * 14
-            )
-            seconds, host = row[f"{name}_seconds"], row.get(f"{name}_host_seconds")
-            on_host = "" if host is None else f" (host {host * 1e3:.3f} ms)"
-            parts.append(
-                f"{name} {memory} {seconds * 1e3:>9.3f} ms{on_host} {row[f'{name}_tflops']:>6.3g} "
-                "TFLOP/s"
-            )
-    return f"{head} " + "   ".join(parts)
+        if f"{name}_seconds" not in row:
+            continue
+        size, host = row.get(f"{name}_bytes"), row.get(f"{name}_host_seconds")
+        memory = "" if size is None else f"{size / 2**20:,.1f} MiB"
+        on_host = "" if host is None else f" (host {host * 1e3:.3f} ms)"
+        parts.append(
+            f"{name} {memory:>14} {row[f'{name}_seconds'] * 1e3:>9.3f} ms{on_host} "
+            f"{row[f'{name}_tflops']:>6.3g} TFLOP/s"
+        )
+    return "   ".join(parts)
 
 
 def describe_longest(row: Row) -> str:

@@ -10,7 +10,6 @@ and these:
                (naive,tiled,sdpa,triton)
     gpu        the card to plan for: b200, h200, h100, a100-80, a100-40, l40s, l4, rtx4090, rtx3090
                (the one in this machine, else h200); device=cpu plans for a CPU
-    out        write everything to this JSON file
 
 PyTorch's MemTracker counts one eager step on tensors without values, so no GPU is needed and no
 memory is taken. The pool of a CUDA graph, gaps in the allocator's blocks and the scratch of some
@@ -19,7 +18,7 @@ count is within 10% of each. Under model.checkpoint=attention a compiled run kee
 count, so no largest batch is printed. A card loses 0.7 GiB to the CUDA context.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -31,16 +30,14 @@ from config import SYNTHETIC_SOURCES, RunConfig
 from model import GPT
 from model.fast import FastGPT
 from scripts import traffic
-from scripts.arguments import Json, command, compose_new, default
-from scripts.tables import Row, text_table
+from scripts.arguments import command, compose_new, default
+from scripts.tables import text_table
 from training.launch.command_line import compose
-from training.loop.device import DTYPES, autocast_to, pick_device
+from training.loop.device import DTYPES, autocast_to
 from training.loop.flops import count_parameters
 from training.loop.optimizer import build_optimizer
 from training.loop.schedule import able, check_schedule, needed_features, run_compiles, suit_gpu
 from training.loop.trained import data_of
-from training.record.environment import measured_on
-from training.record.files import write_json
 from training.record.memory import GIB
 from training.record.speed import PEAK_FLOPS, data_sheet
 
@@ -81,7 +78,6 @@ ONLY_ON_A_GPU = {"backend": ("efficient", "cudnn"), "kernel": ("hopper",)}
 class Options:
     attention: list[str] = default()
     gpu: Literal[tuple(GPUS)] | None = None
-    out: Json | None = None
     overrides: list[str] = default()  # settings of train.py
 
 
@@ -209,19 +205,21 @@ def attention_call(planned: Planned) -> traffic.Call:
     )
 
 
-def traffic_of(planned: Planned) -> dict[str, float] | None:
-    """Bytes of one attention call: as usually printed, and as the code moves them. None for an
-    attention of the user's own.
+def traffic_of(planned: Planned) -> dict[str, int | None]:
+    """Bytes of one attention call in both accountings of scripts/traffic.py; None for an attention
+    of the user's own.
     """
     backend, call = planned.backend, attention_call(planned)
-    if not is_shipped(backend):
-        return None
-    if backend.name == "naive" or backend.options.get("backend") == "math":
-        return {"printed": traffic.printed_naive(call), "moved": traffic.naive(call)}
     given = {name: backend.options.get(name) for name in ("block_q", "block_kv")}
     tiles = {name: size for name, size in given.items() if size}
-    count = traffic.tile_loop if backend.observable else traffic.fused
-    return {"printed": traffic.printed_fused(call), "moved": count(call, **tiles)}
+    usual, counted = traffic.printed_fused(call), None
+    if backend.name == "naive" or backend.options.get("backend") == "math":
+        usual, counted = traffic.printed_naive(call), traffic.naive(call)
+    elif backend.observable:
+        counted = traffic.tile_loop(call, **tiles)
+    elif is_shipped(backend):
+        counted = traffic.fused(call, **tiles)
+    return {"as usually printed": usual if counted else None, "as the code moves them": counted}
 
 
 PARTS = {
@@ -235,36 +233,28 @@ PARTS = {
 }
 
 
-def memory_table(plans: dict[str, dict[str, int]]) -> list[list[str]]:
-    rows = [["GiB", *plans]]
-    for part, words in PARTS.items():
-        rows.append([words, *(f"{plan.get(part, 0) / GIB:,.3f}" for plan in plans.values())])
-    return rows
+def side_by_side(title: str, columns: dict[str, dict[str, str]]) -> str:
+    """A table with a column for each attention."""
+    names = next(iter(columns.values()))
+    rows = [[name, *(column[name] for column in columns.values())] for name in names]
+    return text_table([[title, *columns], *rows])
 
 
-CALL = (
-    "GB, as usually printed",
-    "FLOP/byte of these",
-    "GB, as the code moves them",
-    "FLOP/byte of these",
-    "GB, N^2 D^2 / M",
-    "FLOP/byte from which the tensor cores are the limit",
-)
+def memory_figures(plan: dict[str, int]) -> dict[str, str]:
+    return {words: f"{plan.get(part, 0) / GIB:,.3f}" for part, words in PARTS.items()}
 
 
-def call_table(planned: dict[str, Planned], card: Card) -> list[list[str]]:
-    columns = [call_column(each, card) for each in planned.values()]
-    rows = [list(row) for row in zip(CALL, *columns, strict=True)]
-    return [["one attention call, forward", *planned], *rows]
-
-
-def call_column(planned: Planned, card: Card) -> list[str]:
-    call, cells = attention_call(planned), []
-    for count in (traffic_of(planned) or {"printed": None, "moved": None}).values():
-        cells += [f"{count / 1e9:,.3f}", f"{call.flops / count:,.1f}"] if count else ["-", "-"]
+def call_figures(planned: Planned, card: Card) -> dict[str, str]:
+    """The traffic of one attention call, beside what the card can do."""
+    call, figures = attention_call(planned), {}
+    for how, count in traffic_of(planned).items():
+        figures[f"GB, {how}"] = f"{count / 1e9:,.3f}" if count else "-"
+        figures[f"FLOP/byte, {how}"] = f"{call.flops / count:,.1f}" if count else "-"
     bound = traffic.lower_bound(call, card.shared_kib * 1024)
+    figures["GB, N^2 D^2 / M"] = f"{bound / 1e9:,.3f}"
     ridge = PEAK_FLOPS[card.data_sheet.partition(".")[0]] / card.bytes_per_second
-    return [*cells, f"{bound / 1e9:,.3f}", f"{ridge:,.0f}"]
+    figures["FLOP/byte from which the tensor cores are the limit"] = f"{ridge:,.0f}"
+    return figures
 
 
 def tile_table(call: traffic.Call, shared_kib: int) -> list[list[str]]:
@@ -312,31 +302,16 @@ def main(options: Options) -> None:
         f"{dtype_name(first.dtype)}; one step, eager, without the CUDA graph's pool\n"
     )
     plans = {name: step_bytes(each, config.batch_size) for name, each in planned.items()}
-    print(text_table(memory_table(plans)))
-    rows: list[Row] = [as_json(name, each, plans[name]) for name, each in planned.items()]
+    memory = {name: memory_figures(plan) for name, plan in plans.items()}
+    print(side_by_side("GiB", memory))
     if first.device == "cuda":
         card = GPUS[gpu]
         print(f"\nin the {card.gib:g} GiB of {gpu}, less {CONTEXT_GIB} for the CUDA context:")
         for name, each in planned.items():
             print(f"{name}: {batch_words(each, plans[name]['peak'], card)}", flush=True)
-        print(f"\n{text_table(call_table(planned, card))}\n")
-        print(text_table(tile_table(attention_call(first), card.shared_kib)))
-    if options.out:
-        write_json(options.out, {"environment": measured_on(pick_device("auto")), "rows": rows})
-
-
-def as_json(name: str, planned: Planned, plan: dict[str, int]) -> Row:
-    config = planned.config
-    return {
-        "attention": name,
-        "model": asdict(config.model),
-        "vocab_size": planned.vocab_size,
-        **{key: getattr(config, key) for key in ("seq_len", "batch_size")},
-        "device": planned.device,
-        "dtype": dtype_name(planned.dtype),
-        "plan": plan,
-        "traffic_bytes": traffic_of(planned),
-    }
+        calls = {name: call_figures(each, card) for name, each in planned.items()}
+        print("\n" + side_by_side("one attention call, forward", calls))
+        print("\n" + text_table(tile_table(attention_call(first), card.shared_kib)))
 
 
 if __name__ == "__main__":

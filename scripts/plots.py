@@ -10,6 +10,7 @@ from training.record.palette import variant_colors
 from training.record.plot import plain_text
 
 MARKERS = "osv^D<>P*X"
+VARIED = ("heads", "head_dim", "dtype", "feature")
 LINES = {"forward": "--", "training": "-"}  # the dashed line is the forward pass alone
 
 
@@ -50,21 +51,21 @@ def draw(data: Row, path: Path) -> Path | None:
 
 def curves(rows: list[Row]) -> dict[str, tuple[Row, list[Row]]]:
     """For each label a color and a marker, and its rows by length."""
-    several = [key for key in ("dtype", "head_dim", "heads") if len({row[key] for row in rows}) > 1]
+    several = [key for key in VARIED if len({row.get(key) for row in rows}) > 1]
 
     def label_of(row: Row) -> str:
-        words = [row["attention"], *(f"{key}={row[key]}" for key in several)]
-        words += [row["feature"]] if "feature" in row else []
-        return " ".join([*words, "(wrong results)"] if row.get("broken") else words)
+        words = [f"{key}={row[key]}" for key in several if key in row]
+        wrong = ["(wrong results)"] if row.get("broken") else []
+        return " ".join([row["attention"], *words, *wrong])
 
     by_label = grouped(rows, label_of)
     names = {label: own[0]["attention"].partition(":")[0] for label, own in by_label.items()}
-    colors, found = variant_colors(names), {}
-    for place, (label, own) in enumerate(by_label.items()):
-        style = {"color": colors[label], "marker": MARKERS[place % len(MARKERS)]}
+    found = {}
+    for place, (label, color) in enumerate(variant_colors(names).items()):
+        style = {"color": color, "marker": MARKERS[place % len(MARKERS)]}
         # the first is the widest, and so stays in sight where curves coincide
         style |= {"linewidth": max(3.0 - 0.4 * place, 0.8), "markersize": max(8 - place, 4)}
-        found[label] = style, sorted(own, key=lambda row: row["seq_len"])
+        found[label] = style, sorted(by_label[label], key=lambda row: row["seq_len"])
     return found
 
 
@@ -88,15 +89,16 @@ def length_axis(axes: Any, lengths: list[int], ylabel: str) -> None:
 
 def heading(data: Row, rows: list[Row]) -> str:
     """What all rows share, and the machine."""
-    first, parts = rows[0], []
-    for key in ("batch", "heads", "head_dim", "dtype"):
-        if len({row[key] for row in rows}) == 1:
-            parts.append(f"{key}={first[key]}")
+    values = {key: {row.get(key) for row in rows} for key in ("batch", "causal", *VARIED)}
+    shared = [
+        f"{key}={found.pop()}"
+        for key, found in values.items()
+        if len(found - {None}) == len(found) == 1
+    ]
     environment = data["environment"]
     hardware, versions = environment["hardware"], environment["versions"]
     machine = (
         hardware.get("gpu") or f"{hardware.get('cpu')}, {hardware.get('torch_threads')} threads"
     )
     commit = (environment.get("commit") or "unknown")[:7]
-    mask = "causal" if first["causal"] else "no mask"
-    return f"{', '.join([*parts, mask])}; {machine}, torch {versions.get('torch')}, commit {commit}"
+    return f"{', '.join(shared)}; {machine}, torch {versions.get('torch')}, commit {commit}"

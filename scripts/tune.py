@@ -311,17 +311,9 @@ def tune(kernel: str, head_dim: int, table: dict[str, Any], capability: int, unt
 
 def write_tables(path: Path) -> None:
     """Write the tables with one line per kernel."""
-
-    def text(value: Any, indent: int) -> str:
-        if not isinstance(value, dict) or all(isinstance(each, list) for each in value.values()):
-            return json.dumps(value)
-        lines = (
-            f'{" " * (indent + 1)}"{name}": {text(each, indent + 1)}'
-            for name, each in value.items()
-        )
-        return "{\n" + ",\n".join(lines) + "\n" + " " * indent + "}"
-
-    path.write_text(text(tables(), 0) + "\n")
+    text = json.dumps(tables(), indent=1)
+    by_kernel = re.sub(r"\{[^{}]*\}", lambda found: json.dumps(json.loads(found[0])), text)
+    path.write_text(by_kernel + "\n")
 
 
 @command

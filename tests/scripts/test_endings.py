@@ -42,7 +42,6 @@ def never(*_: object, **__: object) -> None:
             "scripts.benchmark.measured",
         ),
         ("verify", ["attention=naive", "out={folder}.json"], "scripts.verify.verify"),
-        ("plan", ["attention=naive", "device=cpu", "out={out}"], "scripts.plan.plan_all"),
         ("condense_runs", ["{folder}", "out={out}"], "lab.condense_runs.runs_below"),
         ("trace", ["out={folder}.html"], "scripts.trace.look"),
     ],

@@ -79,7 +79,7 @@ def test_an_attention_of_ones_own_is_counted_too():
     shape = ("model.num_layers=2", "seq_len=256", "batch_size=2", "device=cpu")
     own, ours = (peak_of(*shape, f"attention={name}") for name in (OWN, "naive"))
     assert own == ours
-    assert plan.traffic_of(plan.plan_all(plan.Options([OWN]))[OWN]) is None
+    assert set(plan.traffic_of(plan.plan_all(plan.Options([OWN]))[OWN]).values()) == {None}
 
 
 def test_the_matrix_of_scores_and_the_batches_that_fit(run_plan):
@@ -119,17 +119,6 @@ def test_an_assumption_comes_first(run_plan):
     assert "gpu=h200" in run_plan(*model).splitlines()[0]
     for given in ("gpu=a100-80", "device=cpu"):
         assert run_plan(*model, given).startswith("model=")
-
-
-def test_written(run_plan, tmp_path):
-    run_plan("attention=sdpa", "tokenizer=bpe", "dtype=fp16", f"out={tmp_path / 'plan.json'}")
-    data = json.loads((tmp_path / "plan.json").read_text())
-    (row,) = data["rows"]
-    assert (row["vocab_size"], row["dtype"], row["model"]["name"]) == (8193, "float16", "tiny")
-    assert row["plan"]["peak"] > row["plan"]["parameter"] > 0
-    assert row["traffic_bytes"]["moved"] > row["traffic_bytes"]["printed"] > 0
-    assert {"hardware", "versions", "commit"} <= data["environment"].keys()
-    assert str(tmp_path) not in json.dumps(data)
 
 
 # arguments, and what the refusal names
