@@ -222,7 +222,9 @@ def why_not(
 
 
 def time_of(function: Callable[[], Any]) -> float:
-    """Median seconds, after a warm-up."""
+    """Median seconds, after a warm-up. triton.testing.do_bench would also count the waits of a
+    short kernel for the host.
+    """
     device = torch.device("cuda")
     seconds(function, repeats=3, device=device)
     return median(seconds(function, repeats=12, device=device)[0])
@@ -275,15 +277,22 @@ def workloads(kernel: str, head_dim: int) -> list[Callable[[], Any]]:
     return calls
 
 
+def use_tile(tile: Tile, kernel: str, head_dim: int, table: dict[str, Any]) -> None:
+    """Put a tile into the table, and let the next launches read it there."""
+    from attention.kernels import launch
+
+    table["16-bit"][kernel][str(head_dim)] = list(tile)
+    launch.constants.cache_clear()
+
+
 def tune(kernel: str, head_dim: int, table: dict[str, Any], capability: int, until: float) -> None:
-    """Put the fastest tile into the table, in place, because the operators read the same table."""
-    tiles = table["16-bit"][kernel]
-    before = Tile(*tiles[str(head_dim)])
-    calls = workloads(kernel, head_dim)
-    best = (1.0, before)
+    """Put the fastest tile into the table, in place."""
+    where = f"{kernel} D={head_dim}"
+    before = Tile(*table["16-bit"][kernel][str(head_dim)])
+    calls, best = workloads(kernel, head_dim), (1.0, before)
     for tile in candidates(kernel, head_dim):
         if time.monotonic() > until:
-            print(f"{kernel} D={head_dim}: out of time, {best[1]} stays", flush=True)
+            print(f"{where}: out of time, {tuple(best[1])} stays", flush=True)
             break
         if tile == before:
             continue
@@ -293,20 +302,16 @@ def tune(kernel: str, head_dim: int, table: dict[str, Any], capability: int, unt
             for call in calls:
                 times = []
                 for each in (before, tile):
-                    tiles[str(head_dim)] = list(each)
+                    use_tile(each, kernel, head_dim, table)
                     times.append(time_of(call))
                 ratios.append(times[1] / times[0])
-            ratio = geometric_mean(ratios)
-            best = min(best, (ratio, tile))
-            why = f"{ratio:.3f} of the time of {tuple(before)}: " + " ".join(
-                f"{x:.3f}" for x in ratios
-            )
-        print(f"{kernel} D={head_dim} {tuple(tile)}: {why}", flush=True)
-    tiles[str(head_dim)] = list(best[1])
-    print(
-        f"{kernel} D={head_dim}: {tuple(best[1])}, {best[0]:.3f} of the time of {tuple(before)}",
-        flush=True,
-    )
+            best = min(best, (geometric_mean(ratios), tile))
+            each_call = " ".join(f"{ratio:.3f}" for ratio in ratios)
+            why = f"{geometric_mean(ratios):.3f} of the time of {tuple(before)}: {each_call}"
+        print(f"{where} {tuple(tile)}: {why}", flush=True)
+    ratio, fastest = best
+    use_tile(fastest, kernel, head_dim, table)
+    print(f"{where}: {tuple(fastest)}, {ratio:.3f} of the time of {tuple(before)}", flush=True)
 
 
 def write_tables(path: Path) -> None:
