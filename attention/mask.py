@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 # the w most recent keys, or (left, right); see intervals()
 Window = int | tuple[int, int] | None
@@ -65,6 +66,12 @@ class VisibleKeys:
     num_keys: int
 
     def query_tiles(self, block_q: int) -> list[QueryTile]:
+        if is_fake(self.lo):  # as if every query saw all keys, and some of them hidden
+            num_queries = self.lo.shape[1]
+            return [
+                QueryTile(start, min(start + block_q, num_queries), 0, self.num_keys, 0, 0)
+                for start in range(0, num_queries, block_q)
+            ]
         starts = torch.arange(0, self.lo.shape[1], block_q, device=self.lo.device)
         stops = (starts + block_q).clamp(max=self.lo.shape[1])
         # both ends are non-decreasing, so a tile's extremes are in its first and last row
@@ -86,6 +93,11 @@ class VisibleKeys:
         )  # not as defaults: torch.compile of torch 2.11 cannot take one from there
         j = torch.arange(self.num_keys, device=self.lo.device)[keys]
         return ((j >= self.lo[:, rows, None]) & (j < self.hi[:, rows, None])).unsqueeze(1)
+
+
+def is_fake(x: Tensor) -> bool:
+    """Whether x has a shape and no values, as in a step of scripts.plan."""
+    return isinstance(x, FakeTensor)
 
 
 def visible_keys(q: Tensor, k: Tensor, *, causal: bool, **mask: Any) -> VisibleKeys:

@@ -84,20 +84,18 @@ class MemoryProbe:
 
 
 def seconds(
-    function: Callable[[], Any], *, repeats: int, device: torch.device, pause_s: float = 0.0
-) -> tuple[list[float], list[float]]:  # fmt: skip
+    function: Callable[[], Any], *, repeats: int, device: torch.device
+) -> tuple[list[float], list[float]]:
     """The times of `repeats` calls: on the device, and on the host until the call is queued. On a
     CPU they are the same.
 
     On a GPU each call starts with an empty L2 cache, and is queued completely before the GPU
     reaches it: a wait on the GPU comes first and grows until it is long enough. A call that
-    synchronises with the GPU cannot be queued, so its device time includes some host time. pause_s:
-    how long the device rests before each call.
+    synchronises with the GPU cannot be queued, so its device time includes some host time.
     """
     times, host = [], []
     if device.type == "cpu":
         for _ in range(repeats):
-            time.sleep(pause_s)
             start = time.perf_counter()
             function()
             times.append(time.perf_counter() - start)
@@ -106,9 +104,6 @@ def seconds(
     wait, events = SHORTEST_WAIT, []
     while len(events) < repeats:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        if pause_s:
-            torch.cuda.synchronize(device)
-            time.sleep(pause_s)
         flush.zero_()
         torch.cuda._sleep(int(wait * CYCLES_PER_SECOND))
         start.record()
@@ -216,10 +211,9 @@ class Measurement:
         make: Callable[[], Call],
         *,
         repeats: int,
-        pause_s: float = 0.0,
         tolerant: bool = False,
     ):
-        self.make, self.repeats, self.pause_s, self.tolerant = make, repeats, pause_s, tolerant
+        self.make, self.repeats, self.tolerant = make, repeats, tolerant
         self.turns = 0
         self.bytes: dict[str, int | None] = {}
         self.counts: dict[str, int] = {}  # timed calls in all turns
@@ -247,9 +241,7 @@ class Measurement:
             due = self.counts[name] * (self.turns + 1) // ROUNDS
             if due > done:
                 seconds(function, repeats=max(1, (due - done) // 4), device=call.device)
-                timed = seconds(
-                    function, repeats=due - done, device=call.device, pause_s=self.pause_s
-                )
+                timed = seconds(function, repeats=due - done, device=call.device)
                 for all_times, times in zip(self.times[name], timed, strict=True):
                     all_times += times
         self.turns += 1
@@ -257,9 +249,10 @@ class Measurement:
     @property
     def row(self) -> Row:
         """The measured fields of a benchmark's row, after all turns."""
-        row: Row = dict(self.bytes) | ({"pause_s": self.pause_s} if self.pause_s else {})
+        row: Row = dict(self.bytes)
         for name, (times, host) in self.times.items():
-            p20, *_, p80 = quantiles(times, n=5)
+            # between the times: three of them have no 20th percentile outside
+            p20, *_, p80 = quantiles(times, n=5, method="inclusive")
             row |= {
                 f"{name}_seconds": median(times),
                 f"{name}_p20": p20,

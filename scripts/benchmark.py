@@ -4,70 +4,44 @@ backends, lengths, head dims and dtypes.
     python -m scripts.benchmark attention=naive,tiled,sdpa seq_len=256,512 out=benchmark.json
     python -m scripts.benchmark max_length=true memory_gib=8,24 out=longest.json
 
-Arguments are key=value, lists with commas; all have a default:
-
     attention     names, each with options as in tiled:block_q=512, or your own as
                   pkg.module:BACKEND (naive,tiled,sdpa)
     seq_len       lengths; with max_length=true, the first one is tried first (256,512,1024,2048)
     head_dim      (64)
     heads, batch  (16, 1)
-    tokens        keep batch * seq_len at this, and heads * head_dim at 2048, instead of batch and
-                  heads
-    groups        query heads that share a key/value head, grouped-query attention (1)
+    groups        query heads that share a key/value head (1)
     window        keys that a query sees, its own included
     documents     tokens of each document that sequences are packed from
-    features      what changes the scores: none, softcap, alibi, sinks; several with commas are
-                  timed in turns (none)
+    features      what changes the scores: none, softcap, alibi, sinks (none)
     causal        false: no causal mask (true)
     dtype         auto, fp32, bf16, fp16 (auto)
     device        auto, cpu or cuda (auto)
     repeats       timed calls of each; fewer if one takes long (20)
-    pause         seconds of rest before each timed call (0)
-    allow_broken  time backends whose results are wrong, and mark their rows (false)
     check         false: check no results first, and mark every row as unchecked (true)
+    allow_broken  time backends whose results are wrong, and mark their rows (false)
     max_length    search the longest sequence instead of timing (false)
-    memory_gib    max_length: with this much memory (all)
+    memory_gib    max_length: with this much memory, as if the card were smaller (all)
     limit_s       max_length: no single trial longer than this (20)
-    out           write the rows to this JSON file
-    append        keep the file's rows, if the same code on the same machine made them
+    out           write the rows to this JSON file, and a picture of them beside it
 
-A backend whose results are wrong is not timed, unless allow_broken=true. Both need the check, which
-takes minutes on a GPU. Its verdict is kept for the same commit, options and machine, but not for a
-backend of your own. Memory is the peak above what was allocated before
-the call: q, k, v and the incoming gradient do not count. On a GPU it is the memory of PyTorch's
-allocator, also as reserved; on a CPU, that of the tensors that operators make.
-
-Time is the median with the 20th and 80th percentile, after a warm-up. The backward pass is timed
-alone, over a graph that is kept. The backends take turns, a quarter of the timed calls each, so
-that a drifting clock affects all alike. On a GPU, events measure only the device's time. Each call
-is queued behind a short wait, so that the GPU never waits for the host, and starts with an empty L2
-cache (flushing takes 256 MiB). A card at its power limit lowers its clock: an H200 does after some
-30 ms of the fastest kernels. Then a kernel's time depends on what ran before it; with pause= every
-call starts on a rested card. The host's time of an eager call is printed beside it, and is in the
-file as forward_host_seconds and backward_host_seconds. If it is the longer one, consecutive calls
-take that long, unless a CUDA graph replays them. TFLOP/s count the scores that the mask leaves, and
-five products in a backward pass for two in a forward pass. Running out of memory is a result: the
-row says how much was requested.
-
-max_length=true searches the longest sequence, for forward alone and for forward and backward. It
-doubles the length, then halves the gap to 12%. memory_gib= does so as if the card were smaller.
+Memory is the peak above what was allocated before the call. Time is the median; the file has the
+20th and 80th percentile too. The backward pass is timed alone, over a graph that is kept. Backends
+take turns, so that a drifting clock affects all alike. On a GPU events measure the device's time,
+with an empty L2 cache; the host's is printed beside it. TFLOP/s count the scores that the mask
+leaves, and five products in a backward pass for two in a forward pass. A backend with wrong results
+is not timed; the check takes minutes on a GPU.
 """
 
-import contextlib
-import hashlib
-import json
 import sys
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import torch._functorch.config
 
-from attention import Backend, dtype_name, is_shipped
-from data.token_store import cache_folder
+from attention import Backend, dtype_name
 from scripts.arguments import Count, Device, Dtype, Json, command, default, parse_backend
 from scripts.attention_call import (
     Call,
@@ -78,14 +52,11 @@ from scripts.attention_call import (
     take_turns,
     try_length,
 )
+from scripts.plots import draw
 from scripts.tables import Row
 from training.loop.device import pick_device, pick_dtype
 from training.record.environment import measured_on
 from training.record.files import write_json
-from training.record.starts import differences
-
-# parts of an environment that change a measurement
-DECISIVE = ("commit", "versions", "hardware")
 
 
 @dataclass
@@ -95,7 +66,6 @@ class Options:
     head_dim: list[Count] = default(64)
     heads: Count = 16
     batch: Count = 1
-    tokens: Count | None = None
     groups: Count = 1
     window: Count | None = None
     documents: Count | None = None
@@ -104,103 +74,43 @@ class Options:
     dtype: list[Dtype] = default("auto")
     device: Device = "auto"
     repeats: Count = 20
-    pause: float = 0.0
-    allow_broken: bool = False
     check: bool = True
+    allow_broken: bool = False
     max_length: bool = False
     memory_gib: list[Annotated[float, 1e-3]] | None = None
     limit_s: Annotated[float, 1e-3] = 20.0
     out: Json | None = None
-    append: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 <= self.pause <= 60:
-            raise ValueError(f"pause={self.pause:g} must be between 0 and 60 seconds")
+        if self.heads % self.groups:
+            raise ValueError(f"groups={self.groups} does not divide heads={self.heads}")
         if self.window and not self.causal:
             raise ValueError("window= is of the most recent keys, so it is causal")
         if self.memory_gib and not self.max_length:
             raise ValueError("memory_gib= belongs to max_length=true; add it")
         if self.max_length and self.features != ["none"]:
             raise ValueError("features= are timed; leave max_length=true out")
-        if self.append and not self.out:
-            raise ValueError("append=true needs out=FILE")
 
 
-def wrong_results(
-    backend: Backend, *, device: torch.device, dtype: torch.dtype, where: Row
-) -> list[str]:
-    """The properties that a backend fails in a quick check. Its verdict is kept for the same code
-    on the same machine.
-    """
+# properties that a backend fails, by its name and dtype
+Red = dict[tuple[str, torch.dtype], list[str]]
+
+
+def wrong_results(backend: Backend, *, device: torch.device, dtype: torch.dtype) -> list[str]:
+    """The properties that a backend fails in a quick check."""
     from conformance.properties import red_properties
 
-    file = verdict_file(backend, dtype, where)
-    if file and file.is_file():
-        return json.loads(file.read_text())["red"]
     # on a GPU this compiles every kernel, which takes minutes
     what = f"the results of {backend.name} in {dtype_name(dtype)}"
     print(f"checking {what} first; check=false leaves that out", file=sys.stderr)
-    red = red_properties(backend, device=device, dtype=dtype)
-    if file:
-        with contextlib.suppress(OSError):  # otherwise it is checked again next time
-            file.parent.mkdir(parents=True, exist_ok=True)
-            verdict = {"attention": backend.name, "options": dict(backend.options), "red": red}
-            write_json(file, verdict)
-    return red
-
-
-def verdict_file(backend: Backend, dtype: torch.dtype, where: Row) -> Path | None:
-    """The verdict's file; None for a backend of your own, or if no commit identifies the code."""
-    if where["commit"] is None or where["dirty"] or not is_shipped(backend):
-        return None
-    code = [where[key] for key in DECISIVE]
-    names = (*code, backend.name, dict(backend.options), dtype_name(dtype))
-    digest = hashlib.sha256(json.dumps(names, default=str).encode()).hexdigest()
-    return cache_folder() / "verdicts" / f"{digest[:32]}.json"
-
-
-def complaint(text: str, red: dict[torch.dtype, list[str]]) -> str:
-    """Why a backend that fails these properties is not timed."""
-    dtype, properties = next(item for item in red.items() if item[1])
-    return (
-        f"{text} is wrong in {dtype_name(dtype)}, so its speed means nothing: red in "
-        f"{', '.join(properties)}; see python -m scripts.verify attention={text}, or add "
-        "allow_broken=true to time it and have its rows marked"
-    )
-
-
-def kept_rows(path: Path, where: Row) -> list[Row]:
-    """The rows of an earlier run. Raises ValueError if another commit, version or machine made
-    them.
-    """
-    if not path.exists():
-        return []
-    try:
-        data = json.loads(path.read_text())
-        before, rows = data["environment"], data["rows"]
-        changed = differences(before, {key: where[key] for key in DECISIVE})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"append=true: {path} is not a file of scripts.benchmark") from error
-    if changed:
-        key, (then, now) = next(iter(changed.items()))
-        raise ValueError(
-            f"append=true: in {path} {key} was {then} and is {now}; write to a new file"
-        )
-    return rows
+    return red_properties(backend, device=device, dtype=dtype)
 
 
 def shape_of(options: Options, head_dim: int, length: int) -> Row:
-    batch, heads = options.batch, options.heads
-    if options.tokens:
-        batch, heads = max(1, options.tokens // length), max(1, 2048 // head_dim)
-    if heads % options.groups:
-        raise ValueError(f"groups={options.groups} does not divide {heads} heads")
-    shape = {"seq_len": length, "head_dim": head_dim, "batch": batch, "heads": heads}
-    shape["causal"] = options.causal
-    if options.groups > 1:
-        shape["groups"] = options.groups
-    special = {"window": options.window, "documents": options.documents}
-    return shape | {name: value for name, value in special.items() if value}
+    given = ("batch", "heads", "groups", "causal", "window", "documents")
+    shape = {name: getattr(options, name) for name in given}
+    shape = {name: value for name, value in shape.items() if value is not None}
+    return {"seq_len": length, "head_dim": head_dim} | shape
 
 
 @command
@@ -210,57 +120,62 @@ def main(options: Options) -> None:
     device = pick_device(options.device)
     dtypes = list(dict.fromkeys(pick_dtype(name, device) for name in options.dtype))
     backends = {text: parse_backend(text) for text in options.attention}
-    where = measured_on(device)
-    rows = kept_rows(options.out, where) if options.append else []
-    for head_dim in options.head_dim:
-        shape_of(options, head_dim, options.seq_len[0])
-    for gib in options.memory_gib or ():
-        with memory_cap(gib, device):
-            pass
-    red = {
-        text: {
-            dtype: wrong_results(backend, device=device, dtype=dtype, where=where)
-            for dtype in dtypes
-            if options.check and dtype in backend.dtypes
-        }
-        for text, backend in backends.items()
-    }
-    wrong = []
-    for text, found in red.items():
-        if any(found.values()) and not options.allow_broken:
-            # still measure the others
-            wrong.append(complaint(text, found))
-            del backends[text]
-    if not backends:
-        raise ValueError("; ".join(wrong))
     lengths = options.seq_len[:1] if options.max_length else options.seq_len
-    for dtype, head_dim, length in product(dtypes, options.head_dim, lengths):
-        shape = shape_of(options, head_dim, length) | {"dtype": dtype_name(dtype)}
-        asked = [
-            {"attention": text} | shape | ({} if feature == "none" else {"feature": feature})
-            for text, feature in product(backends, options.features)
-        ]
-        for row in asked:
-            if found := red[row["attention"]].get(dtype):
-                row["broken"] = found
-            if not options.check:
-                row["unchecked"] = True
+    shapes = [shape_of(options, *sizes) for sizes in product(options.head_dim, lengths)]
+    red = {
+        (text, dtype): wrong_results(backend, device=device, dtype=dtype)
+        for (text, backend), dtype in product(backends.items(), dtypes)
+        if options.check and dtype in backend.dtypes
+    }
+    # the others are measured all the same
+    wrong = {} if options.allow_broken else complaints(red)
+    asked = list(product([text for text in backends if text not in wrong], options.features))
+    rows: list[Row] = []
+    for dtype, shape in product(dtypes, shapes if asked else []):
+        begun = [begun_row(*names, dtype, shape, red) for names in asked]
         if options.max_length:
-            for row in asked:
+            for row in begun:
                 rows += search(backends[row["attention"]], row, options, device, dtype)
         else:
-            rows += measured(backends, asked, options, device, dtype)
+            rows += measured(backends, begun, options, device, dtype)
         if options.out:
-            write_json(options.out, {"environment": where, "rows": rows})
+            data = {"environment": measured_on(device), "rows": rows}
+            write_json(options.out, data)
+            draw(data, options.out.with_suffix(".png"))
+    if wrong:
+        raise ValueError("; ".join(wrong.values()))
     if all("refused" in row for row in rows):
         raise ValueError(f"nothing was measured: {rows[0]['refused']}")
-    if wrong:
-        raise ValueError("; ".join(wrong))
+
+
+def complaints(red: Red) -> dict[str, str]:
+    """Why a backend that fails these properties is not timed."""
+    return {
+        text: (
+            f"{text} is wrong in {dtype_name(dtype)}, so its speed means nothing: red in "
+            f"{', '.join(properties)}; see python -m scripts.verify attention={text}, or add "
+            "allow_broken=true to time it and have its rows marked"
+        )
+        for (text, dtype), properties in red.items()
+        if properties
+    }
+
+
+def begun_row(text: str, feature: str, dtype: torch.dtype, shape: Row, red: Red) -> Row:
+    """What is asked for, and what the check found."""
+    row = {"attention": text} | shape | {"dtype": dtype_name(dtype)}
+    if feature != "none":
+        row["feature"] = feature
+    if not red:
+        row["unchecked"] = True
+    elif found := red.get((text, dtype)):
+        row["broken"] = found
+    return row
 
 
 def measured(
     backends: dict[str, Backend],
-    asked: list[Row],
+    begun: list[Row],
     options: Options,
     device: torch.device,
     dtype: torch.dtype,
@@ -268,14 +183,12 @@ def measured(
     """The rows of one shape: with measurements, with how a backend ran out of memory, or with why
     it does not take the shape.
     """
-    under_way = []
-    for row in asked:
-        make = partial(Call, backends[row["attention"]], row, device=device, dtype=dtype)
-        under_way.append(Measurement(make, repeats=options.repeats, pause_s=options.pause))
-    found = take_turns(under_way, device)
-    rows = [row | measured for row, measured in zip(asked, found, strict=True)]
-    for row in rows:
-        print(describe(row), flush=True)
+    makes = [
+        partial(Call, backends[row["attention"]], row, device=device, dtype=dtype) for row in begun
+    ]
+    found = take_turns([Measurement(make, repeats=options.repeats) for make in makes], device)
+    rows = [row | each for row, each in zip(begun, found, strict=True)]
+    print("\n".join(map(describe, rows)), flush=True)
     return rows
 
 
@@ -311,31 +224,25 @@ def search(
 
 
 def describe(row: Row) -> str:
-    head = (
-        f"{row['attention']:<28} {row['dtype']:<8} N={row['seq_len']:<7} D={row['head_dim']:<4}"
-        + (f"{row['feature']:<8}" if "feature" in row else "")
-        + ("BROKEN " if "broken" in row else "")
-        + ("unchecked " if "unchecked" in row else "")
-    )
+    head = f"{row['attention']:<28} {row['dtype']:<8} N={row['seq_len']:<7} D={row['head_dim']:<4}"
+    marks = [row["feature"]] if "feature" in row else []
+    marks += [mark for mark in ("broken", "unchecked") if mark in row]
+    parts = [" ".join([head, *marks])]
     if "oom" in row:
-        return f"{head} out of memory: {row['oom']['message'][:90]}"
+        parts.append(f"out of memory: {row['oom']['message'][:90]}")
     if "refused" in row:
-        return f"{head} refused: {row['refused']}"
-    parts = []
+        parts.append(f"refused: {row['refused']}")
     for name in ("forward", "backward"):
-        if f"{name}_seconds" in row:
-            memory = (
-                f"{row[f'{name}_bytes'] / 2**20:>10,.1f} MiB"
-                if row.get(f"{name}_bytes") is not None
-                else " " * 14
-            )
-            seconds, host = row[f"{name}_seconds"], row.get(f"{name}_host_seconds")
-            on_host = "" if host is None else f" (host {host * 1e3:.3f} ms)"
-            parts.append(
-                f"{name} {memory} {seconds * 1e3:>9.3f} ms{on_host} {row[f'{name}_tflops']:>6.3g} "
-                "TFLOP/s"
-            )
-    return f"{head} " + "   ".join(parts)
+        if f"{name}_seconds" not in row:
+            continue
+        size, host = row.get(f"{name}_bytes"), row.get(f"{name}_host_seconds")
+        memory = "" if size is None else f"{size / 2**20:,.1f} MiB"
+        on_host = "" if host is None else f" (host {host * 1e3:.3f} ms)"
+        parts.append(
+            f"{name} {memory:>14} {row[f'{name}_seconds'] * 1e3:>9.3f} ms{on_host} "
+            f"{row[f'{name}_tflops']:>6.3g} TFLOP/s"
+        )
+    return "   ".join(parts)
 
 
 def describe_longest(row: Row) -> str:

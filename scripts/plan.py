@@ -1,72 +1,92 @@
-"""Predict what a run needs before it starts: memory part by part, the cards that it fits, and the
-memory traffic of its attention.
+"""Predict what a run needs before it starts: the memory of a step, the largest batch that fits, and
+the memory traffic of its attention.
 
     python -m scripts.plan model=gpt2 tokenizer=gpt2 seq_len=8192 attention=naive,triton gpu=a100-40
 
-It takes train.py's settings (model=, seq_len=, batch_size=, dtype=, tokenizer=, compile=,
-experiment=, ...), and these:
+It takes train.py's settings (model=, seq_len=, batch_size=, dtype=, tokenizer=, experiment=, ...),
+and these:
 
-    attention   names, separated by commas (naive,tiled,sdpa,triton)
-    gpu         the card to plan for: b200, h200, h100, a100-80, a100-40, l40s, l4, rtx4090, rtx3090
-                (the one in this machine, else h200); device=cpu plans for a CPU
-    measure     true: also build the model, run three steps here, and print the error of the
-                prediction
-    out         write everything to this JSON file
+    attention  names, separated by commas, or your own as pkg.module:BACKEND
+               (naive,tiled,sdpa,triton)
+    gpu        the card to plan for: b200, h200, h100, a100-80, a100-40, l40s, l4, rtx4090, rtx3090
+               (the one in this machine, else h200); device=cpu plans for a CPU
 
-The bytes are calculated from the code (scripts/memory_model.py says how exactly, and what is not
-modelled). A card loses 0.7 GiB to the CUDA context.
+PyTorch's MemTracker counts one eager step on tensors without values, so no GPU is needed and no
+memory is taken. The pool of a CUDA graph, gaps in the allocator's blocks and the scratch of some
+kernels are not counted. results/training_peaks_h200.json has compiled runs that were measured; the
+count is within 10% of each. Under model.checkpoint=attention a compiled run keeps less than the
+count, so no largest batch is printed. A card loses 0.7 GiB to the CUDA context.
 """
 
-from bisect import bisect_left
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
 
-from attention import Backend, dtype_name
+from attention import Backend, dtype_name, is_shipped
 from config import SYNTHETIC_SOURCES, RunConfig
 from model import GPT
+from model.fast import FastGPT
 from scripts import traffic
-from scripts.arguments import Json, command, compose_new, default
-from scripts.cards import (
-    BLOCK_DEFAULT_KIB,
-    CARD_SIZES,
-    CONTEXT_GIB,
-    GPUS,
-    PEAK_BANDWIDTH,
-    REGISTER_BYTES,
-    SHARED_KIB,
-)
-from scripts.memory_model import (
-    MATERIALISED,
-    RECOMPUTED,
-    TILE_LOOP,
-    StepBytes,
-    kind_of,
-    layer_sizes,
-    parameter_count,
-    predict_peak_bytes,
-)
-from scripts.tables import Row, text_table
+from scripts.arguments import command, compose_new, default
+from scripts.tables import text_table
 from training.launch.command_line import compose
-from training.loop.device import DTYPES, autocast_to, pick_device, pick_dtype
+from training.loop.device import DTYPES, autocast_to
+from training.loop.flops import count_parameters
+from training.loop.optimizer import build_optimizer
 from training.loop.schedule import able, check_schedule, needed_features, run_compiles, suit_gpu
 from training.loop.trained import data_of
-from training.record.environment import measured_on
-from training.record.files import write_json
-from training.record.memory import GIB, MemoryMeter
+from training.record.memory import GIB
 from training.record.speed import PEAK_FLOPS, data_sheet
 
+# where the tensors without values are: autograd takes a GPU's only where there is one
+CPU = torch.device("cpu")
+
+
+class Card(NamedTuple):
+    data_sheet: str  # its name there, a pattern for data_sheet()
+    bytes_per_second: float  # of its memory, from the data sheet
+    gib: float  # as PyTorch's out-of-memory errors give it
+    # the most that one block can request, from the CUDA C++ programming guide
+    shared_kib: int
+
+
+GPUS = {
+    "b200": Card("B200", 8.0e12, 178.3, 227),
+    "h200": Card("H200", 4.8e12, 139.8, 227),
+    "h100": Card("H100", 3.35e12, 79.1, 227),
+    "a100-80": Card("A100.*80GB", 2.039e12, 79.1, 163),
+    "a100-40": Card("A100", 1.555e12, 39.4, 163),
+    "l40s": Card("L40S", 0.864e12, 44.4, 99),
+    "l4": Card("L4", 0.300e12, 22.0, 99),
+    "rtx4090": Card("RTX 4090", 1.008e12, 23.5, 99),
+    "rtx3090": Card("RTX 3090", 0.936e12, 23.5, 99),
+}
+REGISTERS_KIB = 256  # per multiprocessor, of every card above
+# GPU memory that the driver and the libraries take before the first tensor, measured on an H200
+CONTEXT_GIB = 0.7
+# one for cuBLAS and one for cuBLASLt, with the CUBLAS_WORKSPACE_CONFIG=:4096:8 that training sets
+CUDA_WORKSPACES = 2 * 8 * 4096 * 1024
 TILES = ((64, 64), (128, 64), (128, 128), (256, 64), (256, 256))
+# kernels of a GPU alone; the others of the same attention keep as much
+ONLY_ON_A_GPU = {"backend": ("efficient", "cudnn"), "kernel": ("hopper",)}
 
 
 @dataclass
 class Options:
     attention: list[str] = default()
     gpu: Literal[tuple(GPUS)] | None = None
-    measure: bool = False
-    out: Json | None = None
     overrides: list[str] = default()  # settings of train.py
+
+
+class Planned(NamedTuple):
+    config: RunConfig
+    backend: Backend
+    device: str
+    dtype: torch.dtype
+    vocab_size: int
 
 
 def vocab_size_of(config: RunConfig) -> int:
@@ -75,17 +95,9 @@ def vocab_size_of(config: RunConfig) -> int:
 
     if config.data.source in SYNTHETIC_SOURCES:
         return data_of(config).vocab_size
-    if config.tokenizer.name == "gpt2":
+    if config.tokenizer.vocab_size or config.tokenizer.name == "gpt2":
         return config.tokenizer.vocab_size or 50257
     return build_tokenizer(config.tokenizer).vocab_size
-
-
-class Planned(NamedTuple):
-    config: RunConfig
-    backend: Backend
-    plan: StepBytes
-    device: str
-    dtype: torch.dtype
 
 
 def plan_all(options: Options) -> dict[str, Planned]:
@@ -103,152 +115,157 @@ def plan_all(options: Options) -> dict[str, Planned]:
         device, usual = ("cpu", "fp32") if config.device == "cpu" else ("cuda", "bf16")
         dtype = DTYPES[usual if config.dtype == "auto" else config.dtype]
         if device == "cuda":
-            backend = suit_gpu(config, backend, config.attention.backend_options())
-        if dtype not in backend.dtypes:
-            raise ValueError(
-                f"attention={name} does not take {dtype_name(dtype)}; choose another dtype="
-            )
-        plan = predict_peak_bytes(config, vocab_size_of(config), backend, dtype, device)
-        planned[name] = Planned(config, backend, plan, device, dtype)
+            backend = on_a_gpu(config, backend, dtype)
+        planned[name] = Planned(config, backend, device, dtype, vocab_size_of(config))
     return planned
 
 
-def largest_batch(planned: Planned, vocab_size: int, gib: float) -> int:
-    """How many sequences of one pass fit into `gib` GiB; 0 for none."""
-    config, backend, _, device, dtype = planned
-
-    def fits(batch_size: int) -> bool:
-        # with as many passes a step as planned
-        tokens = config.accumulation_steps * batch_size * config.seq_len
-        more = replace(config, batch_size=batch_size, tokens_per_step=tokens)
-        return predict_peak_bytes(more, vocab_size, backend, dtype, device).peak / GIB <= gib
-
-    low, high = 0, 1
-    while fits(high):
-        low, high = high, 2 * high
-    return bisect_left(range(high), True, lo=low + 1, key=lambda size: not fits(size)) - 1
+def on_a_gpu(config: RunConfig, backend: Backend, dtype: torch.dtype) -> Backend:
+    """The attention as a GPU runs it, with kernels that fake tensors of a CPU take too."""
+    for option, kernels in ONLY_ON_A_GPU.items():
+        if backend.options.get(option) in kernels:
+            backend = backend.configured(**{option: "auto"})
+    suited = suit_gpu(config, backend, config.attention.backend_options())
+    try:
+        with FakeTensorMode():
+            suited.check_model(**config.model.attention_sizes, dtype=dtype, device=CPU)
+    except ValueError:  # as in a run: tiles that are too small for a kernel, say
+        return backend
+    return suited
 
 
-def call_traffic(backend: Backend, device: str, call: traffic.Call) -> traffic.Traffic:
-    kind = kind_of(backend, device)
-    if kind == MATERIALISED:
-        return traffic.naive(call)
+def model_without_values(planned: Planned) -> GPT:
+    config = planned.config
+    made = {"vocab_size": planned.vocab_size, "backend": planned.backend}
+    return FastGPT(GPT(config.model, **made, attention=config.attention))
+
+
+def step_bytes(planned: Planned, batch_size: int) -> dict[str, int]:
+    """Bytes at the peak of one eager step, by MemTracker's kinds of tensors. "peak" is the sum."""
+    config = planned.config
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = model_without_values(planned)
+        optimizer = build_optimizer(model, config.optimizer())
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()  # makes the moments
+        if config.accumulation_steps == 1:
+            optimizer.zero_grad()
+        tokens = torch.zeros(batch_size, config.seq_len, dtype=torch.int64)
+        documents = tokens if config.data.documents else None
+        tracker = MemTracker()
+        by_muon = config.optim.name == "muon"
+        held = (optimizer.muon, optimizer.adamw) if by_muon else (optimizer,)
+        tracker.track_external(model, *held, tokens)
+        with model.using(look=False), tracker:
+            with autocast_to(planned.dtype, CPU):
+                loss = model(tokens, tokens, documents).loss
+            loss.backward()
+            optimizer.step()
+        (found,) = tracker.get_tracker_snapshot("peak").values()
+    kinds = {getattr(kind, "value", kind).lower(): count for kind, count in found.items()}
+    if planned.device == "cuda":
+        kinds["workspaces"] = CUDA_WORKSPACES
+    kinds["peak"] = kinds.pop("total") + kinds.get("workspaces", 0)
+    return kinds
+
+
+def largest_batch(planned: Planned, peak: int, available: float) -> int:
+    """How many sequences of one pass fit into `available` bytes; 0 for none. `peak`: the bytes of
+    batch_size sequences.
+    """
+    size = planned.config.batch_size
+    peaks = {size: peak}
+    while peaks[size] <= available:
+        size = max(2 * size, int(size * available / peaks[size]))
+        peaks[size] = step_bytes(planned, size)["peak"]
+    while peaks[size] > available:
+        if size == 1:
+            return 0
+        high, size = size, max([n for n in peaks if n < size], default=size // 2)
+        if size not in peaks:
+            peaks[size] = step_bytes(planned, size)["peak"]
+    # between two sizes the peak grows evenly or ever faster, so this many fit
+    share = (available - peaks[size]) / (peaks[high] - peaks[size])
+    return int(size + share * (high - size))
+
+
+def attention_call(planned: Planned) -> traffic.Call:
+    """One attention call of the run, under its widest window."""
+    config, model = planned.config, planned.config.model
+    windows = config.attention.layer_windows(model.num_layers)
+    return traffic.Call(
+        batch=config.batch_size,
+        heads=model.num_heads,
+        kv_heads=model.kv_heads,
+        seq_len=config.seq_len,
+        head_dim=model.head_dim,
+        element=planned.dtype.itemsize,
+        window=None if None in windows else max(windows),
+    )
+
+
+def traffic_of(planned: Planned) -> dict[str, int | None]:
+    """Bytes of one attention call in both accountings of scripts/traffic.py; None for an attention
+    of the user's own.
+    """
+    backend, call = planned.backend, attention_call(planned)
     given = {name: backend.options.get(name) for name in ("block_q", "block_kv")}
     tiles = {name: size for name, size in given.items() if size}
-    count = traffic.tile_loop if kind in (TILE_LOOP, RECOMPUTED) else traffic.fused
-    return count(call, **tiles)
-
-
-def attention_call(planned: Planned, window: int | None = None) -> traffic.Call:
-    """One attention call of the run."""
-    config, model, element = planned.config, planned.config.model, planned.dtype.itemsize
-    shape = config.batch_size, model.num_heads, config.seq_len, model.head_dim
-    return traffic.Call(*shape, element, window=window)
-
-
-def traffic_of(planned: Planned) -> tuple[traffic.Traffic, traffic.Traffic]:
-    """The traffic of one attention call of the run, under its widest window: by the formula that is
-    often printed, and counted.
-    """
-    where = planned.backend, planned.device
-    printed = traffic.printed_naive if kind_of(*where) == MATERIALISED else traffic.printed_fused
-    call = attention_call(planned, layer_sizes(planned.config)["window"])
-    return printed(call), call_traffic(*where, call)
-
-
-def measure_peak(planned: Planned, vocab_size: int) -> int:
-    """Peak bytes of a training step on this machine, counted as in a run."""
-    config = planned.config
-    device = pick_device(config.device)
-    if device.type != planned.device:
-        raise ValueError(
-            f"measure=true measures on the {device.type} that is here, and the plan is for a GPU; "
-            f"add device={device.type}"
-        )
-    dtype = pick_dtype(config.dtype, device)
-    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    made = {"vocab_size": vocab_size, "backend": planned.backend}
-    model = GPT(config.model, **made, attention=config.attention).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    compiled = run_compiles(config, planned.backend, device.type)
-    run = torch.compile(model) if compiled else model
-    tokens = torch.randint(vocab_size, (config.batch_size, config.seq_len), device=device)
-
-    def step() -> None:
-        with autocast_to(dtype, device):
-            loss = run(tokens, tokens).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    # the first step allocates AdamW's moments and libraries' workspaces
-    for _ in range(2):
-        step()
-    meter = MemoryMeter(device)
-    with meter.measured(list(model.parameters()), optimizer.state_dict()["state"], tokens):
-        step()
-    return round(meter.peaks()["memory/peak_gib"] * GIB) - before
+    usual, counted = traffic.printed_fused(call), None
+    if backend.name == "naive" or backend.options.get("backend") == "math":
+        usual, counted = traffic.printed_naive(call), traffic.naive(call)
+    elif backend.observable:
+        counted = traffic.tile_loop(call, **tiles)
+    elif is_shipped(backend):
+        counted = traffic.fused(call, **tiles)
+    return {"as usually printed": usual if counted else None, "as the code moves them": counted}
 
 
 PARTS = {
-    "parameters": "parameters, float32",
-    "optimizer": "AdamW's moments",
-    "weight_copies": "16-bit copies of the matrices",
-    "blocks": "activations: norms, residual stream, MLP",
-    "scores": "attention: N x N probabilities",
-    "attention": "attention: q, k, v, out, lse",
-    "loss": "gradients that the loss has ready",
-    "working": "gradients of activations, temporaries",
+    "parameter": "parameters, float32",
+    "optstate": "the optimizer's moments",
+    "gradient": "gradients of parameters",
+    "activation": "activations, and what the loss keeps",
+    "temp": "temporaries of the backward pass",
+    "workspaces": "workspaces of cuBLAS",
     "peak": "peak of a step",
 }
 
 
-def memory_table(plans: dict[str, StepBytes]) -> list[list[str]]:
-    in_gib = any(plan.peak >= GIB for plan in plans.values())
-    unit, size = ("GiB", GIB) if in_gib else ("MiB", GIB // 1024)
-    rows = [[unit, *plans]]
-    for part, words in PARTS.items():
-        values = [getattr(plan, part) for plan in plans.values()]
-        if part == "attention":
-            values = [plan.attention - plan.scores for plan in plans.values()]
-        rows.append([words, *(f"{value / size:,.2f}" for value in values)])
-    return rows
+def side_by_side(title: str, columns: dict[str, dict[str, str]]) -> str:
+    """A table with a column for each attention."""
+    names = next(iter(columns.values()))
+    rows = [[name, *(column[name] for column in columns.values())] for name in names]
+    return text_table([[title, *columns], *rows])
 
 
-def fits_table(planned: dict[str, Planned], vocab_size: int) -> list[list[str]]:
-    rows = [["card", *planned]]
-    for size, gib in CARD_SIZES.items():
-        cells = []
-        for each in planned.values():
-            most = largest_batch(each, vocab_size, gib - CONTEXT_GIB)
-            fits = "yes" if each.config.batch_size <= most else "no"
-            cells.append(f"{fits} (batch_size {most})")
-        rows.append([f"{size} GB", *cells])
-    return rows
+def memory_figures(plan: dict[str, int]) -> dict[str, str]:
+    return {words: f"{plan.get(part, 0) / GIB:,.3f}" for part, words in PARTS.items()}
 
 
-def traffic_table(planned: dict[str, Planned]) -> list[list[str]]:
-    columns = [traffic_of(each) for each in planned.values()]
-    printed, counted = zip(*columns, strict=True)
-    return [
-        ["one attention call, forward", *planned],
-        ["GB, as usually printed", *(f"{x.bytes / 1e9:,.3f}" for x in printed)],
-        ["GB, K and V read per query tile", *(f"{x.bytes / 1e9:,.3f}" for x in counted)],
-        ["FLOP/byte, as usually printed", *(f"{x.intensity:,.1f}" for x in printed)],
-        ["FLOP/byte", *(f"{x.intensity:,.1f}" for x in counted)],
-    ]
+def call_figures(planned: Planned, card: Card) -> dict[str, str]:
+    """The traffic of one attention call, beside what the card can do."""
+    call, figures = attention_call(planned), {}
+    for how, count in traffic_of(planned).items():
+        figures[f"GB, {how}"] = f"{count / 1e9:,.3f}" if count else "-"
+        figures[f"FLOP/byte, {how}"] = f"{call.flops / count:,.1f}" if count else "-"
+    bound = traffic.lower_bound(call, card.shared_kib * 1024)
+    figures["GB, N^2 D^2 / M"] = f"{bound / 1e9:,.3f}"
+    ridge = PEAK_FLOPS[card.data_sheet.partition(".")[0]] / card.bytes_per_second
+    figures["FLOP/byte from which the tensor cores are the limit"] = f"{ridge:,.0f}"
+    return figures
 
 
-def chip_table(head_dim: int, element: int) -> list[list[str]]:
-    blocks = {f"{BLOCK_DEFAULT_KIB} KiB default": BLOCK_DEFAULT_KIB}
-    blocks |= SHARED_KIB
-    rows = [["tile (queries x keys)", "shared", "registers", *blocks]]
-    for block_q, block_kv in TILES:
-        shared, registers = traffic.tile_bytes(block_q, block_kv, head_dim, element)
-        in_registers = registers <= REGISTER_BYTES
-        fits = [in_registers and shared <= kib * 1024 for kib in blocks.values()]
-        sizes = [f"{shared / 1024:.0f} KiB", f"{registers / 1024:.0f} KiB"]
-        rows.append([f"{block_q} x {block_kv}", *sizes, *("yes" if fit else "no" for fit in fits)])
+def tile_table(call: traffic.Call, shared_kib: int) -> list[list[str]]:
+    """Tiles of a flash kernel beside what a block may have."""
+    rows = [["tile (queries x keys)", f"KiB shared of {shared_kib}"]]
+    rows[0] += [f"KiB in registers of {REGISTERS_KIB}", "fits"]
+    for tile in TILES:
+        sizes = [count / 1024 for count in traffic.tile_bytes(*tile, call.head_dim, call.element)]
+        fits = sizes[0] <= shared_kib and sizes[1] <= REGISTERS_KIB
+        cells = [f"{size:.0f}" for size in sizes]
+        rows.append([f"{tile[0]} x {tile[1]}", *cells, "yes" if fits else "no"])
     return rows
 
 
@@ -259,81 +276,42 @@ def gpu_here() -> str | None:
     return data_sheet(names, torch.cuda.get_device_name())
 
 
-def print_for_gpu(planned: dict[str, Planned], vocab_size: int, gpu: str) -> None:
-    call, card = attention_call(next(iter(planned.values()))), GPUS[gpu]
-    print(
-        f"\nfits, with the largest batch_size that does ({CONTEXT_GIB} GiB of each card are the "
-        "CUDA context's):\n"
-    )
-    print(text_table(fits_table(planned, vocab_size)))
-    print(f"\n{text_table(traffic_table(planned))}\n")
-    ridge = PEAK_FLOPS[card.data_sheet] / PEAK_BANDWIDTH[card.data_sheet]
-    print(
-        f"{gpu}'s data sheet: from {ridge:,.0f} FLOP/byte on its tensor cores are the limit, "
-        "below that its memory."
-    )
-    shared = SHARED_KIB[card.capability]
-    bound = traffic.lower_bound_bytes(call, sram_bytes=shared * 1024)
-    print(
-        f"N^2 D^2 / M, with the {shared} KiB a block of {gpu} may have for M: "
-        f"{bound / 1e9:,.3f} GB."
-    )
-    print(
-        f"\nfits on the chip, by compute capability ({gpu} is {card.capability}), head_dim "
-        f"{call.head_dim}, two stages of K and V:\n"
-    )
-    print(text_table(chip_table(call.head_dim, call.element)))
+def batch_words(planned: Planned, peak: int, card: Card) -> str:
+    """Whether a batch fits, and the largest that does where the count is that of a run."""
+    config, available = planned.config, (card.gib - CONTEXT_GIB) * GIB
+    fits = "fits" if peak <= available else "does not fit"
+    compiled = run_compiles(config, planned.backend, planned.device)
+    if compiled and config.model.checkpoint == "attention":
+        return f"{fits} by this count; a compiled run keeps less"
+    return f"{fits}; the largest batch_size is about {largest_batch(planned, peak, available):,}"
 
 
 @command
 def main(options: Options) -> None:
     planned = plan_all(options)
-    config, _, _, device, dtype = next(iter(planned.values()))
-    vocab_size = vocab_size_of(config)
-    measured = {}
-    if options.measure:
-        measured = {name: measure_peak(each, vocab_size) for name, each in planned.items()}
-    count = parameter_count(config.model, vocab_size)
-    gpu = options.gpu or gpu_here() or "h200"
-    if device == "cuda" and not options.gpu:
+    first = next(iter(planned.values()))
+    config, gpu = first.config, options.gpu or gpu_here() or "h200"
+    if first.device == "cuda" and not options.gpu:
         why = "the GPU that is here" if gpu_here() else "an assumption: no GPU is known here"
-        print(
-            f"planned for gpu={gpu}, {why}; gpu=NAME plans for another card, device=cpu for a CPU\n"
-        )
-    print(f"model={config.model.name}: {count:,} parameters, vocabulary {vocab_size:,}")
-    pass_of = f"{config.batch_size} x {config.seq_len} tokens a pass"
-    print(f"{pass_of}, {device} {dtype_name(dtype)}\n")
-    print(text_table(memory_table({name: each.plan for name, each in planned.items()})))
-    for name, peak in measured.items():
-        print(
-            f"measured here, attention={name}: {peak / GIB:,.3f} GiB; the prediction is "
-            f"{planned[name].plan.peak / peak - 1:+.1%} off"
-        )
-    if device == "cuda":
-        print_for_gpu(planned, vocab_size, gpu)
-    if options.out:
-        where = measured_on(pick_device("auto"))
-        rows = [
-            as_json(name, each, vocab_size, measured.get(name)) for name, each in planned.items()
-        ]
-        write_json(options.out, {"environment": where, "rows": rows})
-
-
-def as_json(name: str, planned: Planned, vocab_size: int, measured_bytes: int | None) -> Row:
-    config = planned.config
-    printed, counted = traffic_of(planned)
-    return {
-        "attention": name,
-        "model": asdict(config.model),
-        "vocab_size": vocab_size,
-        **{key: getattr(config, key) for key in ("seq_len", "batch_size", "compile")},
-        "device": planned.device,
-        "dtype": dtype_name(planned.dtype),
-        "plan": asdict(planned.plan),
-        "measured_peak_bytes": measured_bytes,
-        "traffic_bytes": counted.bytes,
-        "printed_traffic_bytes": printed.bytes,
-    }
+        print(f"gpu={gpu}, {why}; gpu=NAME plans for another card, device=cpu for a CPU\n")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        count = count_parameters(model_without_values(first))
+    print(f"model={config.model.name}: {count:,} parameters, vocabulary {first.vocab_size:,}")
+    print(
+        f"{config.batch_size} x {config.seq_len} tokens a pass, {first.device} "
+        f"{dtype_name(first.dtype)}; one step, eager, without the CUDA graph's pool\n"
+    )
+    plans = {name: step_bytes(each, config.batch_size) for name, each in planned.items()}
+    memory = {name: memory_figures(plan) for name, plan in plans.items()}
+    print(side_by_side("GiB", memory))
+    if first.device == "cuda":
+        card = GPUS[gpu]
+        print(f"\nin the {card.gib:g} GiB of {gpu}, less {CONTEXT_GIB} for the CUDA context:")
+        for name, each in planned.items():
+            print(f"{name}: {batch_words(each, plans[name]['peak'], card)}", flush=True)
+        calls = {name: call_figures(each, card) for name, each in planned.items()}
+        print("\n" + side_by_side("one attention call, forward", calls))
+        print("\n" + text_table(tile_table(attention_call(first), card.shared_kib)))
 
 
 if __name__ == "__main__":

@@ -85,58 +85,53 @@ STATISTICS = {
     *("sum_ptr", "delta_ptr"),  # of the backward pass
     "params_ptr",
 }
+INTERVALS = {"lo_ptr", "hi_ptr", "ranges_ptr"}
+INTEGERS = {*INTERVALS, "lengths_ptr", "table_ptr"}
 
 
-def signature(
-    kernel: str, function: Any, dtype: str, head_dim: int, variant: str, tile: Tile
-) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any]]:
-    """Types, constants and alignments of the kernel's arguments, as a launch gives them."""
+def constants_of(dtype: str, head_dim: int, variant: str, tile: Tile) -> dict[str, Any]:
+    """The kernel's arguments that are constants in this variant; None is an absent tensor."""
     from attention.kernels.launch import SOFTMAXES
     from attention.kernels.score_mods import find_score_mod
 
-    (block_q, block_kv, *_), block_d = tile, padded_head_dim(head_dim)
     softmax = SOFTMAXES.get(variant, SOFTMAXES["online"])
-    constants = {
+    mod = "attention.kernels.score_mods:softcap_alibi" if variant == "score_mod" else ""
+    absent = {"top_ptr", "sinks_ptr"}
+    absent |= INTERVALS if variant != "intervals" else set()
+    absent |= {"params_ptr"} if variant != "score_mod" else set()
+    absent |= {"max_ptr", "row_sum_ptr"} if dtype != "fp32" else set()
+    absent |= {"table_ptr"} if variant != "pages" else set()
+    return {
+        **dict.fromkeys(absent),
+        **{name.upper(): step for name, step in softmax._asdict().items()},
         "CAUSAL": variant != "full",
         "INTERVALS": variant == "intervals",
-        "SCORE_MOD": find_score_mod(
-            "attention.kernels.score_mods:softcap_alibi" if variant == "score_mod" else ""
-        ),
+        "SCORE_MOD": find_score_mod(mod),
         "GROUPS": 4 if variant == "grouped" else 1,
-        **{name.upper(): step for name, step in softmax._asdict().items()},
-        **{
-            "D": head_dim,
-            "BLOCK_Q": block_q,
-            "BLOCK_KV": block_kv,
-            "BLOCK_D": block_d,
-            "PRECISION": "ieee",
-        },
-        **({} if variant == "intervals" else dict.fromkeys(("lo_ptr", "hi_ptr", "ranges_ptr"))),
-        **({} if variant == "score_mod" else {"params_ptr": None}),
-        **({} if dtype == "fp32" else dict.fromkeys(("max_ptr", "row_sum_ptr"))),
-        **dict.fromkeys(("top_ptr", "sinks_ptr")),
-        **({} if variant == "pages" else {"table_ptr": None}),
-        **{"SPLITS": FIXED_SPLITS, "PAGE_SIZE": 64 if variant == "pages" else 0},
+        "D": head_dim,
+        "BLOCK_Q": tile.block_q,
+        "BLOCK_KV": tile.block_kv,
+        "BLOCK_D": padded_head_dim(head_dim),
+        "PRECISION": "ieee",
+        "SPLITS": FIXED_SPLITS,
+        "PAGE_SIZE": 64 if variant == "pages" else 0,
     }
-    types, values, aligned = {}, {}, {}
-    for i, name in enumerate(function.arg_names):
-        if name in constants:
-            types[name], values[i,] = "constexpr", constants[name]
-        elif name.endswith("_desc"):
-            types[name] = (
-                f"tensordesc<{dtype}[1, 1, "
-                f"{block_q if name in ('q_desc', 'do_desc') else block_kv}, {block_d}]>"
-            )
-        elif name.endswith("_ptr"):
-            wide = name in STATISTICS or (kernel == "decoding" and name == "out_ptr")
-            types[name] = "*fp32" if wide else f"*{dtype}"
-            if name in ("lo_ptr", "hi_ptr", "ranges_ptr", "lengths_ptr", "table_ptr"):
-                types[name] = "*i32"
-        else:
-            types[name] = "fp32" if "scale" in name else "i32"
-        if name not in constants and (name.endswith("_ptr") or name.startswith("stride")):
-            aligned[i,] = [["tt.divisibility", 16]]
-    return types, values, aligned
+
+
+def type_of(name: str, kernel: str, dtype: str, constants: dict[str, Any]) -> str:
+    """The type of a kernel's argument, as Triton writes it."""
+    if name in constants:
+        return "constexpr"
+    if name.endswith("_desc"):
+        rows = constants["BLOCK_Q" if name in ("q_desc", "do_desc") else "BLOCK_KV"]
+        return f"tensordesc<{dtype}[1, 1, {rows}, {constants['BLOCK_D']}]>"
+    if name in INTEGERS:
+        return "*i32"
+    if name in STATISTICS or (kernel == "decoding" and name == "out_ptr"):
+        return "*fp32"
+    if name.endswith("_ptr"):
+        return f"*{dtype}"
+    return "fp32" if "scale" in name else "i32"
 
 
 class Assembled(NamedTuple):
@@ -156,27 +151,15 @@ def assemble(ptx: str, capability: int) -> Assembled:
         file = Path(folder) / "kernel.ptx"
         file.write_text(ptx)
         architecture = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
-        command = [
-            get_ptxas(capability).path,
-            "-v",
-            f"--gpu-name={architecture}",
-            file,
-            "-o",
-            file.with_suffix(".cubin"),
-        ]
+        out = file.with_suffix(".cubin")
+        command = [get_ptxas(capability).path, "-v", f"--gpu-name={architecture}", file, "-o", out]
         done = subprocess.run(command, capture_output=True, text=True)
         said = done.stderr
         if done.returncode:
             raise RuntimeError(f"ptxas refuses it ({done.returncode}): {said or done.stdout}")
-        cubin = file.with_suffix(".cubin").read_bytes()
-    figures = (
-        int(re.search(pattern, said)[1])
-        for pattern in (
-            r"Used (\d+) registers",
-            r"(\d+) bytes spill stores",
-            r"(\d+) bytes stack frame",
-        )
-    )
+        cubin = out.read_bytes()
+    patterns = r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes stack frame"
+    figures = (int(re.search(pattern, said)[1]) for pattern in patterns)
     return Assembled(cubin, *figures, sorted(set(re.findall(r"C75\d\d", said))))
 
 
@@ -200,7 +183,16 @@ def compile_tile(
         "decoding": decoding.split_kernel,
     }
     function = functions[kernel]
-    types, values, aligned = signature(kernel, function, dtype, head_dim, variant, tile)
+    constants = constants_of(dtype, head_dim, variant, tile)
+    names = function.arg_names
+    types = {name: type_of(name, kernel, dtype, constants) for name in names}
+    values = {(i,): constants[name] for i, name in enumerate(names) if name in constants}
+    # as a launch finds them: pointers and strides are multiples of 16 bytes
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if name not in constants and (name.endswith("_ptr") or name.startswith("stride"))
+    }
     source = ASTSource(function, types, constexprs=values, attrs=aligned)
     stages = decoding.stages_of(tile, paged=variant == "pages")
     options = {"num_warps": tile.num_warps, "num_stages": stages}
@@ -230,7 +222,9 @@ def why_not(
 
 
 def time_of(function: Callable[[], Any]) -> float:
-    """Median seconds, after a warm-up."""
+    """Median seconds, after a warm-up. triton.testing.do_bench would also count the waits of a
+    short kernel for the host.
+    """
     device = torch.device("cuda")
     seconds(function, repeats=3, device=device)
     return median(seconds(function, repeats=12, device=device)[0])
@@ -283,15 +277,22 @@ def workloads(kernel: str, head_dim: int) -> list[Callable[[], Any]]:
     return calls
 
 
+def use_tile(tile: Tile, kernel: str, head_dim: int, table: dict[str, Any]) -> None:
+    """Put a tile into the table, and let the next launches read it there."""
+    from attention.kernels import launch
+
+    table["16-bit"][kernel][str(head_dim)] = list(tile)
+    launch.constants.cache_clear()
+
+
 def tune(kernel: str, head_dim: int, table: dict[str, Any], capability: int, until: float) -> None:
-    """Put the fastest tile into the table, in place, because the operators read the same table."""
-    tiles = table["16-bit"][kernel]
-    before = Tile(*tiles[str(head_dim)])
-    calls = workloads(kernel, head_dim)
-    best = (1.0, before)
+    """Put the fastest tile into the table, in place."""
+    where = f"{kernel} D={head_dim}"
+    before = Tile(*table["16-bit"][kernel][str(head_dim)])
+    calls, best = workloads(kernel, head_dim), (1.0, before)
     for tile in candidates(kernel, head_dim):
         if time.monotonic() > until:
-            print(f"{kernel} D={head_dim}: out of time, {best[1]} stays", flush=True)
+            print(f"{where}: out of time, {tuple(best[1])} stays", flush=True)
             break
         if tile == before:
             continue
@@ -301,35 +302,23 @@ def tune(kernel: str, head_dim: int, table: dict[str, Any], capability: int, unt
             for call in calls:
                 times = []
                 for each in (before, tile):
-                    tiles[str(head_dim)] = list(each)
+                    use_tile(each, kernel, head_dim, table)
                     times.append(time_of(call))
                 ratios.append(times[1] / times[0])
-            ratio = geometric_mean(ratios)
-            best = min(best, (ratio, tile))
-            why = f"{ratio:.3f} of the time of {tuple(before)}: " + " ".join(
-                f"{x:.3f}" for x in ratios
-            )
-        print(f"{kernel} D={head_dim} {tuple(tile)}: {why}", flush=True)
-    tiles[str(head_dim)] = list(best[1])
-    print(
-        f"{kernel} D={head_dim}: {tuple(best[1])}, {best[0]:.3f} of the time of {tuple(before)}",
-        flush=True,
-    )
+            best = min(best, (geometric_mean(ratios), tile))
+            each_call = " ".join(f"{ratio:.3f}" for ratio in ratios)
+            why = f"{geometric_mean(ratios):.3f} of the time of {tuple(before)}: {each_call}"
+        print(f"{where} {tuple(tile)}: {why}", flush=True)
+    ratio, fastest = best
+    use_tile(fastest, kernel, head_dim, table)
+    print(f"{where}: {tuple(fastest)}, {ratio:.3f} of the time of {tuple(before)}", flush=True)
 
 
 def write_tables(path: Path) -> None:
     """Write the tables with one line per kernel."""
-
-    def text(value: Any, indent: int) -> str:
-        if not isinstance(value, dict) or all(isinstance(each, list) for each in value.values()):
-            return json.dumps(value)
-        lines = (
-            f'{" " * (indent + 1)}"{name}": {text(each, indent + 1)}'
-            for name, each in value.items()
-        )
-        return "{\n" + ",\n".join(lines) + "\n" + " " * indent + "}"
-
-    path.write_text(text(tables(), 0) + "\n")
+    text = json.dumps(tables(), indent=1)
+    by_kernel = re.sub(r"\{[^{}]*\}", lambda found: json.dumps(json.loads(found[0])), text)
+    path.write_text(by_kernel + "\n")
 
 
 @command

@@ -23,7 +23,7 @@ from attention.interface import (
     needs_gradient,
 )
 from attention.kernels.select import SHIPPED, Choice, choose_kernel
-from attention.mask import Window, sides, visible_keys
+from attention.mask import Window, is_fake, sides, visible_keys
 
 # looked up once: torch.compile cannot trace the look-up
 INSTALLED = importlib.util.find_spec("triton") is not None
@@ -195,7 +195,7 @@ def refusals(
             f"Triton is not installed here (pip install triton, Linux only); {in_pytorch} is the "
             "same loop in plain PyTorch"
         ]
-    if q.is_cpu and os.environ.get("TRITON_INTERPRET") != "1":
+    if q.is_cpu and os.environ.get("TRITON_INTERPRET") != "1" and not is_fake(q):
         return [
             "Triton needs a GPU; set TRITON_INTERPRET=1 before the start to run its kernels in "
             "the interpreter (slow, for tests), "

@@ -19,8 +19,6 @@ from examples import (
 )
 from model import GPT, KVCache
 from model.fast import FastGPT
-from scripts.memory_model import own_parameters, parameter_count
-from training.loop.flops import count_parameters
 from training.loop.health import diagnose
 from training.loop.optimizer import build_optimizer
 
@@ -159,10 +157,3 @@ def test_a_step_that_diverged_by_them_is_diagnosed():
     nn.init.constant_(model.blocks[1].attention.own.bias, torch.nan)
     found, _ = diagnose(model, [(tokens(), tokens())])
     assert found["layer"] == 1 and "out" in found["message"]
-
-
-def test_a_plan_counts_them():
-    model = build(MIXED)
-    planned = parameter_count(model.config, 61) + own_parameters(model.config, MIXED)
-    assert planned == count_parameters(model)
-    assert own_parameters(model.config, get_backend("naive")) == 0

@@ -64,7 +64,6 @@ def run_benchmark(monkeypatch, capsys, tmp_path):
     SystemExit carries its complaint. Results are only checked where check=true is asked for.
     """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setenv("TILEGPT_CACHE", str(tmp_path / "cache"))
 
     def run(*arguments: str) -> tuple[list[dict], str]:
         check = [] if "check=true" in arguments else ["check=false"]
@@ -139,9 +138,10 @@ def test_features_are_not_for_the_longest_sequence(run_benchmark):
         run_benchmark("max_length=true", "features=softcap")
 
 
-def test_rows_over_everything_asked_for(run_benchmark):
+def test_rows_over_everything_asked_for(run_benchmark, tmp_path):
     asked = ("attention=naive,tiled:block_q=64", "dtype=fp32,bf16", "head_dim=16,32")
     rows, _ = run_benchmark(*asked, "heads=2", "seq_len=64", "repeats=3")
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
     keys = {(row["attention"], row["dtype"], row["head_dim"]) for row in rows}
     assert len(keys) == len(rows) == 8
     for row in rows:
@@ -223,9 +223,6 @@ class FakeGPU:
     def perf_counter(self) -> float:
         return self.host
 
-    def sleep(self, duration: float) -> None:
-        self.host += duration
-
     def launch(self, duration: float, *, host: float = 5e-6) -> None:
         """A kernel that runs so long and takes the host so long to launch."""
         self.host += host
@@ -291,18 +288,6 @@ def test_a_call_that_waits_for_the_gpu_is_timed_with_its_host(fake_gpu):
     assert times == pytest.approx([1.08e-3] * 5)
 
 
-def test_the_card_rests_before_each_call(fake_gpu):
-    idle_since, rests = [0.0], []
-
-    def call() -> None:
-        rests.append(fake_gpu.host - idle_since[-1])
-        fake_gpu.launch(4e-3)
-        idle_since.append(fake_gpu.free_at)
-
-    times, _ = seconds(call, repeats=5, device=torch.device("cuda"), pause_s=0.05)
-    assert times == pytest.approx([4e-3] * 5) and all(0.05 <= rest < 0.051 for rest in rests)
-
-
 @pytest.mark.gpu
 def test_a_short_kernel_under_a_slow_host():
     """200,000 cycles are 0.1 ms, and the call two."""
@@ -363,7 +348,7 @@ def test_a_backend_with_wrong_results_can_be_timed_and_is_marked(run_benchmark):
     asked = ("check=true", "allow_broken=true", "heads=2", "seq_len=64", "repeats=3")
     (row,), output = run_benchmark(f"attention={OWN}:WRONG", *asked)
     assert "forward" in row["broken"] and "unchecked" not in row
-    assert "BROKEN" in output
+    assert "broken" in output
 
 
 def test_a_backend_whose_results_are_not_checked_is_marked(run_benchmark):
@@ -371,31 +356,6 @@ def test_a_backend_whose_results_are_not_checked_is_marked(run_benchmark):
     rows, output = run_benchmark(f"attention={OWN}:WRONG", "check=false", *SMALL)
     assert [(row["unchecked"], "broken" in row) for row in rows] == [(True, False)] * 2
     assert output.count("unchecked") == 2
-
-
-def test_a_verdict_is_kept_for_the_same_code_alone(monkeypatch, tmp_path):
-    checked, where = [], {"commit": "a", "dirty": False, "versions": {}, "hardware": {}}
-    monkeypatch.setenv("TILEGPT_CACHE", str(tmp_path))
-    monkeypatch.setattr(
-        "conformance.properties.red_properties",
-        lambda backend, **_: checked.append(dict(backend.options)) or ["forward"],
-    )
-
-    def verdict(name: str, dtype: torch.dtype = torch.float32, **options) -> list[str]:
-        return benchmark.wrong_results(
-            get_backend(name, **options), device=CPU, dtype=dtype, where=where
-        )
-
-    assert verdict("tiled") == verdict("tiled") == ["forward"] and len(checked) == 1
-    verdict("tiled", block_q=32), verdict("tiled", dtype=torch.bfloat16), verdict("naive")
-    assert len(checked) == 4
-    where["commit"] = "b"
-    verdict("tiled")
-    where["dirty"] = True  # whatever the code is now
-    verdict("tiled"), verdict("tiled")
-    where.update(commit=None, dirty=False)
-    verdict("tiled")
-    assert len(checked) == 8
 
 
 def test_a_shape_that_is_refused_is_a_row_and_only_that_is_an_error(run_benchmark):
@@ -443,21 +403,6 @@ def test_longest_sequence_in_little_memory(run_benchmark):
         assert f"{row['oom_seq_len']:,} ran out" in output
 
 
-def test_rows_are_added_to_a_file_of_the_same_code_and_machine(run_benchmark, tmp_path):
-    short = ("attention=sdpa", "heads=2", "repeats=3", "append=true")
-    run_benchmark(*short, "seq_len=64")
-    rows, _ = run_benchmark(*short, "seq_len=128")
-    assert [row["seq_len"] for row in rows] == [64, 128]
-    path = tmp_path / "bench.json"
-    data = json.loads(path.read_text())
-    data["environment"]["commit"] = "another"
-    for text, named in ((json.dumps(data), "commit .*another"), ("[]", "scripts.benchmark")):
-        path.write_text(text)
-        with pytest.raises(SystemExit, match=f"bench.json .*{named}"):
-            run_benchmark(*short, "seq_len=64")
-        assert path.read_text() == text
-
-
 def test_backends_and_their_options_from_text():
     tiled = benchmark.parse_backend("tiled:block_q=64,softmax_dtype=input")
     assert (tiled.options["block_q"], tiled.options["softmax_dtype"]) == (64, "input")
@@ -473,12 +418,14 @@ def test_backends_and_their_options_from_text():
     [
         ("attention=flashy", "attention=flashy"),
         ("seq_len=0", "seq_len=0"),
-        ("pause=-1", "pause=-1"),
+        ("repeats=0", "repeats=0"),
+        ("window=8 causal=false", "window="),
+        ("groups=3", "groups=3"),
         ("memory_gib=8", "max_length=true"),
         ("device=cuda", "GPU"),
     ],
 )
 def test_refused_in_one_line(run_benchmark, argument, named):
     with pytest.raises(SystemExit, match="^benchmark: ") as error:
-        run_benchmark(argument)
+        run_benchmark(*argument.split())
     assert named in error.value.code and "\n" not in error.value.code

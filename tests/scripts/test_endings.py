@@ -13,9 +13,6 @@ import pytest
 from scripts.arguments import one_line
 from training.record.files import check_writable, write_file
 
-RESULTS = Path(__file__).resolve().parents[2] / "results"
-
-
 MODULES = {
     "condense_runs": "lab.condense_runs",
     "report": "scripts.report.__main__",
@@ -45,8 +42,6 @@ def never(*_: object, **__: object) -> None:
             "scripts.benchmark.measured",
         ),
         ("verify", ["attention=naive", "out={folder}.json"], "scripts.verify.verify"),
-        ("plan", ["attention=naive", "device=cpu", "out={out}"], "scripts.plan.plan_all"),
-        ("plots", [str(RESULTS / "memory_h200.json"), "out={out}"], "scripts.plots.draw_memory"),
         ("condense_runs", ["{folder}", "out={out}"], "lab.condense_runs.runs_below"),
         ("trace", ["out={folder}.html"], "scripts.trace.look"),
     ],

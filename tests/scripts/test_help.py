@@ -18,7 +18,6 @@ COMMANDS = (
     "dashboard",
     "export",
     "plan",
-    "plots",
     "profile",
     "recall",
     "report",
