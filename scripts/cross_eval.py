@@ -163,29 +163,24 @@ def parse_judge(text: str) -> Backend:
 
 def default_judges(checkpoints: Sequence[Checkpoint], device: torch.device) -> list[Backend]:
     """Exact attention, every attention that a run was trained under, and no_rescale at half and
-    double its tiles; each once.
-
-    Another tile size changes the result only of a broken attention.
+    double its tiles; each once, the broken ones last and from small tiles to large.
     """
-    used = [backend for checkpoint in checkpoints for backend in checkpoint.backends.values()]
-    for backend in [backend for backend in used if backend.name == "no_rescale"]:
-        tile = backend.options["block_kv"]
-        used += [backend.configured(block_kv=size) for size in (tile // 2, 2 * tile) if size]
     shapes = {
         (each.config.model.head_dim, tuple(needed_features(each.config))) for each in checkpoints
     }
     exact = [exact_attention(head_dim, device, needed) for head_dim, needed in sorted(shapes)]
-    unique = {}
+    used = [backend for checkpoint in checkpoints for backend in checkpoint.backends.values()]
+    for backend in [backend for backend in used if backend.name == "no_rescale"]:
+        tile = backend.options["block_kv"]
+        used += [backend.configured(block_kv=size) for size in (tile // 2, 2 * tile) if size]
+    used.sort(key=lambda each: (not each.exact, each.name, each.options.get("block_kv") or 0))
+    unique: dict[str, Backend] = {}
     for backend in (*exact, *used):
-        options = dict(backend.options)
-        if backend.exact:
-            options = {name: value for name, value in options.items() if name not in TILES}
-        unique.setdefault((backend.name, str(options)), backend)
-    # order as in the table of backends, no_rescale from small tiles to large
-    order = list(dict.fromkeys(["sdpa", *BACKENDS, *(backend.name for backend in used)]))
-    return sorted(
-        unique.values(), key=lambda each: (order.index(each.name), each.options.get("block_kv", 0))
-    )
+        # another tile size changes the result only of a broken attention
+        hidden = TILES if backend.exact else ()
+        seen = {name: value for name, value in backend.options.items() if name not in hidden}
+        unique.setdefault(attention_name(backend.name, seen), backend)
+    return list(unique.values())
 
 
 def described(backend: Backend) -> Row:

@@ -121,9 +121,10 @@ class Call(NamedTuple):
     causal: bool
     scale: float
     source: str  # the origin of q, k and v, in words
-    attention: str  # the default for attention=
-    block_q: int
-    block_kv: int
+    # the defaults of the keys with these names
+    attention: str = "no_rescale"
+    block_q: int = 16
+    block_kv: int = 16
     row: int | None = None
     columns: tuple[str, ...] | None = None  # meaning of the entries of an output row
     function: dict[str, Any] = {}  # window, softcap, ... of a run's layer
@@ -148,16 +149,16 @@ def worked_example() -> tuple[Tensor, Tensor, Tensor]:
 def made_call(options: Options) -> Call:
     device, dtype = pick_device(options.device), DTYPES[options.dtype or "fp32"]
     if options.inputs in (None, "worked"):
-        q, k, v = (x.to(device, dtype) for x in worked_example())
-        what = "the worked example", "no_rescale"
-        causal = bool(options.causal)
-        return Call(q, k, v, causal, 0.5, *what, 4, 4, row=0, columns=WORKED_COLUMNS)
+        qkv = (x.to(device, dtype) for x in worked_example())
+        tiles = {"block_q": 4, "block_kv": 4}
+        shown: dict[str, Any] = {"row": 0, "columns": WORKED_COLUMNS}
+        return Call(*qkv, bool(options.causal), 0.5, "the worked example", **tiles, **shown)
     seq_len, head_dim = options.seq_len or 128, options.head_dim or 16
     check_size(seq_len, options.block_q or 16, options.block_kv or 16)
     case = Case(1, 1, 1, seq_len, seq_len, head_dim, inputs=options.inputs, seed=options.seed or 0)
-    (q, k, v), *_ = case.make(dtype, str(device))
+    qkv, *_ = case.make(dtype, str(device))
     source = f"inputs={options.inputs} seed={case.seed}"
-    return Call(q, k, v, options.causal is not False, head_dim**-0.5, source, "no_rescale", 16, 16)
+    return Call(*qkv, options.causal is not False, head_dim**-0.5, source)
 
 
 def check_size(length: int, block_q: int, block_kv: int) -> None:
@@ -212,7 +213,8 @@ def captured_call(options: Options) -> Call:
     if "alibi_slopes" in function:
         function["alibi_slopes"] = function["alibi_slopes"][head : head + 1]
     causal, scale = arguments["causal"], arguments["scale"]
-    return Call(q, k, v, causal, scale, source, chosen.name, 16, block_kv, function=function)
+    defaults = {"attention": chosen.name, "block_kv": block_kv}
+    return Call(q, k, v, causal, scale, source, **defaults, function=function)
 
 
 @torch.no_grad()

@@ -318,7 +318,6 @@ REFUSED = {
     "row=8": ("row=8",),
     "run=nowhere": ("nowhere", "checkpoint"),
     "run=nowhere inputs=large": ("inputs=large", "run=nowhere"),
-    "out=nowhere/page.html": ("out=nowhere/page.html",),
 }
 
 
