@@ -174,35 +174,32 @@ def test_a_folder_of_ruins(sweep, tmp_path, capsys):
     """Failed, out of memory, half written, without a checkpoint, with a damaged one: a line each,
     and the rest is judged.
     """
-    names = ("good", "failed", "oom", "torn", "no_checkpoint", "no_config", "damaged")
-    folders = {name: shutil.copytree(sweep / "1", tmp_path / name) for name in names}
-    for status in ("failed", "oom"):
-        path = folders[status] / "summary.json"
-        ended = {"status": status, "error": "RuntimeError: no more"}
-        path.write_text(json.dumps(json.loads(path.read_text()) | ended))
-    (folders["torn"] / "summary.json").write_text('{"status": "comp')
-    shutil.rmtree(folders["no_checkpoint"] / "checkpoint")
-    (folders["no_config"] / "config.yaml").write_text("attention: [")
-    weights = folders["damaged"] / "checkpoint/model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-10])
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "conf").mkdir()
-    (tmp_path / "conf/config.yaml").write_text("steps: 3")
-    rows = judged(tmp_path, "under=sdpa", "sequences=1")
-    said = capsys.readouterr().err.splitlines()
-    reasons = {
+    left_out = {
         "failed": "no more",
         "oom": "oom",
         "torn": "unfinished",
-        "conf": "",
         "no_checkpoint": "checkpoint",
         "damaged": "model.safetensors",
     }
-    for name, reason in reasons.items():
+    for name in (*left_out, "good", "bomb"):
+        shutil.copytree(sweep / "1", tmp_path / name)
+    for status in ("failed", "oom"):
+        path = tmp_path / status / "summary.json"
+        ended = {"status": status, "error": "RuntimeError: no more"}
+        path.write_text(json.dumps(json.loads(path.read_text()) | ended))
+    (tmp_path / "torn/summary.json").write_text('{"status": "comp')
+    shutil.rmtree(tmp_path / "no_checkpoint/checkpoint")
+    weights = tmp_path / "damaged/checkpoint/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    # the settings are in the checkpoint
+    (tmp_path / "bomb/config.yaml").write_text("attention: " + "[" * 10_000)
+    (tmp_path / "empty").mkdir()
+    rows = judged(tmp_path, "under=sdpa", "sequences=1")
+    said = capsys.readouterr().err.splitlines()
+    for name, reason in left_out.items():
         (line,) = (line for line in said if line.startswith(f"left out: {tmp_path / name}: "))
         assert reason in line
-    # the settings are in the checkpoint
-    assert sorted(row["run"] for row in rows) == ["good", "no_config"]
+    assert sorted(row["run"] for row in rows) == ["bomb", "good"]
 
 
 def test_a_diverged_run_is_judged(tmp_path):
@@ -232,36 +229,23 @@ def test_accuracy_and_a_switched_run(tmp_path):
     assert re.findall(r"\*[\d.]+%", line) == [f"*{last['val/accuracy']:.1%}"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["nowhere"], ["nowhere"]),
-        (["{empty}"], ["empty"]),
-        (["{file}/other.json"], ["other.json"]),
-        (["{file}/deep.json"], ["deep.json"]),
-        (["{run}", "under=flashy"], ["under=flashy", "naive"]),
-        (["{run}", "under=no_rescale:block_kv"], ["under=no_rescale:block_kv", "no_rescale"]),
-        (["{run}", "under=tiled:tile=3"], ["under=tiled:tile=3", "'tile'"]),
-        (["{run}", "sequences=0"], ["sequences=0"]),
-    ],
-    ids=[
-        "missing",
-        "empty",
-        "other-file",
-        "deep-file",
-        "judge",
-        "option",
-        "unknown-option",
-        "sequences",
-    ],
-)
+# arguments, and what the refusal names
+REFUSED = {
+    "{tmp}/nowhere": "nowhere",
+    "{tmp}/empty": "empty",
+    "{tmp}/other.json": "other.json",
+    "{tmp}/deep.json": "deep.json",
+    "{run} under=flashy": "under=flashy",
+    "{run} under=tiled:tile=3": "under=tiled:tile=3",
+}
+
+
+@pytest.mark.parametrize(("arguments", "named"), REFUSED.items(), ids=REFUSED)
 def test_refused_in_one_line(sweep, tmp_path, arguments, named):
     (tmp_path / "empty").mkdir()
     (tmp_path / "other.json").write_text('{"rows": []}')
     (tmp_path / "deep.json").write_text("[" * 100_000)
-    paths = {"empty": tmp_path / "empty", "file": tmp_path, "run": sweep / "0"}
     with pytest.raises(SystemExit) as ended:
-        cross_eval.main([argument.format(**paths) for argument in arguments])
+        cross_eval.main(arguments.format(tmp=tmp_path, run=sweep / "0").split())
     line = ended.value.code
-    assert line.startswith("cross_eval: ") and "\n" not in line
-    assert all(name in line for name in named), line
+    assert line.startswith("cross_eval: ") and "\n" not in line and named in line

@@ -11,7 +11,7 @@ from attention import get_backend
 from config import AttentionConfig
 from scripts import sample
 from tests.command import environment
-from tests.scripts.test_sample import write_run
+from tests.run_folder import write_run
 from training.launch.command_line import replay_overrides
 from training.record.files import write_json
 
