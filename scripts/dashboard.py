@@ -93,8 +93,9 @@ def logged_to(folders: list[Path]) -> tuple[str, str | None]:
         logger = read_mapping(run_dir / "config.yaml").get("logger") or {}
         if logger.get("name") == "wandb":
             projects.add(logger["project"])
+            recipe = [x for x in run.get("overrides") or [] if x.startswith("experiment=")]
             sweep = sweep_of(run_dir)
-            groups.add(sweep and group_name(sweep, run.get("overrides") or []))
+            groups.add(sweep and group_name(sweep, recipe))
     where = ", ".join(map(str, folders))
     if not projects:
         raise ValueError(f"no run below {where} was logged to wandb")

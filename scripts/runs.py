@@ -15,7 +15,7 @@ from pathlib import Path
 from scripts.arguments import command
 from scripts.tables import Row, text_table
 from training.record.files import read_mapping
-from training.record.names import name_run
+from training.record.names import name_runs
 from training.record.runs import RUN_FILES, is_stale, read_sweep
 from training.record.text_table import first_line, printable
 
@@ -58,7 +58,7 @@ def line(run: Row) -> list[str]:
     known = [None if is_stale(run) else run.get(key) for key in LOSSES]
     return [
         datetime.fromtimestamp(when).strftime("%Y-%m-%d %H:%M:%S"),
-        name_run(run).variant,
+        name_runs([run])[0].variant,
         str(run["status"]),
         str(run.get("steps_done", "-")),
         *("-" if loss is None else f"{loss:.4f}" for loss in known),

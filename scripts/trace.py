@@ -190,38 +190,46 @@ def captured_call(options: Options) -> Call:
     trained = load_trained(run, config, data.vocab_size)
     held_out = data.val_batch(max(config.eval_sequences, sequence + 1)).inputs
     calls = attention_calls(trained, held_out[sequence : sequence + 1])
-    q, k, v, arguments = calls[layer]
-    kv_head = head * k.shape[1] // q.shape[1]
-    q, k, v = q[:, head : head + 1], k[:, kv_head : kv_head + 1], v[:, kv_head : kv_head + 1]
-    if not all_finite(q, k, v):
-        broken = next(i for i, call in enumerate(calls) if not all_finite(*call[:3]))
-        cause = f"layer={broken - 1} may show why" if broken else "so are the weights themselves"
-        raise ValueError(
-            f"q, k and v of layer={layer} head={head} hold NaN or infinity before attention sees "
-            f"them: {cause}"
-        )
+    qkv, arguments = one_head(calls, layer, head), calls[layer][3]
     if options.dtype is not None:
-        q, k, v = (x.to(DTYPES[options.dtype]) for x in (q, k, v))
+        qkv = [x.to(DTYPES[options.dtype]) for x in qkv]
     source = (
         f"layer {layer}, head {head} of {run} after {trained.step} steps, held-out sequence "
         f"{sequence}"
     )
     of_run = trained.model.backend.options
     block_kv = of_run.get("block_kv") or BACKENDS["tiled"].options["block_kv"]
-    check_size(q.shape[2], options.block_q or 16, options.block_kv or block_kv)
+    check_size(config.seq_len, options.block_q or 16, options.block_kv or block_kv)
     function = dict(trained.model.blocks[layer].attention.function)
     if "alibi_slopes" in function:
         function["alibi_slopes"] = function["alibi_slopes"][head : head + 1]
     causal, scale = arguments["causal"], arguments["scale"]
     defaults = {"attention": chosen.name, "block_kv": block_kv}
-    return Call(q, k, v, causal, scale, source, **defaults, function=function)
+    return Call(*qkv, causal, scale, source, **defaults, function=function)
+
+
+def one_head(calls: list[tuple], layer: int, head: int) -> list[Tensor]:
+    """q, k and v of a head, of the calls of all layers. Raises ValueError if they are not finite,
+    and names the layer before the first that is not.
+    """
+    q, k, v, _ = calls[layer]
+    kv_head = head * k.shape[1] // q.shape[1]
+    found = [x[:, i : i + 1] for x, i in ((q, head), (k, kv_head), (v, kv_head))]
+    if all_finite(*found):
+        return found
+    broken = next(i for i, call in enumerate(calls) if not all_finite(*call[:3]))
+    cause = (
+        f"layer={broken - 1} may show why" if broken else "the weights themselves are not finite"
+    )
+    raise ValueError(
+        f"q, k and v of layer={layer} head={head} hold NaN or infinity before attention sees them: "
+        f"{cause}"
+    )
 
 
 @torch.no_grad()
-def attention_calls(
-    trained: Trained, inputs: Tensor
-) -> list[tuple[Tensor, Tensor, Tensor, dict[str, Any]]]:
-    """q, k, v and the arguments of each layer's attention call for inputs (B, N)."""
+def attention_calls(trained: Trained, inputs: Tensor) -> list[tuple]:
+    """(q, k, v, arguments) of each layer's attention call for inputs (B, N)."""
     model = trained.model.eval()
     backend, calls = model.backend, []
 
