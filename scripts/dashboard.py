@@ -69,15 +69,14 @@ PINNED = ("status", "val/loss.last", "val/loss_exact.last", "tokens_per_sec", "s
 
 @command
 def main(options: Options) -> None:
-    try:
-        import wandb_workspaces.workspaces  # noqa: F401
-    except ModuleNotFoundError:
-        raise ValueError("wandb-workspaces is missing: pip install -e '.[dashboard]'") from None
     if options.paths:
         project, group = logged_to(options.paths)
         options.project = options.project or project
         options.group = options.group or group
-    workspace = build_workspace(options)
+    try:
+        workspace = build_workspace(options)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error.name} is missing: pip install -e '.[dashboard]'") from error
     if options.dry_run:
         print(workspace)
     else:
@@ -90,9 +89,9 @@ def logged_to(folders: list[Path]) -> tuple[str, str | None]:
     """
     projects, groups = set(), set()
     for run_dir, run in runs_below(folders).items():
-        logger = read_mapping(run_dir / "config.yaml").get("logger") or {}
-        if logger.get("name") == "wandb":
-            projects.add(logger["project"])
+        logger = read_mapping(run_dir / "config.yaml").get("logger")
+        if isinstance(logger, dict) and logger.get("name") == "wandb":
+            projects.add(str(logger.get("project")))
             recipe = [x for x in run.get("overrides") or [] if x.startswith("experiment=")]
             sweep = sweep_of(run_dir)
             groups.add(sweep and group_name(sweep, recipe))
