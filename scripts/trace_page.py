@@ -1,4 +1,4 @@
-"""The HTML page of scripts/trace.py: trace.html with the numbers of a trace and the script that
+"""The HTML page of scripts/trace.py: trace.html with the numbers of a trace and trace.js, which
 draws it. The page needs only a browser.
 """
 
@@ -13,7 +13,7 @@ from attention.look.trace import Step, Trace
 MAX_NUMBERS = 200_000  # about 1.5 MB of page
 
 TEMPLATE = Path(__file__).with_name("trace.html")
-SCRIPT = TEMPLATE.with_name("trace_tiles.js")
+SCRIPT = TEMPLATE.with_name("trace.js")
 
 
 def render_page(found: Trace, about: dict[str, Any]) -> str:
@@ -43,7 +43,7 @@ def render_page(found: Trace, about: dict[str, Any]) -> str:
     }
     # a browser ends the script at the first </script, even inside a string
     embedded = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    page = TEMPLATE.read_text().replace("/*PAGE*/", SCRIPT.read_text(), 1)
+    page = TEMPLATE.read_text().replace("/*SCRIPT*/", SCRIPT.read_text(), 1)
     return page.replace("/*DATA*/null", embedded, 1)
 
 

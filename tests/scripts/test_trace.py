@@ -4,8 +4,10 @@ a browser.
 
 import json
 import re
+import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +20,28 @@ from examples.numpy_attention import online_softmax, standard_attention
 from model import GPT
 from scripts import trace, trace_page
 from scripts.arguments import read_settings
+from tests.browser import in_browser, needs_browser
 from tests.run_folder import write_run
 
 SHAPE = ModelConfig(num_layers=2, num_heads=4, num_kv_heads=2, hidden_size=32, max_seq_len=48)
 OBSERVABLE = [name for name, backend in BACKENDS.items() if backend.observable]
 EXACT = [name for name in OBSERVABLE if BACKENDS[name].exact]
+
+
+@pytest.fixture
+def run_trace(monkeypatch, capsys, tmp_path):
+    """run_trace("key=value", ...): what it printed and the page it wrote; SystemExit carries its
+    complaint.
+    """
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def run(*arguments: str) -> tuple[str, str]:
+        page = tmp_path / "page.html"
+        monkeypatch.setattr(sys, "argv", ["trace", *arguments, f"out={page}"])
+        trace.main()
+        return capsys.readouterr().out, page.read_text()
+
+    return run
 
 
 def look(*arguments: str) -> tuple[trace.Call, Trace]:
@@ -310,81 +329,91 @@ def test_refuses_what_a_run_cannot_show(tmp_path, run_trace, settings, argument,
 # in a browser
 
 
-def test_replay_of_the_worked_example(open_page):
-    page = open_page()
-    assert "no_rescale" in page.title()
-    assert "broken" not in page.get_attribute("#found", "class")
-    page.click("#next")
-    say = page.inner_text("#say")
+@pytest.fixture
+def show(run_trace, tmp_path):
+    """show(ARGUMENTS, SCRIPT): what the script returns in the page of these arguments."""
+
+    def run(arguments: str, script: str, **look) -> Any:
+        run_trace(*arguments.split())
+        return in_browser(tmp_path / "page.html", script, **look)
+
+    return run
+
+
+@needs_browser
+def test_replay_of_the_worked_example(show):
+    before, say, exact, found, broken = show(
+        "",
+        """const wrong = () => ["exact", "found"].map(id => $(id).classList.contains("broken"));
+           const before = wrong();
+           $("next").click();
+           return [before, ...["say", "exact", "found"].map(id => $(id).innerText), wrong()];""",
+    )
+    assert before == [False, False] and broken == [False, True]
     assert all(number in say for number in ("0.8", "1.2", "0.670"))
-    assert "3.930" in page.inner_text("#exact") and "4.837" in page.inner_text("#found")
-    assert "broken" in page.get_attribute("#found", "class")
-    assert "broken" not in page.get_attribute("#exact", "class")
-    assert page.is_disabled("#next")
+    assert "3.930" in exact and "4.837" in found
 
 
-def test_every_way_to_step(open_page):
-    page = open_page("attention=no_max", "dtype=fp16", "inputs=growing")
-
-    def at() -> int:
-        return int(page.input_value("#slider"))
-
-    assert at() == 0
-    page.keyboard.press("ArrowRight")
-    page.keyboard.press("ArrowRight")
-    page.keyboard.press("ArrowLeft")
-    assert at() == 1
-    page.keyboard.press("End")
-    assert at() == 7
-    page.locator("#slider").fill("3")
-    assert at() == 3
-    page.click("#back")
-    assert at() == 2
-    page.locator("#walk button").nth(4).click()
-    assert at() == 4
-    page.click("#jump")
-    start = at()
-    classes = [node.get_attribute("class") for node in page.locator("#walk button").all()]
-    assert ["broken" in name for name in classes] == [i >= start for i in range(8)]
-    assert "65504" in page.inner_text("#say")
-    page.click("#play")
-    page.wait_for_function(f"document.getElementById('slider').value === '{start + 1}'")
-    page.click("#play")
-
-    # another query: by the list, by the keyboard
-    page.select_option("#row", "3")
-    assert "query 115" in page.inner_text("#found")
-    page.locator("h1").click()
-    page.keyboard.press("ArrowUp")
-    assert page.input_value("#row") == "2"
+@needs_browser
+def test_every_way_to_step(show):
+    walked, start, broken, say, played, query, chosen = show(
+        "attention=no_max dtype=fp16 inputs=growing",
+        """const at = () => +$("slider").value, walked = [at()];
+           const press = key => document.body.dispatchEvent(
+             new KeyboardEvent("keydown", {key, bubbles: true}));
+           const set = (id, value, event) => {
+             $(id).value = value;
+             $(id).dispatchEvent(new Event(event));
+           };
+           for (const act of [
+             () => press("ArrowRight"), () => press("ArrowRight"), () => press("ArrowLeft"),
+             () => press("End"), () => set("slider", 3, "input"), () => $("back").click(),
+             () => document.querySelectorAll("#walk button")[4].click(),
+           ]) { act(); walked.push(at()); }
+           $("jump").click();
+           const start = at(), say = $("say").innerText;
+           const broken = [...$("walk").children].map(x => x.classList.contains("broken"));
+           $("play").click();
+           await new Promise(done => setTimeout(done, 1300));
+           const played = at();
+           set("row", 3, "change");
+           const query = $("found").innerText;
+           press("ArrowUp");
+           return [walked, start, broken, say, played, query, $("row").value];""",
+    )
+    assert walked == [0, 1, 2, 1, 7, 3, 2, 4]
+    assert broken == [i >= start for i in range(8)] and "65504" in say
+    assert played == start + 1 and "query 115" in query and chosen == "2"
 
 
+@needs_browser
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["attention=relative_mask", "inputs=normal", "seq_len=48"],
-        ["attention=zero_init_max", "inputs=negative", "seq_len=48"],
-        ["attention=tiled", "inputs=spike", "block_kv=1", "seq_len=12"],
-        ["attention=no_scale", "inputs=huge", "seq_len=1"],
+        "attention=relative_mask inputs=normal seq_len=48",
+        "attention=zero_init_max inputs=negative seq_len=48",
+        "attention=tiled inputs=spike block_kv=1 seq_len=12",
+        "attention=no_scale inputs=huge seq_len=1",
     ],
-    ids=" ".join,
 )
-def test_every_step_of_every_query_draws(open_page, arguments):
+def test_every_step_of_every_query_draws(show, arguments):
     """On a phone: nothing is cut off, and no number reaches the page unexplained."""
-    page = open_page(*arguments, viewport={"width": 390, "height": 844}, color_scheme="dark")
-    words = page.evaluate(
-        """() => {
-             const seen = [];
-             for (let r = 0; r < DATA.rows.length; r++) for (let i = 0; i <= last; i++) {
-               go(i, r);
-               seen.push(document.body.innerText);
-             }
-             return seen;
-           }"""
+    words, hidden, markup = show(
+        arguments,
+        """document.documentElement.style.width = "375px";
+           const words = [];
+           for (let r = 0; r < DATA.rows.length; r++) for (let i = 0; i <= last; i++) {
+             go(i, r);
+             words.push(document.body.innerText);
+           }
+           const hidden = document.body.scrollWidth - document.body.clientWidth;
+           return [words, hidden, [...document.querySelectorAll("svg")].map(x => x.outerHTML)];""",
+        size="500,844",  # a headless browser has no narrower window
+        dark=True,
     )
     assert not any(wrong in text for text in words for wrong in ("undefined", "null", "[object"))
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    assert page.evaluate('!document.body.innerHTML.match(/(x|y|width|height|cx|cy|d)="[^"]*NaN/)')
+    assert hidden == 0
+    assert not re.search(r'(x|y|width|height|cx|cy|d)="[^"]*NaN', "".join(markup))
 
 
 def test_sum_of_the_worked_scores():
