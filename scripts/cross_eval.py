@@ -271,7 +271,8 @@ def in_text(rows: Sequence[Row]) -> str:
         columns = {name: partial(cell, judge=name, metric=metric) for name in judges}
         head, *body = table(f"held-out {metric}: trained under", lines, columns).splitlines()
         blocks.append("\n".join([head, "-" * len(head), *body]))
-    return "\n\n".join([*blocks, "* the attention of the training", *reasons(rows)])
+    marked = ["* the attention of the training"] if any(map(is_own, rows)) else []
+    return "\n\n".join([*blocks, *marked, *reasons(rows)])
 
 
 def judge_of(row: Row) -> str:

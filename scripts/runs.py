@@ -72,6 +72,7 @@ def main(options: Options) -> None:
     for folder, run in runs_below(options.paths).items():
         try:
             lines.append(line(run))
+        # what a damaged or foreign file holds may break any of it
         except Exception as error:
             damaged.append(f"damaged: {folder}: {first_line(error)}")
     if not lines and not damaged:
