@@ -10,8 +10,9 @@ from attention import get_backend
 from config import ModelConfig, RunConfig
 from data import build_data
 from model import GPT
-from tests.command import save_checkpoint
 from tests.weights import with_weights
+from training.record.checkpoint import Checkpoints
+from training.record.names import attention_names
 
 SMALL = ModelConfig(num_layers=1, num_heads=2, hidden_size=16, max_seq_len=32)
 
@@ -33,5 +34,10 @@ def write_run(run_dir: Path, *, shape: ModelConfig = SMALL, std: float = 1.0, **
     model = with_weights(GPT(shape, vocab_size=vocab_size, backend=get_backend("tiled")), std)
     optimizer = torch.optim.AdamW(model.parameters())
     parts = {"model": model, "optimizer": optimizer, "scaler": None, "config": plain}
-    save_checkpoint(run_dir, step=3, tokens=32, **parts)
+    used = [list(each) for each in attention_names(config.attention)]
+    start = {"step": 0, "started": 0.0, "attention": used, "changed": {}, "data": "", "commit": ""}
+    (run_dir / "metrics.jsonl").touch()
+    with Checkpoints(run_dir, **parts, background=False) as checkpoints:
+        checkpoints.starts = [start]
+        checkpoints.save(3, 32)
     return model
