@@ -4,7 +4,6 @@ line, without a network and without a question.
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -120,63 +119,45 @@ def test_without_a_key(offline):
     assert "wandb login" in complaint(start())  # what to type
 
 
-@pytest.mark.slow
-def test_without_a_server(offline):
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        port = gone.getsockname()[1]
-    offline.setenv("WANDB_API_KEY", "0" * 40)
-    offline.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
-    assert f"127.0.0.1:{port}" in complaint(start())
+class Server(BaseHTTPRequestHandler):
+    """Stands in for wandb's: gives `saved` to a workspace, and keeps what was sent."""
+
+    saved: dict = {}
+    sent: list[dict] = []
+
+    def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        content = {"data": {"viewer": {"id": "1", "entity": "me", "username": "me"}}}
+        if "upsertView" in request["query"]:
+            self.sent.append(request["variables"])
+            content = self.saved
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps(content).encode())
 
 
 @pytest.fixture
 def server(offline):
-    """server(ANSWER) stands in for wandb's: it gives `ANSWER` to a workspace, and returns the list
-    of those that were sent.
-    """
-    servers = []
-
-    def serve(saved: dict) -> list[dict]:
-        sent = []
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                content = {"data": {"viewer": {"id": "1", "entity": "me", "username": "me"}}}
-                if "upsertView" in request["query"]:
-                    sent.append(request["variables"])
-                    content = saved
-                self.send_response(200)
-                self.send_header("Content-Type", "application/json")
-                self.end_headers()
-                self.wfile.write(json.dumps(content).encode())
-
-            def log_message(self, *arguments):
-                pass
-
-        server = HTTPServer(("127.0.0.1", 0), Handler)
+    with HTTPServer(("127.0.0.1", 0), Server) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        servers.append(server)
         offline.setenv("WANDB_API_KEY", "0" * 40)
         offline.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
-        return sent
-
-    yield serve
-    for each in servers:
-        each.shutdown()
+        yield Server
+        server.shutdown()
 
 
 def test_the_workspace_is_sent(server):
     view = {"view": {"id": "1", "name": "nw-abc-v"}, "inserted": True}
-    sent = server({"data": {"upsertView": view}})
+    server.saved = {"data": {"upsertView": view}}
     done = start("project=mine")
     assert done.returncode == 0, done.stderr
-    (variables,) = sent
+    (variables,) = server.sent
     assert (variables["entityName"], variables["projectName"]) == ("me", "mine")
     assert "val/loss_exact" in variables["spec"] and "/me/mine?nw=abc" in done.stdout
 
 
 def test_a_refusal_is_one_line(server):
-    server({"errors": [{"message": "project not found"}], "data": None})
+    server.saved = {"errors": [{"message": "project not found"}], "data": None}
     line = complaint(start("entity=me", "project=mine"))
     assert "entity=me project=mine" in line and "project not found" in line
