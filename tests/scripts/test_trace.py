@@ -403,6 +403,20 @@ def test_every_step_of_every_query_draws(show, arguments):
     assert not re.search(r'(x|y|width|height|cx|cy|d)="[^"]*NaN', "".join(markup))
 
 
+@needs_browser
+def test_a_long_name_with_markup_is_shown_on_a_phone(run_trace, tmp_path):
+    """A regression test: it reached out of the window."""
+    name = f"pkg.module:{'N' * 110}<b>$x$"
+    _, page = run_trace("attention=no_max")
+    (tmp_path / "long.html").write_text(page.replace("no_max", name.replace("<", r"\u003c")))
+    script = """document.documentElement.style.width = "375px";
+                go(last);
+                const hidden = document.body.scrollWidth - document.body.clientWidth;
+                return [["title", "say", "found"].map(id => $(id).innerText), hidden];"""
+    words, hidden = in_browser(tmp_path / "long.html", script, size="500,844")
+    assert all(name in text for text in words) and hidden == 0
+
+
 def test_sum_of_the_worked_scores():
     """The two oracles agree on the number that the page shows."""
     assert online_softmax(trace.WORKED_SCORES, 4)[1:3] == (1.2, pytest.approx(3.930, abs=5e-4))
