@@ -234,16 +234,21 @@ def outcome(
     try:
         loss, right = evaluate_under(trained.model, backend, *batch, **how)
     except Exception as error:
-        if is_out_of_memory(error):
-            return nothing | {"status": "refused: out of memory"}
-        if is_foreign(error):
-            return nothing | {"status": f"refused: {with_place(error)}"}
-        if isinstance(error, ValueError):
-            return nothing | {"status": f"refused: {error}"}
-        raise
+        return nothing | {"status": f"refused: {refusal(error)}"}
     if not math.isfinite(loss):
         return nothing | {"status": "non-finite"}
     return {"loss": loss, "accuracy": right, "status": "ok"}
+
+
+def refusal(error: Exception) -> str:
+    """Why a judge failed. Raises the error again if it is neither the judge nor the memory."""
+    if is_out_of_memory(error):
+        return "out of memory"
+    if is_foreign(error):
+        return with_place(error)
+    if isinstance(error, ValueError):
+        return str(error)
+    raise error
 
 
 def read_rows(path: Path) -> list[Row]:
