@@ -1,6 +1,6 @@
 """Evaluate trained weights under every attention: the matrix trained-under x evaluated-under.
 
-    python -m scripts.cross_eval multirun/2026-01-31_12-00-00
+    python -m scripts.cross_eval multirun/2026-01-31/12-00-00
 
 A broken attention can have a loss curve as good as exact attention's, but weights that are useless
 under any other attention. This command shows it. It evaluates each run's checkpoint under exact

@@ -1,6 +1,6 @@
 """Measure recall by length: up to which length and distance a trained run finds its answer.
 
-    python -m scripts.recall multirun/2026-01-31_12-00-00 lengths=64,128,256,512
+    python -m scripts.recall multirun/2026-01-31/12-00-00 lengths=64,128,256,512
 
 This is for runs on data=last_write, recall or needle. Each run's checkpoint answers held-out
 questions of its task, newly drawn for each length, with its own attention. The arguments are runs,
