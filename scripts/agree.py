@@ -22,7 +22,7 @@ from a cache. Differences are in nats. For several runs, the table has mean and 
 """
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -37,7 +37,7 @@ from model import GPT, KVCache, generate
 from scripts.arguments import Count, Device, Dtype, command, default, parse_backend
 from scripts.tables import Row, by, most, spread, table
 from training.loop.device import pick_device
-from training.loop.trained import Trained, data_of, load_trained, read_run_config
+from training.loop.trained import data_of, load_trained, read_run_config
 from training.record.environment import environment
 from training.record.files import check_writable, write_json
 
@@ -67,20 +67,13 @@ class Reading(NamedTuple):
     decoding: Row | None  # log_p token by token against log_p at once; None without cross_length
 
 
-class Loaded(NamedTuple):
-    """A run's weights and its held-out sequences."""
-
-    trained: Trained
-    inputs: Tensor  # (B, N), on the device
-    targets: Tensor  # (B, N)
-    about: Row  # facts on the run and the data of the figures
-
-
 @command
 def main(options: Options) -> None:
     device = pick_device(options.device)
-    for folder in options.paths:
-        read_run_config(folder)  # before check_writable() creates the folder of a mistyped run
+    for folder in options.paths:  # before check_writable() creates the folder of a mistyped run
+        if read_run_config(folder).data.documents:
+            why = "keeps documents apart, which a cache does not; choose another"
+            raise ValueError(f"{folder} {why}")
     out = options.out or options.paths[0] / "agree.json"
     check_writable(out)
     usual = ["naive", "tiled", "sdpa"] + ["triton"] * (device.type == "cuda")
@@ -92,68 +85,57 @@ def main(options: Options) -> None:
     print(out)
 
 
+@torch.no_grad()
 def ask(folder: Path, backends: dict[str, Backend], device: torch.device, options: Options) -> Row:
     """Compare a run's weights under these attentions, pair by pair."""
-    trained, inputs, targets, about = load(folder, device, options.dtype, options.sequences)
-    half = inputs.shape[1] // 2
-    count = min(options.tokens or half, inputs.shape[1] - half)
+    config = read_run_config(folder)
+    data = data_of(config)
+    dtype = config.dtype if options.dtype == "auto" else options.dtype
+    config = replace(config, device=device.type, dtype=dtype)
+    trained = load_trained(folder, config, data.vocab_size)
+    trained.model.eval()
+    inputs, targets, *_ = (x.to(device) for x in data.val_batch(options.sequences))
+    half = config.seq_len // 2
+    count = min(options.tokens or half, config.seq_len - half)
     first = next(iter(backends))
+    in_float32 = f"{first} in float32", backends[first], nullcontext()
+    others = [(name, backend, trained.autocast) for name, backend in backends.items()]
     readings = []
     try:
-        for backend in backends.values():  # one that fails is told before the others take time
-            with torch.no_grad(), trained.model.using(backend=backend), trained.autocast:
+        for _, backend, autocast in others:  # one that fails is told before the others take time
+            with trained.model.using(backend=backend), autocast:
                 trained.model(inputs[:1])
-        for name, backend in [(f"{first} in float32", backends[first]), *backends.items()]:
-            readings.append(read(trained, name, backend, inputs, targets, count))
+        for name, backend, autocast in (in_float32, *others):
+            with trained.model.using(backend=backend), autocast:
+                readings.append(read(trained.model, name, inputs, targets, half, count))
     except Exception as error:
         if not is_foreign(error):
             raise
         raise ValueError(f"attention={backend.name} fails: {with_place(error)}") from error
-    pairs = [compare(a, b) for a, b in combinations(readings, 2)]
-    decoding = [{"attention": each.name} | each.decoding for each in readings if each.decoding]
-    return about | {"tokens": count, "pairs": pairs, "decoding": decoding}
-
-
-def load(folder: Path, device: torch.device, dtype: Dtype, sequences: int) -> Loaded:
-    """Load a run. Raises ValueError if a cache would not keep its documents apart."""
-    config = read_run_config(folder)
-    if config.data.documents:
-        raise ValueError(f"{folder} keeps documents apart, which a cache does not; choose another")
-    data = data_of(config)
-    config.device = device.type
-    config.dtype = config.dtype if dtype == "auto" else dtype
-    trained = load_trained(folder, config, data.vocab_size)
-    inputs, targets, *_ = (x.to(device) for x in data.val_batch(sequences))
-    about = {
+    return {
         "environment": environment(data.fingerprint, device),
         "run": str(folder),
         "dtype": dtype_name(trained.dtype),
         "step": trained.step,
         "sequences": len(inputs),
         "seq_len": config.seq_len,
+        "tokens": count,
+        "pairs": [compare(a, b) for a, b in combinations(readings, 2)],
+        "decoding": [{"attention": x.name} | x.decoding for x in readings if x.decoding],
     }
-    return Loaded(trained, inputs, targets, about)
 
 
-@torch.no_grad()
-def read(
-    trained: Trained, name: str, backend: Backend, inputs: Tensor, targets: Tensor, count: int
-) -> Reading:
-    model, half = trained.model.eval(), inputs.shape[1] // 2
-    autocast = nullcontext() if name.endswith("in float32") else trained.autocast
-    with model.using(backend=backend), autocast:
-        rows = [
-            log_p_of(model(x[None]).logits, y[None]) for x, y in zip(inputs, targets, strict=True)
-        ]
-        log_p, likeliest = (torch.cat(each) for each in zip(*rows, strict=True))
-        cached = "cross_length" in backend.features
-        continued = generate(
-            model, inputs[:, :half], max_new_tokens=count, temperature=0, use_cache=cached
-        )
-        decoding = None
-        if cached:
-            stepwise = decoded(model, inputs, targets, half)
-            decoding = difference(stepwise, log_p[:, half:])
+def read(model: GPT, name: str, inputs: Tensor, targets: Tensor, half: int, count: int) -> Reading:
+    """Ask the model at once, greedily for `count` tokens after `half` of them, and by steps."""
+    rows = [log_p_of(model(x[None]).logits, y[None]) for x, y in zip(inputs, targets, strict=True)]
+    log_p, likeliest = (torch.cat(each) for each in zip(*rows, strict=True))
+    cached = "cross_length" in model.backend.features
+    continued = generate(
+        model, inputs[:, :half], max_new_tokens=count, temperature=0, use_cache=cached
+    )
+    decoding = None
+    if cached:
+        decoding = difference(decoded(model, inputs, targets, half), log_p[:, half:])
     return Reading(name, log_p, likeliest, continued[:, half:], decoding)
 
 

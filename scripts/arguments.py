@@ -2,27 +2,27 @@
 
 A dataclass names the keys, their types and their defaults. Commas separate the values of a list. If
 the dataclass has a field `paths`, arguments without a key go there. If it has a field `overrides`,
-settings of train.py go there.
+settings of train.py go there. Nothing here imports torch before a command asks for it.
 """
 
 import difflib
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from attention import Backend, get_backend
 from config import SHORT_DTYPES, RunConfig, parse_attention
 from training.launch.command_line import check_overrides, compose, key_of
 from training.launch.interrupt import reader_may_leave
-from training.launch.settings import settle
 from training.record.files import check_writable
-from training.record.memory import is_out_of_memory
+from training.record.text_table import first_line
+
+if TYPE_CHECKING:
+    from attention import Backend
 
 Options = TypeVar("Options")
 Device = Literal["auto", "cpu", "cuda"]
@@ -41,48 +41,38 @@ class NoOptions:
     """A command without keys: a mistyped argument must not rewrite tracked files."""
 
 
-def command(main: Callable[[Any], None], of: Callable | None = None) -> Callable[..., None]:
-    """Turn `main(options: Options)` into the command of its module, or of the module of function
-    `of`. --help prints the module's docstring, and an error ends the command with one line.
+def command(main: Callable[[Any], None]) -> Callable[..., None]:
+    """Turn `main(options: Options)` into the command of its module.
+
+    --help prints the module's docstring. What ends the command early is one line on stderr, with
+    exit code 130 after Ctrl-C, 141 if the reader of its output left, and 1 otherwise. Files that
+    were already written stay.
     """
-    source = of or main
-    file = Path(source.__code__.co_filename)
+    file = Path(main.__code__.co_filename)
     name = file.parent.name if file.stem == "__main__" else file.stem
 
-    @functools.wraps(source)
-    @one_line(name)
+    @functools.wraps(main)
     def run(arguments: Sequence[str] | None = None) -> None:
         arguments = sys.argv[1:] if arguments is None else arguments
-        if {"-h", "--help"} & set(arguments):
-            print(source.__globals__["__doc__"].strip())
-            return
         try:
-            main(read_settings(main.__annotations__["options"], arguments))
-        except (ValueError, FloatingPointError) as error:
+            with reader_may_leave():
+                if {"-h", "--help"} & set(arguments):
+                    print(main.__globals__["__doc__"].strip())
+                else:
+                    main(read_settings(main.__annotations__["options"], arguments))
+        except KeyboardInterrupt:
+            print(f"{name}: stopped by Ctrl-C", file=sys.stderr)
+            sys.exit(130)
+        except (ValueError, FloatingPointError, OSError) as error:
             sys.exit(f"{name}: {' '.join(str(error).split())}")
+        except (RuntimeError, MemoryError) as error:
+            from training.record.memory import is_out_of_memory
+
+            if not is_out_of_memory(error):
+                raise
+            sys.exit(f"{name}: out of memory: {first_line(error)}; ask for smaller sizes")
 
     return run
-
-
-@contextmanager
-def one_line(script: str) -> Iterator[None]:
-    """Decorates a script's main(): reports in one line what ended it early.
-
-    Exits with code 130 after Ctrl-C, 141 if the reader of its output left, and 1 otherwise. Files
-    that were already written stay.
-    """
-    try:
-        with reader_may_leave():
-            yield
-    except KeyboardInterrupt:
-        print(f"{script}: stopped by Ctrl-C", file=sys.stderr)
-        sys.exit(130)
-    except OSError as error:
-        sys.exit(f"{script}: {error}")
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        sys.exit(f"{script}: out of memory: {str(error).splitlines()[0]}; ask for smaller sizes")
 
 
 def default(*values: Any) -> Any:
@@ -95,26 +85,21 @@ def read_settings(options: type[Options], arguments: Iterable[str]) -> Options:
     missing key and for a value of the wrong type, OSError for a file that cannot be written.
     """
     known = {each.name: each for each in fields(options)}
-    bare_allowed, passes_on = "paths" in known, "overrides" in known
     keys = [key for key in known if key not in ("paths", "overrides")]
-    values: dict[str, Any] = {}
-    bare, overrides = [], []
+    values: dict[str, Any] = {"overrides": []} if "overrides" in known else {}
     for argument in arguments:
         key, equals, text = argument.partition("=")
         # a folder of runs may have "=" in its name
-        if bare_allowed and not key.startswith("-") and (not equals or "/" in key):
-            bare.append(Path(argument))
+        if "paths" in known and not key.startswith("-") and (not equals or "/" in key):
+            values.setdefault("paths", []).append(Path(argument))
         elif equals and key in keys:
             values[key] = convert(known[key], text)
-        elif passes_on:
-            overrides.append(argument)
+        elif "overrides" in known:
+            values["overrides"].append(argument)
         else:
             raise ValueError(unknown_key(argument, keys))
-    if passes_on:
-        check_overrides(overrides, others=keys)
-        values["overrides"] = overrides
-    if bare:
-        values["paths"] = bare
+    if "overrides" in known:
+        check_overrides(values["overrides"], others=keys)
     for key, each in known.items():
         if key not in values and each.default is each.default_factory is MISSING:
             where = "name a file or a folder" if key == "paths" else f"{key}= is missing"
@@ -148,15 +133,10 @@ def convert(declared: Field, text: str) -> Any:
     if not text and declared.default != "":
         raise ValueError(f"{declared.name}= has no value")
     if get_origin(kind) is list:
-        return [convert_one(declared.name, *get_args(kind), part) for part in split(text)]
+        # naive,tiled:block_q=8,impl=x has two values: some commas are between options of one
+        parts = re.split(r",(?![^,:=]*=)", text)
+        return [convert_one(declared.name, *get_args(kind), part) for part in parts]
     return convert_one(declared.name, kind, text)
-
-
-def split(text: str) -> list[str]:
-    """Split at the commas between values, not those between options of one value:
-    naive,tiled:block_q=8,impl=x has two values.
-    """
-    return re.split(r",(?![^,:=]*=)", text)
 
 
 def convert_one(key: str, kind: Any, text: str) -> Any:
@@ -167,11 +147,11 @@ def convert_one(key: str, kind: Any, text: str) -> Any:
             raise ValueError(f"{key}={value} must be at least {minimum}")
         return value
     if get_origin(kind) is Literal:
-        if text not in get_args(kind):
-            text = SHORT_DTYPES.get(text, text)
-        if text not in get_args(kind):
-            raise ValueError(f"{key}={text} is not one of: {', '.join(get_args(kind))}")
-        return text
+        choices = get_args(kind)
+        value = text if text in choices else SHORT_DTYPES.get(text)
+        if value not in choices:
+            raise ValueError(f"{key}={text} is not one of: {', '.join(choices)}")
+        return value
     try:
         value = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
     except (KeyError, ValueError):
@@ -186,6 +166,8 @@ def compose_new(*overrides: str, asked: Iterable[str]) -> RunConfig:
     """The settings of a run that begins anew. Prints those that it does not read and leaves them
     out. Raises ValueError for one that is set by `asked`, of the overrides, and for weights.
     """
+    from training.launch.settings import settle
+
     config = compose(*overrides)
     for key in ("resume", "init_from"):
         if value := getattr(config, key):
@@ -195,9 +177,11 @@ def compose_new(*overrides: str, asked: Iterable[str]) -> RunConfig:
     return config
 
 
-def parse_backend(text: str) -> Backend:
+def parse_backend(text: str) -> "Backend":
     """NAME, NAME:option=value,option=value or pkg.module:BACKEND, with options likewise. Raises
     ValueError for any other text.
     """
+    from attention import get_backend
+
     name, options = parse_attention(text)
     return get_backend(name, **options)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from statistics import median, quantiles
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,47 +40,40 @@ Feature = Literal["none", "softcap", "alibi", "sinks"]
 SOFTCAP = 50.0  # as Gemma 2 has it
 
 
-class MemoryProbe:
-    """Measure the bytes allocated since its start, and those reserved on a GPU: `with
-    MemoryProbe(device) as probe`.
-    """
+class Memory(NamedTuple):
+    """Bytes since a probe began."""
 
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.live = LiveTensors()
+    peak: int  # since the last look
+    now: int
+    reserved: int | None  # the peak of what PyTorch took from a GPU, with what it had before
 
-    def __enter__(self) -> "MemoryProbe":
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
-            self.before = torch.cuda.memory_allocated(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-        else:
-            self.live.__enter__()
-        return self
 
-    def __exit__(self, *error: Any) -> None:
-        if self.device.type == "cpu":
-            self.live.__exit__(*error)
+@contextmanager
+def memory_probe(device: torch.device) -> Iterator[Callable[[], Memory]]:
+    """A function to call inside the block, which looks at the memory of its tensors."""
+    if device.type == "cpu":
+        with LiveTensors() as live:
 
-    @property
-    def now(self) -> int:
-        if self.device.type == "cuda":
-            return torch.cuda.memory_allocated(self.device) - self.before
-        return self.live.bytes
+            def look_at_cpu() -> Memory:
+                found = Memory(live.peak, live.bytes, None)
+                live.peak = live.bytes
+                return found
 
-    def take_peak(self) -> tuple[int, int | None]:
-        """The peak since the start or the last call, allocated and (on a GPU) reserved."""
-        if self.device.type == "cpu":
-            peak, self.live.peak = self.live.peak, self.live.bytes
-            return peak, None
-        torch.cuda.synchronize(self.device)
-        peaks = (
-            torch.cuda.max_memory_allocated(self.device) - self.before,
-            torch.cuda.max_memory_reserved(self.device),
-        )
-        torch.cuda.reset_peak_memory_stats(self.device)
-        return peaks
+            yield look_at_cpu
+        return
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+
+    def look() -> Memory:
+        torch.cuda.synchronize(device)
+        allocated = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        reserved = torch.cuda.max_memory_reserved(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return Memory(*(each - before for each in allocated), reserved)
+
+    yield look
 
 
 def seconds(
@@ -308,27 +301,29 @@ def measure_memory(call: Call, d_out: Tensor | None) -> dict[str, int | None]:
     """forward: without gradients. saved: memory held by the graph, including out. backward: peak of
     the backward pass, including the saved memory.
     """
-    row: dict[str, int | None] = {}
     if call.device.type == "cpu" and call.backend.name == "flex":
-        return row  # one operator there, which no dispatch mode can look into
-    with MemoryProbe(call.device) as probe:
+        return {}  # one operator there, which no dispatch mode can look into
+    with memory_probe(call.device) as look:
         out = call.forward_only()
-        row["forward_bytes"], row["forward_reserved_bytes"] = probe.take_peak()
+        forward = look()
     del out
+    row = {"forward_bytes": forward.peak, "forward_reserved_bytes": forward.reserved}
     if not call.trainable:
         return row
-    with MemoryProbe(call.device) as probe:
+    with memory_probe(call.device) as look:
         out = call.forward()
-        forward, forward_reserved = probe.take_peak()
-        row["saved_bytes"] = probe.now
+        forward = look()
         grads = call.backward(out, d_out)
-        row["backward_bytes"], row["backward_reserved_bytes"] = probe.take_peak()
+        backward = look()
     del out, grads
-    row["training_bytes"] = max(forward, row["backward_bytes"])
-    row["training_reserved_bytes"] = (
-        None if forward_reserved is None else max(forward_reserved, row["backward_reserved_bytes"])
-    )
-    return row
+    on_gpu = call.device.type == "cuda"
+    return row | {
+        "saved_bytes": forward.now,
+        "backward_bytes": backward.peak,
+        "backward_reserved_bytes": backward.reserved,
+        "training_bytes": max(forward.peak, backward.peak),
+        "training_reserved_bytes": max(forward.reserved, backward.reserved) if on_gpu else None,
+    }
 
 
 @contextmanager

@@ -1,282 +1,169 @@
-"""Save the comparison of a project's runs as a wandb workspace: a curve against tokens for each
-variant and seq_len, with mean and band over seeds.
+"""Save the comparison of runs as a wandb workspace: a curve against tokens for each variant and
+seq_len, with mean and band over seeds.
 
-    python -m scripts.dashboard entity=me project=tilegpt dry_run=true
+    python -m scripts.dashboard multirun/2026-01-31/12-00-00
 
-Arguments are key=value:
+The argument is a run, a sweep or a folder of either that was logged to wandb. Without one, all runs
+of project= are compared. The keys are
 
-    entity   user or team that the workspace is saved for
-    project  where the runs are (tilegpt)
-    group    one sweep only: the group of its runs, as '2026-11-22_21-09-10 break_it'
+    entity   user or team that the workspace is saved for (wandb's default)
+    project  where the runs are (that of the folder's runs, else tilegpt)
+    group    one sweep only, as '2026-11-22_21-09-10 break_it' (the folder's, if it is one sweep's)
     name     of the workspace (attentions compared)
-    dry_run  true: print the workspace as wandb's JSON, and send nothing (false)
+    dry_run  true: print the workspace, and send nothing (false)
 
-It never asks for a key. docs/guide.md says more.
+It needs `pip install -e '.[dashboard]'`, and never asks for a key.
 """
 
-import json
 import os
-import secrets
 from dataclasses import dataclass
-from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from data.network import answers
-from scripts.arguments import command
-from scripts.tables import Row
-from training.record.loggers import PROBE_TIMEOUT, prepare_environment
+from config import LoggerConfig
+from scripts.arguments import command, default
+from scripts.runs import runs_below
+from training.record.files import read_mapping
+from training.record.loggers import check_server, prepare_environment, shortened
+from training.record.runs import group_name, sweep_of
 
-SAVE_TIMEOUT = 60.0  # seconds; wandb itself would keep trying
+if TYPE_CHECKING:
+    from wandb_workspaces.workspaces import Workspace
 
 
 @dataclass
 class Options:
-    entity: str
-    project: str = "tilegpt"
+    paths: list[Path] = default()
+    entity: str | None = None
+    project: str | None = None
     group: str | None = None
     name: str = "attentions compared"
     dry_run: bool = False
 
 
-@dataclass
-class Plot:
-    metric: str
-    title: str
-    log_y: bool = False
-
-
+# {section: {metric: title}}
 SECTIONS = {
-    "Loss: a wrong attention shows on the right": [
-        Plot("val/loss", "held-out loss, own attention"),
-        Plot("val/loss_exact", "held-out loss, same weights under exact attention"),
-        Plot("train/loss", "training loss"),
-    ],
-    "Accuracy (last_write, recall, needle)": [
-        Plot("val/accuracy", "accuracy, own attention"),
-        Plot("val/accuracy_exact", "accuracy, same weights under exact attention"),
-    ],
-    "Memory and speed": [
-        Plot("memory/peak_gib", "peak memory (GiB)", log_y=True),
-        Plot("tokens_per_sec", "tokens per second, by the wall clock"),
-        Plot("step_tokens_per_sec", "tokens per second, the steps alone"),
-    ],
-    "Inside": [
-        Plot(
-            "attention/max_score",
-            "largest score: exp overflows float16 past 11.09, float32 past 88.72",
-            log_y=True,
-        ),
-        Plot("grad_norm", "gradient norm", log_y=True),
-    ],
+    "Loss: a wrong attention shows on the right": {
+        "val/loss": "held-out loss, own attention",
+        "val/loss_exact": "held-out loss, same weights under exact attention",
+        "train/loss": "training loss",
+    },
+    "Accuracy (last_write, recall, needle)": {
+        "val/accuracy": "accuracy, own attention",
+        "val/accuracy_exact": "accuracy, same weights under exact attention",
+    },
+    "Memory and speed": {
+        "memory/peak_gib": "peak memory (GiB)",
+        "tokens_per_sec": "tokens per second, by the wall clock",
+        "step_tokens_per_sec": "tokens per second, the steps alone",
+    },
+    "Inside": {
+        "attention/max_score": "largest score; exp overflows float16 at 11.09, float32 at 88.72",
+        "grad_norm": "gradient norm",
+    },
 }
-MEMORY = list(SECTIONS).index("Memory and speed")
-# the run's setting by which every panel groups: its variant and seq_len
-CURVE = "curve.value"
+LOG_SCALE = ("memory/peak_gib", "attention/max_score", "grad_norm")
 # columns of the list of runs
-PINNED = (
-    "summary:status",
-    "summary:val/loss.last",
-    "summary:val/loss_exact.last",
-    "summary:tokens_per_sec",
-    "summary:step_tokens_per_sec",
-)
-PANEL_SETTINGS = {
-    "smoothingWeight": 0,
-    "smoothingType": "none",
-    "smoothingActive": False,
-    "xAxis": "_step",
-    "xAxisActive": False,
-    "ignoreOutliers": False,
-    "useRunsTableGroupingInPanels": True,
-}
-UPSERT = """
-mutation UpsertView(
-  $entityName: String, $projectName: String, $type: String, $name: String, $displayName: String,
-  $description: String, $spec: String
-) {
-  upsertView(input: {
-    entityName: $entityName, projectName: $projectName, type: $type, name: $name,
-    displayName: $displayName, description: $description, spec: $spec, createdUsing: WANDB_SDK
-  }) { view { id name } inserted }
-}
-"""
+PINNED = ("status", "val/loss.last", "val/loss_exact.last", "tokens_per_sec", "step_tokens_per_sec")
 
 
 @command
 def main(options: Options) -> None:
-    print(json.dumps(view(options), indent=1) if options.dry_run else save(options))
+    if options.paths:
+        project, group = logged_to(options.paths)
+        options.project = options.project or project
+        options.group = options.group or group
+    try:
+        workspace = build_workspace(options)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error.name} is missing: pip install -e '.[dashboard]'") from error
+    if options.dry_run:
+        print(workspace)
+    else:
+        save(workspace)
 
 
-def view(options: Options) -> Row:
-    """The workspace in wandb's own form, as the package wandb-workspaces sends it. Fields that are
-    left out keep wandb's defaults.
+def logged_to(folders: list[Path]) -> tuple[str, str | None]:
+    """The project of the runs below the folders, and their group if all are of one sweep. Raises
+    ValueError unless one project has them all.
     """
-    sections = [
-        _section(title, [_line(plot) for plot in plots]) for title, plots in SECTIONS.items()
-    ]
+    projects, groups = set(), set()
+    for run_dir, run in runs_below(folders).items():
+        logger = read_mapping(run_dir / "config.yaml").get("logger")
+        if isinstance(logger, dict) and logger.get("name") == "wandb":
+            projects.add(str(logger.get("project")))
+            recipe = [x for x in run.get("overrides") or [] if x.startswith("experiment=")]
+            sweep = sweep_of(run_dir)
+            groups.add(sweep and group_name(sweep, recipe))
+    where = ", ".join(map(str, folders))
+    if not projects:
+        raise ValueError(f"no run below {where} was logged to wandb")
+    if len(projects) > 1:
+        raise ValueError(f"the runs below {where} are of several projects: {', '.join(projects)}")
+    return projects.pop(), groups.pop() if len(groups) == 1 else None
+
+
+def build_workspace(options: Options) -> "Workspace":
+    from wandb_workspaces import expr
+    from wandb_workspaces.reports.v2 import Config, LinePlot, ScatterPlot, SummaryMetric
+    from wandb_workspaces.workspaces import RunsetSettings, Section, Workspace, WorkspaceSettings
+
+    sections = {}
+    for title, plots in SECTIONS.items():
+        sections[title] = [
+            LinePlot(
+                title=text,
+                x="tokens",
+                y=[metric],
+                log_y=metric in LOG_SCALE,
+                groupby=Config("curve"),  # a variant and its seq_len
+                groupby_aggfunc="mean",
+                groupby_rangefunc="minmax",
+                aggregate=True,
+            )
+            for metric, text in plots.items()
+        ]
     # one point per run: this figure shows which attention is linear
-    memory = {
-        "chartTitle": "peak memory (GiB) against seq_len",
-        "xAxis": "config:seq_len.value",
-        "yAxis": "summary:memory/peak_gib",
-        "xAxisLogScale": True,
-        "yAxisLogScale": True,
-    }
-    sections[MEMORY]["panels"].append(_panel("Scatter Plot", memory))
-    settings = PANEL_SETTINGS | {
-        "xAxis": "tokens",
-        "xAxisActive": True,
-        # the default, 10 runs, is too few for a sweep of three attentions and four seeds
-        "maxRuns": 100,
-        "pointVisualizationMethod": "bucketing-gorilla",
-        "tooltipNumberOfRuns": "default",
-        "shouldAutoGeneratePanels": False,
-    }
-    bank_settings = {
-        "autoOrganizePrefix": 2,
-        "showEmptySections": False,
-        "sortAlphabetically": False,
-    }
-    section = {
-        "name": "",
-        "panelBankConfig": {"state": 1, "settings": bank_settings, "sections": sections},
-        "panelBankSectionConfig": _section("Report Panels", []) | {"isOpen": False, "type": "grid"},
-        "customRunColors": {},
-        "runSets": [_run_set(options.group)],
-        "settings": settings,
-        "openRunSet": 0,
-        "openViz": True,
-    }
-    return {
-        "entity": options.entity,
-        "project": options.project,
-        "displayName": options.name,
-        "spec": {"section": section, "vizExpanded": False, "libraryExpanded": True},
-    }
+    memory = ScatterPlot(
+        title="peak memory (GiB) against seq_len",
+        x=Config("seq_len"),
+        y=SummaryMetric("memory/peak_gib"),
+        log_x=True,
+        log_y=True,
+    )
+    sections["Memory and speed"].append(memory)
+    group = options.group
+    return Workspace(
+        entity=options.entity or "",
+        project=options.project or LoggerConfig.project,
+        name=options.name,
+        sections=[Section(name, panels, is_open=True) for name, panels in sections.items()],
+        # the default of 10 runs is too few for a sweep of three attentions and four seeds
+        settings=WorkspaceSettings(x_axis="tokens", max_runs=100),
+        runset_settings=RunsetSettings(
+            filters=expr.And(expr.Metric("Group") == shortened(group)) if group else "",
+            groupby=[expr.Config("curve")],
+            pinned_columns=[f"summary:{name}" for name in PINNED],
+        ),
+    )
 
 
-def _run_set(group: str | None) -> Row:
-    """The runs of a sweep, or of the whole project."""
-    pinned = dict.fromkeys(("run:displayName", *PINNED), True)
-    of_group = {"key": {"section": "run", "name": "group"}, "op": "=", "value": group}
-    return {
-        "id": "",
-        "name": "Run set",
-        "enabled": True,
-        "search": {"query": ""},
-        "filters": {
-            "filterFormat": "filterV2",
-            "filters": [of_group | {"disabled": False}] if group else [],
-        },
-        "grouping": [{"section": "config", "name": CURVE}],
-        "sort": {"keys": [{"key": {"section": "run", "name": "createdAt"}, "ascending": False}]},
-        "runFeed": {
-            "version": 2,
-            "columnVisible": pinned,
-            "columnPinned": pinned,
-            "columnWidths": {},
-            "columnOrder": list(pinned),
-            "pageSize": 10,
-            "onlyShowSelected": False,
-        },
-        "selections": {"root": 1, "bounds": [], "tree": []},
-        "expandedRowAddresses": [],
-    }
-
-
-def _section(name: str, panels: list[Row]) -> Row:
-    return {
-        "name": name,
-        "isOpen": True,
-        "panels": panels,
-        "type": "flow",
-        "flowConfig": {
-            "snapToColumns": True,
-            "columnsPerPage": 3,
-            "rowsPerPage": 2,
-            "gutterWidth": 16,
-            "boxWidth": 460,
-            "boxHeight": 300,
-        },
-        "sorted": 0,
-        "localPanelSettings": PANEL_SETTINGS,
-        "pinned": False,
-    }
-
-
-def _line(plot: Plot) -> Row:
-    config = {
-        "chartTitle": plot.title,
-        "xAxis": "tokens",
-        "metrics": [plot.metric],
-        "yLogScale": plot.log_y,
-        "groupBy": CURVE,
-        "groupAgg": "mean",
-        "groupArea": "minmax",
-        "aggregate": True,
-    }
-    return _panel("Run History Line Plot", config)
-
-
-def _panel(kind: str, config: Row) -> Row:
-    layout = {"x": 0, "y": 0, "w": 8, "h": 6}
-    return {"__id__": secrets.token_hex(5), "layout": layout, "viewType": kind, "config": config}
-
-
-def save(options: Options) -> str:
-    """Save the workspace and return its address. Raises ValueError without a key, without an
-    answer, or if wandb refuses.
+def save(workspace: "Workspace") -> None:
+    """Save the workspace and print its address. Raises OSError without a key or an answer, and
+    ValueError if wandb refuses.
     """
     prepare_environment()
     os.environ.pop("WANDB_MODE", None)  # meant for runs
-    if find_spec("wandb") is None:
-        raise ValueError("the package wandb is missing: pip install wandb")
-    import requests
     import wandb
 
-    logged_in = wandb.login(prompt=False, verify=False)
-    settings = wandb.setup().settings
-    if not (logged_in and settings.api_key):
-        raise ValueError(
-            "wandb has no API key: wandb login, or WANDB_API_KEY; dry_run=true prints the "
-            "workspace without one"
-        )
-    if not answers(settings.base_url, PROBE_TIMEOUT):
-        raise ValueError(
-            f"wandb's server {settings.base_url} does not answer; dry_run=true prints the "
-            "workspace without it"
-        )
-    workspace = view(options)
-    variables = {
-        "entityName": workspace["entity"],
-        "projectName": workspace["project"],
-        "displayName": workspace["displayName"],
-        "name": f"nw-{secrets.token_hex(6)}-v",
-        "type": "project-view",
-        "description": "",
-        "spec": json.dumps(workspace["spec"]),
-    }
-    refused = f"wandb refused the workspace for entity={options.entity} project={options.project}"
+    check_server()
     try:
-        answer = requests.post(
-            f"{settings.base_url}/graphql",
-            json={"query": UPSERT, "variables": variables},
-            auth=("api", settings.api_key),
-            timeout=SAVE_TIMEOUT,
-        )
-        content = answer.json()
-    except requests.Timeout:
-        raise ValueError(
-            f"wandb's server {settings.base_url} took longer than {SAVE_TIMEOUT:.0f} s; nothing "
-            "is known to be saved"
-        ) from None
-    except requests.RequestException as error:  # includes answers that are not JSON
-        raise ValueError(f"{refused}: {error}") from None
-    saved = (content.get("data") or {}).get("upsertView")
-    if not saved:
-        errors = [error.get("message", "") for error in content.get("errors") or []]
-        raise ValueError(f"{refused}: {'; '.join(errors) or answer.reason}")
-    name = saved["view"]["name"].removeprefix("nw-").removesuffix("-v")
-    return f"{settings.app_url}/{options.entity}/{options.project}?nw={name}"
+        workspace.entity = workspace.entity or wandb.Api().default_entity
+        print(workspace.save().url)
+    # the package raises errors of three libraries
+    except Exception as error:
+        where = f"entity={workspace.entity} project={workspace.project}"
+        raise ValueError(f"wandb refused the workspace for {where}: {error}") from error
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measure recall by length: up to which length and distance a trained run finds its answer.
 
-    python -m scripts.recall multirun/2026-01-31_12-00-00 lengths=64,128,256,512
+    python -m scripts.recall multirun/2026-01-31/12-00-00 lengths=64,128,256,512
 
 This is for runs on data=last_write, recall or needle. Each run's checkpoint answers held-out
 questions of its task, newly drawn for each length, with its own attention. The arguments are runs,
@@ -12,18 +12,17 @@ sweeps or folders of either, and
     out        the JSON file (recall.json in the folder of the runs)
 
 It prints the accuracy of each variant and length, and the first length at which less than half is
-right. The JSON file gets the settings of the runs, and for each run and length a row with the
-correct answers by distance between question and answer. The figures beside it have a light and a
-dark version. Runs that failed, ran out of memory or never ended are left out, with a line each.
+right. Below is the accuracy at the longest length, by the distance between question and answer. The
+JSON file gets the settings of the runs, and for each run and length a row with the correct answers
+by distance. Runs that failed, ran out of memory or never ended are left out, with a line each.
 """
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,15 +32,14 @@ from data import build_data
 from data.interface import to_batch
 from data.synthetic import SyntheticData
 from scripts.arguments import Count, Device, command, default
-from scripts.cross_eval import Checkpoint, load_checkpoints
-from scripts.drawing import for_both_papers, new_figure, save_figure
-from scripts.tables import Row, by, mean_and_deviation, text_table
+from scripts.cross_eval import Checkpoint, common_folder, load_checkpoints
+from scripts.tables import Cell, Row, by, mean_and_deviation, table
 from training.loop.device import pick_device
 from training.loop.trained import Trained, load_trained
 from training.record.environment import measured_on
 from training.record.files import check_writable, write_json
 from training.record.memory import release_memory
-from training.record.palette import INK, variant_colors
+from training.record.text_table import printable
 
 
 @dataclass
@@ -57,8 +55,7 @@ class Options:
 def main(options: Options) -> None:
     device = pick_device(options.device)
     checkpoints = load_checkpoints(options.paths)
-    base = Path(os.path.commonpath([folder.resolve() for folder in options.paths]))
-    out = options.out or base / "recall.json"
+    out = options.out or common_folder(options.paths) / "recall.json"
     check_writable(out)
     lengths = sorted(set(options.lengths))
     # check all runs before the first one answers
@@ -74,10 +71,7 @@ def main(options: Options) -> None:
         for each in checkpoints
     ]
     write_json(out, {"environment": measured_on(device), "runs": runs, "rows": rows})
-    print(in_text(rows))
-    draw(rows, picture := out.with_suffix(".png"))
-    for_both_papers(picture)
-    print(f"{out}, {picture.name} and {out.stem}_dark.png")
+    print(printable(f"{in_text(rows)}\n\n{distances_in_text(rows)}\n{out}"))
 
 
 def measure(
@@ -142,67 +136,42 @@ def ask(trained: Trained, data: SyntheticData, *, sequences: int, batch_size: in
     return {"accuracy": right.mean().item(), "asked": asked.tolist(), "right": answered.tolist()}
 
 
-def accuracies(rows: Sequence[Row]) -> dict[int, list[float]]:
-    """The accuracy of each seed, by length."""
-    by_length = by(sorted(rows, key=itemgetter("length")), "length")
-    return {length: [row["accuracy"] for row in own] for length, own in by_length.items()}
-
-
-def lost_at(rows: Sequence[Row]) -> int | None:
-    """The first length at which the mean accuracy over seeds is below one half."""
-    found = accuracies(rows).items()
-    return next((length for length, values in found if fmean(values) < 0.5), None)
-
-
 def in_text(rows: Sequence[Row]) -> str:
-    lengths = sorted({row["length"] for row in rows})
-    lines = [["accuracy at", *map(str, lengths), "below one half at"]]
-    for name, own in by(rows, "variant").items():
-        by_length = accuracies(own)
-        cells = [mean_and_deviation(by_length.get(x, []), "{:.1%}") for x in lengths]
-        lines.append([name, *cells, str(lost_at(own) or "none of them")])
-    return text_table(lines)
-
-
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draw accuracy against length, and at the longest length against the distance of the answer.
-    Lines are means over seeds, dots are single seeds.
+    """The accuracy by length, and the first length at which its mean over seeds is below one
+    half.
     """
+    lengths = sorted({row["length"] for row in rows})
+    columns: dict[str, Cell] = {str(length): partial(at_length, length) for length in lengths}
+    columns["below one half at"] = lost_at
+    return table("accuracy at", by(rows, "variant"), columns)
+
+
+def at_length(length: int, rows: Sequence[Row]) -> str:
+    found = [row["accuracy"] for row in rows if row["length"] == length]
+    return mean_and_deviation(found, "{:.1%}")
+
+
+def lost_at(rows: Sequence[Row]) -> str:
+    by_length = by(sorted(rows, key=itemgetter("length")), "length")
+    for length, found in by_length.items():
+        if fmean(row["accuracy"] for row in found) < 0.5:
+            return str(length)
+    return "none of them"
+
+
+def distances_in_text(rows: Sequence[Row]) -> str:
+    """The accuracy at the longest length, by the distance between question and answer."""
     longest = max(row["length"] for row in rows)
-    by_variant = by(rows, "variant")
-    colors = variant_colors({name: own[0]["attention"] for name, own in by_variant.items()})
-    figure, (by_length, by_distance) = new_figure(1, 2, size=(10, 4), sharey=True)
-    for name, own in by_variant.items():
-        plot(by_length, accuracies(own), color=colors[name], label=name)
-        distances: dict[int, list[float]] = {}
-        for row in own:
-            for doubling, (right, asked) in enumerate(zip(row["right"], row["asked"], strict=True)):
-                if asked and row["length"] == longest:
-                    distances.setdefault(2**doubling, []).append(right / asked)
-        plot(by_distance, dict(sorted(distances.items())), color=colors[name])
-    trained_at = sorted({row["trained_at"] for row in rows})
-    data = ", ".join(sorted({row["data"] for row in rows}))
-    by_length.set(title=f"{data}, trained at {', '.join(map(str, trained_at))} tokens")
-    by_length.set(xlabel="tokens of a sequence", ylabel="questions answered rightly")
-    by_distance.set(
-        title=f"at {longest:,} tokens", xlabel="tokens from answer to question, at least"
-    )
-    for axes in (by_length, by_distance):
-        axes.axhline(0.5, color=INK, linestyle=":", linewidth=0.8)
-        axes.set(xscale="log", ylim=(-0.03, 1.03))
-        ticks = sorted({round(x) for line in axes.lines[:-1] for x in line.get_xdata()})
-        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], minor=False)
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    by_length.legend(fontsize=8)
-    save_figure(figure, path, dpi=150)
+    rows = [row for row in rows if row["length"] == longest]
+    doublings = range(max(len(row["asked"]) for row in rows))
+    columns = {str(2**doubling): partial(at_distance, doubling) for doubling in doublings}
+    return table(f"at {longest}, from this distance on", by(rows, "variant"), columns)
 
 
-def plot(axes: Any, values: dict[int, list[float]], **style: Any) -> None:
-    axes.plot(list(values), list(map(fmean, values.values())), **style)
-    for x, each in values.items():
-        axes.plot([x] * len(each), each, "o", color=style["color"], markersize=4, alpha=0.6)
+def at_distance(doubling: int, rows: Sequence[Row]) -> str:
+    found = [row for row in rows if sum(row["asked"][doubling : doubling + 1])]
+    shares = [row["right"][doubling] / row["asked"][doubling] for row in found]
+    return mean_and_deviation(shares, "{:.1%}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,36 @@
-"""Find the runs in a command's arguments: folders of runs, sweeps, or folders of either."""
+"""List what was trained: when, under which attention, how it ended, and where it lies.
 
+    python -m scripts.runs multirun
+
+The newest start comes first. The arguments are runs, sweeps or folders of either; without one they
+are outputs/ and multirun/. A folder with a damaged file has a line below the table.
+"""
+
+import os
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
-from scripts.tables import Row
-from training.record.runs import read_sweep
+from scripts.arguments import command
+from scripts.tables import Row, text_table
+from training.record.files import read_mapping
+from training.record.names import name_runs
+from training.record.runs import RUN_FILES, is_stale, read_sweep
+from training.record.text_table import first_line, printable
+
+LOSSES = ("val/loss", "val/loss_exact")
+COLUMNS = ("started", "variant", "status", "steps", *LOSSES, "path")
+
+
+def usual_folders() -> list[Path]:
+    """Where train.py puts runs and sweeps, if there are any."""
+    return [folder for folder in (Path("outputs"), Path("multirun")) if folder.is_dir()]
+
+
+@dataclass
+class Options:
+    paths: list[Path] = field(default_factory=usual_folders)
 
 
 def runs_below(folders: Iterable[Path]) -> dict[Path, Row]:
@@ -15,3 +41,46 @@ def runs_below(folders: Iterable[Path]) -> dict[Path, Row]:
         if not folder.is_dir():
             raise ValueError(f"{folder} is not a folder")
     return {Path(row["dir"]).resolve(): row for folder in folders for row in read_sweep(folder)}
+
+
+def line(run: Row) -> list[str]:
+    """A run's entry for each of COLUMNS. Raises ValueError if a file of the run is damaged, and an
+    error of any kind if it holds what training never writes.
+    """
+    folder = Path(run["dir"])
+    written = [folder / name for name in RUN_FILES if os.path.lexists(folder / name)]
+    for file in written:
+        if file.suffix != ".jsonl" and not read_mapping(file):
+            raise ValueError(f"{file.name} is damaged")
+    # a run that never trained has no start, and one that was killed no summary
+    last_start = (run.get("starts") or [{}])[-1].get("started")
+    when = last_start or max(file.stat().st_mtime for file in [*written, folder])
+    known = [None if is_stale(run) else run.get(key) for key in LOSSES]
+    return [
+        datetime.fromtimestamp(when).strftime("%Y-%m-%d %H:%M:%S"),
+        name_runs([run])[0].variant,
+        str(run["status"]),
+        str(run.get("steps_done", "-")),
+        *("-" if loss is None else f"{loss:.4f}" for loss in known),
+        run["dir"],
+    ]
+
+
+@command
+def main(options: Options) -> None:
+    lines, damaged = [], []
+    for folder, run in runs_below(options.paths).items():
+        try:
+            lines.append(line(run))
+        # what a damaged or foreign file holds may break any of it
+        except Exception as error:
+            damaged.append(f"damaged: {folder}: {first_line(error)}")
+    if not lines and not damaged:
+        where = ", ".join(map(str, options.paths)) or "outputs or multirun"
+        raise ValueError(f"no run below {where}")
+    table = text_table([COLUMNS, *sorted(lines, reverse=True)], words=len(COLUMNS))
+    print(printable("\n".join([table, *damaged])))
+
+
+if __name__ == "__main__":
+    main()

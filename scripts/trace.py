@@ -29,6 +29,7 @@ be followed by hand:
     out            the page (trace.html)
 """
 
+import math
 import sys
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -46,7 +47,7 @@ from scripts.trace_page import render_page
 from training.loop.device import DTYPES, pick_device
 from training.loop.trained import Trained, data_of, load_trained, read_run_config
 from training.record.files import check_writable, write_file
-from training.record.memory import cpu_memory_limit, describe_out_of_memory, is_out_of_memory
+from training.record.names import as_typed
 
 WORKED_Q = [
     [1.0, 0.0, 0.5, -0.3],
@@ -98,22 +99,17 @@ class Options:
     out: Path = Path("trace.html")
 
     def __post_init__(self) -> None:
-        if not self.out.parent.is_dir():
-            raise ValueError(f"out={self.out}: there is no folder {self.out.parent}")
-        if self.run is not None:
-            random = ("inputs", "seq_len", "head_dim", "seed", "causal")
-            self.refuse(random, f"run={self.run} brings its own q, k and v")
-            return
-        self.refuse(("layer", "head", "sequence"), "they belong to a run: give run=DIR too")
-        if self.inputs in (None, "worked"):
-            reason = "the worked example has 8 queries of head_dim 4: ask for other inputs="
-            self.refuse(("seq_len", "head_dim", "seed"), reason)
-
-    def refuse(self, keys: tuple[str, ...], reason: str) -> None:
-        values = {key: getattr(self, key) for key in keys}
-        given = [f"{key}={value}" for key, value in values.items() if value is not None]
-        if given:
-            raise ValueError(f"{' '.join(given)}: {reason}")
+        worked = self.run is None and self.inputs in (None, "worked")
+        random = ("inputs", "seq_len", "head_dim", "seed", "causal")
+        for keys, is_refused, why in (
+            (random, self.run is not None, f"run={self.run} brings its own q, k and v"),
+            (("layer", "head", "sequence"), self.run is None, "they belong to a run: add run=DIR"),
+            (random[1:4], worked, "the worked example has 8 queries of head_dim 4: add inputs="),
+        ):
+            values = {key: getattr(self, key) for key in keys}
+            given = [f"{key}={value}" for key, value in values.items() if value is not None]
+            if is_refused and given:
+                raise ValueError(f"{' '.join(given)}: {why}")
 
 
 class Call(NamedTuple):
@@ -125,9 +121,10 @@ class Call(NamedTuple):
     causal: bool
     scale: float
     source: str  # the origin of q, k and v, in words
-    attention: str  # the default for attention=
-    block_q: int
-    block_kv: int
+    # the defaults of the keys with these names
+    attention: str = "no_rescale"
+    block_q: int = 16
+    block_kv: int = 16
     row: int | None = None
     columns: tuple[str, ...] | None = None  # meaning of the entries of an output row
     function: dict[str, Any] = {}  # window, softcap, ... of a run's layer
@@ -152,73 +149,87 @@ def worked_example() -> tuple[Tensor, Tensor, Tensor]:
 def made_call(options: Options) -> Call:
     device, dtype = pick_device(options.device), DTYPES[options.dtype or "fp32"]
     if options.inputs in (None, "worked"):
-        q, k, v = (x.to(device, dtype) for x in worked_example())
-        what = "the worked example", "no_rescale"
-        causal = bool(options.causal)
-        return Call(q, k, v, causal, 0.5, *what, 4, 4, row=0, columns=WORKED_COLUMNS)
+        qkv = (x.to(device, dtype) for x in worked_example())
+        tiles = {"block_q": 4, "block_kv": 4}
+        shown: dict[str, Any] = {"row": 0, "columns": WORKED_COLUMNS}
+        return Call(*qkv, bool(options.causal), 0.5, "the worked example", **tiles, **shown)
     seq_len, head_dim = options.seq_len or 128, options.head_dim or 16
+    check_size(seq_len, options.block_q or 16, options.block_kv or 16)
     case = Case(1, 1, 1, seq_len, seq_len, head_dim, inputs=options.inputs, seed=options.seed or 0)
-    (q, k, v), *_ = case.make(dtype, str(device))
+    qkv, *_ = case.make(dtype, str(device))
     source = f"inputs={options.inputs} seed={case.seed}"
-    return Call(q, k, v, options.causal is not False, head_dim**-0.5, source, "no_rescale", 16, 16)
+    return Call(*qkv, options.causal is not False, head_dim**-0.5, source)
+
+
+def check_size(length: int, block_q: int, block_kv: int) -> None:
+    """Raise ValueError for a call whose replay would take more than a minute."""
+    tiles = math.ceil(length / block_q) * math.ceil(length / block_kv)
+    if length > MOST_TOKENS or tiles > MOST_TILES:
+        raise ValueError(
+            f"seq_len={length} in {tiles} tiles would take many minutes; ask for at most "
+            f"{MOST_TOKENS} tokens, and by larger block_q and block_kv for at most {MOST_TILES} "
+            "tiles"
+        )
 
 
 def captured_call(options: Options) -> Call:
     """q, k and v of one head of a trained run on held-out data, as its own attention gets them."""
-    layer, head, sequence = options.layer or 0, options.head or 0, options.sequence or 0
-    config = replace(read_run_config(options.run), device=options.device)
-    if config.data.documents:
-        raise ValueError(
-            f"run={options.run} was trained with data.documents=true, and the replay knows no "
-            "masks between documents"
-        )
-    if config.attention.score_mod is not None:
-        raise ValueError(
-            f"run={options.run} was trained with attention.score_mod={config.attention.score_mod}, "
-            "and the replay of one head cannot tell it which head that is"
-        )
-    sizes = {"layer": (layer, config.model.num_layers), "head": (head, config.model.num_heads)}
-    for key, (asked, size) in sizes.items():
+    run, layer, head = options.run, options.layer or 0, options.head or 0
+    config = replace(read_run_config(run), device=options.device)
+    chosen, model = config.attention, config.model
+    for key, value, why in (
+        ("data.documents", config.data.documents, "the replay knows no masks between documents"),
+        ("attention.score_mod", chosen.score_mod, "the replay cannot tell it which head it sees"),
+    ):
+        if value:
+            raise ValueError(f"run={run} was trained with {key}={as_typed(value)}, and {why}")
+    for key, asked, size in (("layer", layer, model.num_layers), ("head", head, model.num_heads)):
         if asked >= size:
-            raise ValueError(
-                f"{key}={asked} is not in {options.run}, which has {key}s 0 to {size - 1}"
-            )
-    data = data_of(config)
-    trained = load_trained(options.run, config, data.vocab_size)
+            raise ValueError(f"{key}={asked} is not in {run}, which has {key}s 0 to {size - 1}")
+    sequence, data = options.sequence or 0, data_of(config)
+    trained = load_trained(run, config, data.vocab_size)
     held_out = data.val_batch(max(config.eval_sequences, sequence + 1)).inputs
     calls = attention_calls(trained, held_out[sequence : sequence + 1])
-    q, k, v, arguments = calls[layer]
-    kv_head = head * k.shape[1] // q.shape[1]
-    q, k, v = q[:, head : head + 1], k[:, kv_head : kv_head + 1], v[:, kv_head : kv_head + 1]
-    if not all_finite(q, k, v):
-        broken = next(i for i, call in enumerate(calls) if not all_finite(*call[:3]))
-        cause = "the weights themselves are not finite"
-        if broken:
-            cause = f"layer={broken - 1} may show why"
-        raise ValueError(
-            f"q, k and v of layer={layer} head={head} hold NaN or infinity before attention sees "
-            f"them: {cause}"
-        )
+    qkv, arguments = one_head(calls, layer, head), calls[layer][3]
     if options.dtype is not None:
-        q, k, v = (x.to(DTYPES[options.dtype]) for x in (q, k, v))
+        qkv = [x.to(DTYPES[options.dtype]) for x in qkv]
     source = (
-        f"layer {layer}, head {head} of {options.run} after {trained.step} steps, held-out "
-        f"sequence {sequence}"
+        f"layer {layer}, head {head} of {run} after {trained.step} steps, held-out sequence "
+        f"{sequence}"
     )
     of_run = trained.model.backend.options
     block_kv = of_run.get("block_kv") or BACKENDS["tiled"].options["block_kv"]
-    name, causal, scale = config.attention.name, arguments["causal"], arguments["scale"]
+    check_size(config.seq_len, options.block_q or 16, options.block_kv or block_kv)
     function = dict(trained.model.blocks[layer].attention.function)
     if "alibi_slopes" in function:
         function["alibi_slopes"] = function["alibi_slopes"][head : head + 1]
-    return Call(q, k, v, causal, scale, source, name, 16, block_kv, function=function)
+    causal, scale = arguments["causal"], arguments["scale"]
+    defaults = {"attention": chosen.name, "block_kv": block_kv}
+    return Call(*qkv, causal, scale, source, **defaults, function=function)
+
+
+def one_head(calls: list[tuple], layer: int, head: int) -> list[Tensor]:
+    """q, k and v of a head, of the calls of all layers. Raises ValueError if they are not finite,
+    and names the layer before the first that is not.
+    """
+    q, k, v, _ = calls[layer]
+    kv_head = head * k.shape[1] // q.shape[1]
+    found = [x[:, i : i + 1] for x, i in ((q, head), (k, kv_head), (v, kv_head))]
+    if all_finite(*found):
+        return found
+    broken = next(i for i, call in enumerate(calls) if not all_finite(*call[:3]))
+    cause = (
+        f"layer={broken - 1} may show why" if broken else "the weights themselves are not finite"
+    )
+    raise ValueError(
+        f"q, k and v of layer={layer} head={head} hold NaN or infinity before attention sees them: "
+        f"{cause}"
+    )
 
 
 @torch.no_grad()
-def attention_calls(
-    trained: Trained, inputs: Tensor
-) -> list[tuple[Tensor, Tensor, Tensor, dict[str, Any]]]:
-    """q, k, v and the arguments of each layer's attention call for inputs (B, N)."""
+def attention_calls(trained: Trained, inputs: Tensor) -> list[tuple]:
+    """(q, k, v, arguments) of each layer's attention call for inputs (B, N)."""
     model = trained.model.eval()
     backend, calls = model.backend, []
 
@@ -254,20 +265,12 @@ def look(options: Options) -> tuple[Call, Backend, Trace]:
     shared: dict[str, Any] = {
         "block_q": options.block_q or call.block_q,
         "block_kv": options.block_kv or call.block_kv,
+        "softmax_dtype": options.softmax_dtype or "float32",
     }
-    length = call.q.shape[2]
-    tiles = -(-length // shared["block_q"]) * -(-length // shared["block_kv"])
-    if length > MOST_TOKENS or tiles > MOST_TILES:
-        raise ValueError(
-            f"seq_len={length} in {tiles} tiles would take many minutes; ask for at most "
-            f"{MOST_TOKENS} tokens, and by larger block_q and block_kv for at most {MOST_TILES} "
-            "tiles"
-        )
-    shared |= {"softmax_dtype": options.softmax_dtype or "float32"}
     backend = pick_backend(options.attention or call.attention).configured(**shared)
-    row = call.row if options.row is None else options.row
-    if row is not None and not 0 <= row < call.q.shape[2]:
-        raise ValueError(f"row={row} is not one of the {call.q.shape[2]} queries")
+    row, queries = call.row if options.row is None else options.row, call.q.shape[2]
+    if row is not None and not 0 <= row < queries:
+        raise ValueError(f"row={row} is not one of the {queries} queries")
     qkv, arguments = call[:3], {"causal": call.causal} | call.function
     backend.check_supported(*qkv, **arguments)
     two = {"backend": backend, "exact": get_backend("tiled", **shared)}
@@ -330,17 +333,7 @@ def table(found: Trace) -> str:
 @command
 def main(options: Options) -> None:
     check_writable(options.out, ".html")
-    try:
-        with cpu_memory_limit():
-            call, backend, replay = look(options)
-    except (RuntimeError, MemoryError) as error:
-        if options.seq_len is None or not is_out_of_memory(error):
-            raise
-        asked = describe_out_of_memory(error, "cpu")["asked_gib"]
-        needs = f"{asked:,.0f} GiB at once, which are not free" if asked else "more memory"
-        raise ValueError(
-            f"seq_len={options.seq_len} needs {needs}; ask for fewer tokens"
-        ) from error
+    call, backend, replay = look(options)
     text = {
         "headline": headline(call, backend),
         "verdict": verdict(replay, call.q.dtype),
@@ -352,7 +345,7 @@ def main(options: Options) -> None:
         "dtype": dtype_name(call.q.dtype),
         "largest": torch.finfo(call.q.dtype).max,
         "limit": LIMITS.get(call.q.dtype),
-        "columns": call.columns,  # names of the entries of an output row
+        "columns": call.columns,
         "command": " ".join(["python -m scripts.trace", *typed]),
     }
     page = render_page(replay, about)

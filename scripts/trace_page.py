@@ -1,4 +1,4 @@
-"""The HTML page of scripts/trace.py: trace.html with the numbers of a trace and the script that
+"""The HTML page of scripts/trace.py: trace.html with the numbers of a trace and trace.js, which
 draws it. The page needs only a browser.
 """
 
@@ -13,6 +13,7 @@ from attention.look.trace import Step, Trace
 MAX_NUMBERS = 200_000  # about 1.5 MB of page
 
 TEMPLATE = Path(__file__).with_name("trace.html")
+SCRIPT = TEMPLATE.with_name("trace.js")
 
 
 def render_page(found: Trace, about: dict[str, Any]) -> str:
@@ -40,34 +41,24 @@ def render_page(found: Trace, about: dict[str, Any]) -> str:
         "breaks": found.breaks[kept],
         "steps": steps,
     }
-    return fill(data)
-
-
-def fill(data: dict[str, Any]) -> str:
-    """The page of `data`."""
     # a browser ends the script at the first </script, even inside a string
     embedded = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    script = TEMPLATE.with_name("trace_tiles.js").read_text()
-    drawn = TEMPLATE.read_text().replace("/*PAGE*/", script, 1)
-    return drawn.replace("/*DATA*/null", embedded, 1)
+    page = TEMPLATE.read_text().replace("/*SCRIPT*/", SCRIPT.read_text(), 1)
+    return page.replace("/*DATA*/null", embedded, 1)
 
 
 def rows_that_fit(found: Trace) -> range:
-    step = found.found[0]
+    """As many rows of the tile as a page shows, with the followed one in the middle if possible."""
+    step, rows = found.found[0], found.rows
     of_a_row = len(found.tiles) * (4 * step.scores.shape[1] + 3 * step.out.shape[1] + 12)
-    count = min(len(found.rows), MAX_NUMBERS // of_a_row)
+    count = min(len(rows), MAX_NUMBERS // of_a_row)
     if count < 1:
         raise ValueError(
             f"one query over {found.tiles[-1][1]} keys is {of_a_row:,} numbers, more than the "
             f"{MAX_NUMBERS:,} that a page shows: "
             "follow an earlier row, or take a shorter seq_len"
         )
-    return around(found.row, found.rows, count)
-
-
-def around(row: int, rows: range, count: int) -> range:
-    """`count` of `rows`, with `row` in the middle if possible."""
-    start = min(max(row - count // 2, rows.start), rows.stop - count)
+    start = min(max(found.row - count // 2, rows.start), rows.stop - count)
     return range(start, start + count)
 
 
@@ -75,24 +66,23 @@ def lane(step: Step | None, error: Tensor, kept: slice) -> dict[str, Any] | None
     """One backend's numbers for one tile; None if it skips the tile."""
     if step is None:
         return None
-    return {
-        # the mask's -inf becomes null
-        "scores": [[None if x == "-inf" else x for x in row] for row in numbers(step.scores[kept])],
-        "p": numbers(step.p[kept]),
-        "alpha": numbers(step.alpha[kept]),
-        "row_max": numbers(step.row_max[kept]),
-        "row_sum": numbers(step.row_sum[kept]),
-        "acc": numbers(step.acc[kept].abs().amax(-1)),
-        "out": numbers(step.out[kept]),
-        "error": numbers(error[kept]),
-        "causes": causes(step, kept),
+    figures = {
+        "scores": step.scores,
+        "p": step.p,
+        "alpha": step.alpha,
+        "row_max": step.row_max,
+        "row_sum": step.row_sum,
+        "acc": step.acc.abs().amax(-1),
+        "out": step.out,
+        "error": error,
     }
-
-
-def causes(step: Step, kept: slice) -> dict[str, list[int]]:
-    """The rows in which each quantity breaks."""
-    found = {name: where[kept] for name, where in step.causes().items()}
-    return {name: where.int().tolist() for name, where in found.items() if where.any()}
+    shown: dict[str, Any] = {name: numbers(x[kept]) for name, x in figures.items()}
+    # the mask's -inf becomes null
+    shown["scores"] = [[None if x == "-inf" else x for x in row] for row in shown["scores"]]
+    # the rows in which each quantity breaks
+    broken = {name: where[kept].int().tolist() for name, where in step.causes().items()}
+    shown["causes"] = {name: where for name, where in broken.items() if any(where)}
+    return shown
 
 
 def numbers(x: Tensor) -> list[Any]:

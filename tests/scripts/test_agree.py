@@ -5,7 +5,7 @@ import json
 import pytest
 
 from scripts import agree
-from tests.scripts.test_sample import write_run
+from tests.run_folder import write_run
 
 
 @pytest.fixture
@@ -57,7 +57,6 @@ def test_several_runs_have_a_mean_and_a_deviation(small, tmp_path, capsys):
     [
         (["under=naive"], "one attention"),
         (["under=naive,tield"], "tield"),
-        (["sequences=0"], "at least 1"),
         (
             ["under=naive,tests.user_backends:RAISES"],
             r"attention=tests\S+RAISES .*KeyError: .*user_backends.py",

@@ -1,59 +1,111 @@
-"""The wandb workspace: what it holds, and that it is saved or refused in one line, without a
-network and without a question.
+"""The wandb workspace: what it holds, which runs it shows, and that it is saved or refused in one
+line, without a network and without a question.
 """
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+import yaml
 
 from scripts import dashboard
 from tests import processes
 from tests.command import metrics, python_path, run, tiny
 
+reports = pytest.importorskip("wandb_workspaces.reports.v2")
 ROOT = Path(__file__).resolve().parents[2]
-ASKED = (
-    "train/loss",
-    "val/loss",
-    "val/loss_exact",
-    "memory/peak_gib",
-    "tokens_per_sec",
-    "step_tokens_per_sec",
-    "attention/max_score",
-)
+
+
+def built(**options):
+    return dashboard.build_workspace(dashboard.Options(entity="me", **options))
+
+
+def lines(workspace) -> list:
+    panels = [panel for section in workspace.sections for panel in section.panels]
+    return [panel for panel in panels if isinstance(panel, reports.LinePlot)]
+
+
+def write_run(run_dir: Path, project: str = "mine", logger: str = "wandb") -> None:
+    run_dir.mkdir(parents=True)
+    settings = {"logger": {"name": logger, "project": project}}
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(settings))
+    (run_dir / "summary.json").write_text('{"status": "completed", "overrides": []}')
+
+
+def test_each_curve_is_a_variant_with_mean_and_band_over_its_seeds():
+    workspace = built(group="2026-11-22_21-09-10 break_it")
+    for panel in lines(workspace):
+        assert panel.x == "tokens" and panel.groupby == reports.Config("curve")
+        assert (panel.groupby_aggfunc, panel.groupby_rangefunc) == ("mean", "minmax")
+    (memory,) = (x for x in workspace.sections[2].panels if isinstance(x, reports.ScatterPlot))
+    assert memory.x == reports.Config("seq_len") and memory.log_x and memory.log_y
+    assert "2026-11-22_21-09-10 break_it" in str(workspace.runset_settings.filters)
+    assert not built().runset_settings.filters
+
+
+def test_every_metric_is_one_that_training_logs(tmp_path):
+    shown = {metric.name for panel in lines(built()) for metric in map(reports.Metric, panel.y)}
+    logged = set()
+    for data in ("stdlib", "last_write"):
+        assert run(*tiny(tmp_path / data, f"data={data}")).code == 0
+        logged.update(*metrics(tmp_path / data))
+    assert shown <= logged
+    compared = {"val/loss", "val/loss_exact", "memory/peak_gib", "tokens_per_sec"}
+    assert shown >= compared | {"train/loss", "step_tokens_per_sec", "attention/max_score"}
+
+
+def test_a_folder_names_its_project_and_the_group_of_its_sweep(tmp_path, capsys):
+    sweep = tmp_path / "day" / "time"
+    write_run(sweep / "0")
+    (sweep / "index.jsonl").touch()
+    dashboard.main([str(sweep), "dry_run=true"])
+    shown = capsys.readouterr().out
+    assert "project='mine'" in shown and "day_time" in shown
+    # runs of two sweeps have no group
+    write_run(tmp_path / "alone")
+    dashboard.main([str(tmp_path), "dry_run=true"])
+    assert "day_time" not in capsys.readouterr().out
+
+
+def test_folders_that_no_project_has_are_refused(tmp_path):
+    write_run(tmp_path / "a", logger="none")
+    with pytest.raises(SystemExit, match="^dashboard: .*wandb"):
+        dashboard.main([str(tmp_path), "dry_run=true"])
+    write_run(tmp_path / "b")
+    write_run(tmp_path / "c", project="other")
+    with pytest.raises(SystemExit, match="^dashboard: .*(mine, other|other, mine)"):
+        dashboard.main([str(tmp_path), "dry_run=true"])
+
+
+def test_without_the_package_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb_workspaces.workspaces", None)
+    with pytest.raises(SystemExit, match=r"pip install -e '\.\[dashboard\]'"):
+        dashboard.main(["dry_run=true"])
 
 
 @pytest.fixture
 def offline(tmp_path, monkeypatch):
-    """A machine whose user has no key, and a server of wandb's that is not there."""
-    for name in [
-        name for name in os.environ if name.startswith("WANDB_") or name.lower().endswith("_proxy")
-    ]:
-        monkeypatch.delenv(name)
+    """A machine whose user has no key."""
+    for name in list(os.environ):
+        if name.startswith("WANDB_") or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
     return monkeypatch
 
 
 def start(*arguments: str) -> subprocess.CompletedProcess:
-    """In a process of its own: wandb reads its settings once. No terminal, and nothing to read: a
-    question would fail it.
+    """In a process of its own: wandb reads its settings once. It has no terminal and nothing to
+    read, so a question would fail it.
     """
-    return start_python("-m", "scripts.dashboard", *arguments)
-
-
-def start_python(*arguments: str) -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHONPATH": python_path(ROOT)}
-    return processes.run(*arguments, env=environment, cwd=Path.cwd())
+    return processes.run("-m", "scripts.dashboard", *arguments, env=environment)
 
 
 def complaint(done: subprocess.CompletedProcess) -> str:
@@ -63,146 +115,49 @@ def complaint(done: subprocess.CompletedProcess) -> str:
     return line
 
 
-def panels(spec: dict) -> list[dict]:
-    return [
-        panel["config"]
-        for section in spec["spec"]["section"]["panelBankConfig"]["sections"]
-        for panel in section["panels"]
-    ]
-
-
-def test_dry_run_prints_the_workspace(capsys):
-    group = "2026-11-22_21-09-10 break_it"
-    dashboard.main(["entity=me", "project=mine", f"group={group}", "dry_run=true"])
-    spec = json.loads(capsys.readouterr().out)
-    assert (spec["entity"], spec["project"]) == ("me", "mine")
-    lines = [panel for panel in panels(spec) if "metrics" in panel]
-    assert {metric for panel in lines for metric in panel["metrics"]} >= set(ASKED)
-    for panel in lines:
-        assert (panel["xAxis"], panel["groupBy"]) == ("tokens", "curve.value")
-        assert (panel["groupAgg"], panel["groupArea"]) == ("mean", "minmax")
-    (scatter,) = [panel for panel in panels(spec) if "metrics" not in panel]
-    axes = ("config:seq_len.value", "summary:memory/peak_gib")
-    assert (scatter["xAxis"], scatter["yAxis"]) == axes
-    (runs,) = spec["spec"]["section"]["runSets"]
-    assert runs["grouping"] == [{"section": "config", "name": "curve.value"}]
-    (chosen,) = runs["filters"]["filters"]
-    assert chosen["key"] == {"section": "run", "name": "group"}
-    assert (chosen["op"], chosen["value"]) == ("=", group)
-
-
-def test_without_a_group_all_runs_are_shown():
-    spec = dashboard.view(dashboard.Options("me"))
-    assert spec["spec"]["section"]["runSets"][0]["filters"]["filters"] == []
-
-
-def test_every_metric_is_one_that_training_logs(tmp_path):
-    shown = {plot.metric for plots in dashboard.SECTIONS.values() for plot in plots}
-    logged = set()
-    for data in ("stdlib", "last_write"):
-        assert run(*tiny(tmp_path / data, f"data={data}")).code == 0
-        logged.update(*metrics(tmp_path / data))
-    assert shown <= logged
-
-
-def test_dry_run_needs_no_package_of_wandb(monkeypatch, capsys):
-    """A regression test: it refused without wandb-workspaces."""
-    for package in ("wandb", "wandb_workspaces", "requests"):
-        monkeypatch.setitem(sys.modules, package, None)
-    dashboard.main(["entity=me", "dry_run=true"])
-    assert json.loads(capsys.readouterr().out)["entity"] == "me"
-    with pytest.raises(SystemExit, match="^dashboard: .*wandb"):
-        dashboard.main(["entity=me"])
-
-
-def test_the_package_of_wandb_reads_the_workspace():
-    """Its schema knows every key, and would send the same."""
-    package = pytest.importorskip("wandb_workspaces.workspaces.internal")
-    spec = dashboard.view(dashboard.Options("me", group="g"))["spec"]
-    read = package.WorkspaceViewspec.model_validate(spec)
-    assert json.loads(read.model_dump_json(by_alias=True, exclude_none=True)) == spec
-
-
 def test_without_a_key(offline):
-    assert "wandb login" in complaint(start("entity=me"))  # what to type
+    assert "wandb login" in complaint(start())  # what to type
 
 
-@pytest.mark.slow
-def test_without_a_server(offline):
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        port = gone.getsockname()[1]
-    offline.setenv("WANDB_API_KEY", "0" * 40)
-    offline.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
-    assert f"127.0.0.1:{port}" in complaint(start("entity=me"))
+class Server(BaseHTTPRequestHandler):
+    """Stands in for wandb's: gives `saved` to a workspace, and keeps what was sent."""
+
+    saved: dict = {}
+    sent: list[dict] = []
+
+    def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        content = {"data": {"viewer": {"id": "1", "entity": "me", "username": "me"}}}
+        if "upsertView" in request["query"]:
+            self.sent.append(request["variables"])
+            content = self.saved
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps(content).encode())
 
 
-def serve(answer) -> HTTPServer:
-    """A server that gives answer(query, variables) to every request; stands in for wandb's, of
-    which only the address is needed.
-    """
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            status, content = answer(request["query"], request.get("variables") or {})
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.end_headers()
-            self.wfile.write(json.dumps(content).encode())
-
-        def log_message(self, *arguments):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    return server
-
-
-def test_the_workspace_is_sent(offline):
-    sent = []
-    me = {"id": "1", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}
-    view = {"view": {"id": "1", "name": "nw-abc-v"}, "inserted": True}
-
-    def answer(query, variables):
-        if "upsertView" in query:
-            sent.append(variables)
-            return 200, {"data": {"upsertView": view}}
-        return 200, {"data": {"viewer": me, "serverInfo": {}}}
-
-    server = serve(answer)
-    offline.setenv("WANDB_API_KEY", "0" * 40)
-    offline.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
-    done = start("entity=me", "project=mine")
-    server.shutdown()
-    assert done.returncode == 0, done.stderr
-    (variables,) = sent
-    assert (variables["entityName"], variables["projectName"]) == ("me", "mine")
-    assert variables["type"] == "project-view"
-    assert len(panels({"spec": json.loads(variables["spec"])})) == 11
-    assert "/me/mine?nw=abc" in done.stdout
-
-
-def test_a_refusal_is_one_line(offline):
-    server = serve(
-        lambda query, variables: (200, {"errors": [{"message": "project not found"}], "data": None})
-    )
-    offline.setenv("WANDB_API_KEY", "0" * 40)
-    offline.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
-    line = complaint(start("entity=me", "project=mine"))
-    server.shutdown()
-    assert "entity=me project=mine" in line and "project not found" in line
-
-
-@pytest.mark.slow
-def test_a_server_that_never_answers(offline):
-    """It accepts the connection and is silent. In this process, whose deadline can be shortened."""
-    code = (
-        "import sys; from scripts import dashboard; dashboard.SAVE_TIMEOUT = 1.0; "
-        "sys.exit(dashboard.main(sys.argv[1:]))"
-    )
-    with socket.create_server(("127.0.0.1", 0)) as silent:
+@pytest.fixture
+def server(offline):
+    with HTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         offline.setenv("WANDB_API_KEY", "0" * 40)
-        offline.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        began = time.monotonic()
-        done = start_python("-c", code, "entity=me")
-        assert "1 s" in complaint(done) and time.monotonic() - began < 50
+        offline.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+        yield Server
+        server.shutdown()
+
+
+def test_the_workspace_is_sent(server):
+    view = {"view": {"id": "1", "name": "nw-abc-v"}, "inserted": True}
+    server.saved = {"data": {"upsertView": view}}
+    done = start("project=mine")
+    assert done.returncode == 0, done.stderr
+    (variables,) = server.sent
+    assert (variables["entityName"], variables["projectName"]) == ("me", "mine")
+    assert "val/loss_exact" in variables["spec"] and "/me/mine?nw=abc" in done.stdout
+
+
+def test_a_refusal_is_one_line(server):
+    server.saved = {"errors": [{"message": "project not found"}], "data": None}
+    line = complaint(start("entity=me", "project=mine"))
+    assert "entity=me project=mine" in line and "project not found" in line

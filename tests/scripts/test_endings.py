@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.arguments import one_line
+from scripts.arguments import NoOptions, command
 from training.record.files import check_writable, write_file
 
 MODULES = {
@@ -94,13 +94,13 @@ def test_a_full_disk_is_told_with_the_path(tmp_path, monkeypatch):
 
 
 def test_an_os_error_is_one_line():
-    @one_line("trace")
-    def main() -> None:
+    @command
+    def main(options: NoOptions) -> None:
         write_file(Path("/nowhere/to/be/found"), "")
 
     with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code.startswith("trace: /nowhere/to/be/found ")
+        main([])
+    assert ended.value.code.startswith("test_endings: /nowhere/to/be/found ")
     assert "\n" not in ended.value.code
 
 

@@ -90,13 +90,12 @@ def test_a_model_whose_data_are_no_text_has_no_tokenizer(export_run, tmp_path):
     transformers.AutoModelForCausalLM.from_pretrained(out)
 
 
-@pytest.mark.parametrize("kilobytes", [0, 8])
-def test_a_full_disk_leaves_no_file(kilobytes, export_run, tmp_path):
+def test_a_full_disk_leaves_no_file(export_run, tmp_path):
     """A regression test: a traceback, and half a folder that refused to be written again."""
     run_dir, out = tmp_path / "run", tmp_path / "out"
     assert run(*tiny(run_dir, "steps=2")).code == 0
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (kilobytes * 1024, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 * 1024, limits[1]))
     try:
         with pytest.raises(SystemExit, match=f"^export: out={out}"):
             export_run(run_dir, out)

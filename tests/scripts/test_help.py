@@ -21,6 +21,7 @@ COMMANDS = (
     "profile",
     "recall",
     "report",
+    "runs",
     "trace",
     "train_bpe",
     "tune",
@@ -35,7 +36,11 @@ def test_the_line_of_the_help_is_read(name, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     module.main(["--help"])
     line = rf"^ +python -m scripts\.{name} ((?:.*\\\n)*.*)$"
-    typed = re.findall(line, capsys.readouterr().out, re.MULTILINE)
+    shown = capsys.readouterr().out
+    # one screen
+    assert max(map(len, shown.splitlines())) <= 100
+    assert len(shown.splitlines()) <= 40 or name == "benchmark"
+    typed = re.findall(line, shown, re.MULTILINE)
     assert typed
     for arguments in typed:
         assert read_settings(module.Options, shlex.split(arguments))

@@ -7,10 +7,10 @@ import re
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from attention import BACKENDS, attention, find_breakdown, get_backend
 from attention.look.trace import Trace
@@ -20,15 +20,33 @@ from examples.numpy_attention import online_softmax, standard_attention
 from model import GPT
 from scripts import trace, trace_page
 from scripts.arguments import read_settings
-from tests.command import save_checkpoint
-from tests.weights import with_weights
+from tests.browser import in_browser, needs_browser
+from tests.run_folder import write_run
 
+SHAPE = ModelConfig(num_layers=2, num_heads=4, num_kv_heads=2, hidden_size=32, max_seq_len=48)
 OBSERVABLE = [name for name, backend in BACKENDS.items() if backend.observable]
 EXACT = [name for name in OBSERVABLE if BACKENDS[name].exact]
 
 
+@pytest.fixture
+def run_trace(monkeypatch, capsys, tmp_path):
+    """run_trace("key=value", ...): what it printed and the page it wrote; SystemExit carries its
+    complaint.
+    """
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def run(*arguments: str) -> tuple[str, str]:
+        page = tmp_path / "page.html"
+        monkeypatch.setattr(sys, "argv", ["trace", *arguments, f"out={page}"])
+        trace.main()
+        return capsys.readouterr().out, page.read_text()
+
+    return run
+
+
 def look(*arguments: str) -> tuple[trace.Call, Trace]:
-    call, _, found = trace.look(read_settings(trace.Options, [*arguments, "device=cpu"]))
+    typed = [*" ".join(arguments).split(), "device=cpu"]
+    call, _, found = trace.look(read_settings(trace.Options, typed))
     return call, found
 
 
@@ -75,23 +93,20 @@ def test_output_so_far_ends_as_the_output(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "inputs"),
+    "asked",
     [
-        ("tiled", "spike"),
-        ("kv_outer", "growing"),
-        ("lazy_rescale", "growing"),
-        ("no_max", "normal"),
-        ("no_rescale", "growing"),
-        ("zero_init_max", "normal"),
-        ("relative_mask", "spike"),
-        ("no_scale", "normal"),
+        "tiled inputs=spike",
+        "kv_outer inputs=growing",
+        "lazy_rescale inputs=growing",
+        "no_max inputs=normal",
+        "no_rescale inputs=growing",
+        "relative_mask inputs=spike",
     ],
 )
-def test_p_and_alpha_are_the_ones_that_were_used(name, inputs):
+def test_p_and_alpha_are_the_ones_that_were_used(asked):
     """They rebuild each state from the one before, also where a tile holds a single key."""
     for block_kv in (1, 12):
-        asked = (f"attention={name}", f"inputs={inputs}", "seq_len=25", f"block_kv={block_kv}")
-        call, found = look(*asked)
+        call, found = look(f"attention={asked}", "seq_len=25", f"block_kv={block_kv}")
         row_sum, acc = torch.zeros(len(found.rows)), torch.zeros(len(found.rows), 16)
         for step in found.found:
             row_sum = step.alpha * row_sum + step.p.sum(-1)
@@ -131,16 +146,15 @@ def test_reference_is_attention_over_the_keys_so_far():
 @pytest.mark.parametrize(
     ("arguments", "fates"),
     [
-        (["dtype=fp16", "inputs=large"], {"NaN", "inf"}),
-        (["dtype=fp16", "inputs=growing", "softmax_dtype=input"], {"NaN", "zero"}),
-        (["dtype=fp32", "inputs=up"], {"NaN"}),
-        (["dtype=bf16", "inputs=down"], {"NaN"}),
+        ("dtype=fp16 inputs=large", {"NaN", "inf"}),
+        ("dtype=fp16 inputs=growing softmax_dtype=input", {"NaN", "zero"}),
+        ("dtype=fp32 inputs=up", {"NaN"}),
+        ("dtype=bf16 inputs=down", {"NaN"}),
     ],
-    ids=["p-in-fp16", "row_sum-in-fp16", "fp32", "underflow"],
 )
 def test_fates_and_the_first_tile(arguments, fates):
     """Against the output alone, and against the other walk that looks for a breakdown."""
-    call, found = look("attention=no_max", *arguments)
+    call, found = look("attention=no_max", arguments)
     options = {"softmax_dtype": "input"} if "softmax_dtype=input" in arguments else {}
     backend = get_backend("no_max", block_q=16, block_kv=16, **options)
     out = attention(call.q, call.k, call.v, backend=backend).out[0, 0]
@@ -157,16 +171,6 @@ def test_fates_and_the_first_tile(arguments, fates):
     other = find_breakdown(call.q, call.k, call.v, backend=backend, causal=True, scale=call.scale)
     assert (other.queries, other.keys) == ((queries.start, queries.stop), keys)
     assert other.max_score == pytest.approx(score) or cause == "row_sum"
-
-
-def test_the_tile_that_breaks_is_the_first_bad_one():
-    _, found = look("attention=no_max", "dtype=fp16", "inputs=growing")
-    i = found.row - found.rows.start
-    start = found.breaks[i]
-    assert 0 < start < len(found.tiles) - 1
-    for n, step in enumerate(found.found):
-        assert bool(step.p[i].isinf().any() or step.acc[i].isnan().any()) == (n >= start)
-    assert found.found[start].scores[i].max() > 11.09 > found.found[start - 1].scores[i].max()
 
 
 def test_a_row_without_weight_at_first_is_not_blamed():
@@ -193,14 +197,6 @@ def test_prints_the_verdict_and_the_row(run_trace):
     assert out.count("<- breaks") == 1
 
 
-def test_prints_the_worked_example_first(run_trace):
-    out, page = run_trace()
-    assert "8 of 8" in out
-    data = embedded(page)
-    assert [step["exact"]["row_sum"][0] for step in data["steps"]] == [2.754, 3.93]
-    assert data["command"] == "python -m scripts.trace"
-
-
 # the page
 
 
@@ -214,7 +210,7 @@ def test_the_page_needs_nothing_from_outside(run_trace):
 
 def test_data_cannot_end_the_script(tmp_path, run_trace):
     folder = tmp_path / "</script><b>"
-    write_run(folder)
+    write_model(folder)
     _, page = run_trace(f"run={folder}")
     assert page.count("</script>") == 1 and str(folder) in json.dumps(embedded(page))
 
@@ -236,38 +232,15 @@ def test_a_large_tile_is_cut_around_the_row(run_trace, monkeypatch):
 # a trained run
 
 
-def write_run(run_dir: Path, **fields) -> GPT:
-    """A run directory as training leaves it, of a model with large random weights and two query
-    heads to a key/value head.
-    """
-    shape = ModelConfig(num_layers=2, num_heads=4, num_kv_heads=2, hidden_size=32, max_seq_len=48)
-    fields = {
-        "attention": AttentionConfig(block_kv=8),
-        "data": DataConfig(source="last_write"),
-        "dtype": "fp32",
-    } | fields
-    config = RunConfig(model=shape, seq_len=48, **fields)
-    plain = OmegaConf.to_container(OmegaConf.structured(config))
-    run_dir.mkdir(parents=True)
-    OmegaConf.save(OmegaConf.create(plain), run_dir / "config.yaml")
-    torch.manual_seed(0)
-    data = build_data(config.data, config.tokenizer, seq_len=48, seed=0)
-    model = GPT(config.model, vocab_size=data.vocab_size, backend=get_backend("tiled"))
-    with_weights(model, 0.5)
-    save_checkpoint(
-        run_dir,
-        model=model,
-        optimizer=torch.optim.AdamW(model.parameters()),
-        scaler=None,
-        step=3,
-        tokens=32,
-        config=plain,
-    )
-    return model
+def write_model(run_dir: Path, **settings) -> GPT:
+    """A run of a model with two query heads to a key/value head."""
+    task = {"attention": AttentionConfig(block_kv=8), "data": DataConfig(source="last_write")}
+    settings = task | {"dtype": "fp32"} | settings
+    return write_run(run_dir, shape=SHAPE, std=0.5, **settings)
 
 
 def test_takes_q_k_v_of_a_run(tmp_path):
-    model = write_run(tmp_path / "run")
+    model = write_model(tmp_path / "run")
     call, found = look(f"run={tmp_path}/run", "layer=1", "head=3", "sequence=2")
     data = build_data(DataConfig(source="last_write"), RunConfig().tokenizer, seq_len=48, seed=0)
     with torch.no_grad():
@@ -285,13 +258,13 @@ def test_takes_q_k_v_of_a_run(tmp_path):
 
 
 def test_another_attention_and_dtype_on_a_run(tmp_path, run_trace):
-    write_run(tmp_path / "run")
+    write_model(tmp_path / "run")
     out, _ = run_trace(f"run={tmp_path}/run", "attention=no_max", "dtype=fp16", "layer=1")
     assert all(each in out for each in ("attention=no_max", "float16", "layer 1", "inf"))
 
 
 def test_a_run_whose_earlier_layer_broke(tmp_path):
-    write_run(tmp_path / "run", attention=AttentionConfig(name="no_max"), dtype="fp16")
+    write_model(tmp_path / "run", attention=AttentionConfig(name="no_max"), dtype="fp16")
     with pytest.raises(ValueError, match="layer=0"):
         look(f"run={tmp_path}/run", "layer=1")
 
@@ -303,22 +276,15 @@ def test_a_run_whose_earlier_layer_broke(tmp_path):
 REFUSED = {
     "attention=triton": ("attention=triton", "tiled"),
     "attention=sdpa": ("attention=sdpa", "tiled"),
-    "ranks=2": ("ranks=2",),
     "attention=tests.user_backends:RIGHT": ("observer=",),
     "attention=tests.user_backends:NOPE": ("attention=tests.user_backends:NOPE",),
-    "attention=nope": ("attention=nope",),
     "inputs=big": ("inputs=big", "worked, normal, large"),
-    "dtype=fp64": ("dtype=fp64", "fp32, bf16, fp16"),
-    "block_kv=x": ("block_kv=x",),
-    "inputs=normal seq_len=0": ("seq_len=0",),
     "inputs=normal seq_len=100000": ("seq_len=100000", "16384"),
-    "inputs=normal seed=18446744073709551616": ("seed=18446744073709551616", "64"),
     "seq_len=64": ("seq_len=64", "inputs="),
     "layer=1": ("layer=1", "run=DIR"),
     "row=8": ("row=8",),
     "run=nowhere": ("nowhere", "checkpoint"),
     "run=nowhere inputs=large": ("inputs=large", "run=nowhere"),
-    "out=nowhere/page.html": ("out=nowhere/page.html",),
 }
 
 
@@ -332,105 +298,123 @@ def test_refused_in_one_line(monkeypatch, arguments, names):
     assert all(name in said for name in names), said
 
 
-@pytest.mark.skipif(
-    sys.platform != "linux", reason="elsewhere nothing limits the memory of a process"
+@pytest.mark.parametrize(
+    ("settings", "argument", "named"),
+    [
+        ({"data": DataConfig(source="stdlib", documents=True)}, "row=0", "data.documents=true"),
+        ({}, "layer=2", "layer=2 .*0 to 1"),
+        ({}, "head=4", "head=4 .*0 to 3"),
+    ],
+    ids=["documents", "layer", "head"],
 )
-def test_refuses_what_does_not_fit_in_memory(run_trace):
-    """A regression test: a traceback of PyTorch's allocator."""
-    with pytest.raises(SystemExit, match=r"^trace: seq_len=1000000000000 "):
-        run_trace("inputs=normal", "seq_len=1000000000000")
-
-
-def test_refuses_a_run_on_documents(tmp_path, run_trace):
-    write_run(tmp_path / "run", data=DataConfig(source="stdlib", documents=True))
-    with pytest.raises(SystemExit, match="data.documents=true"):
-        run_trace(f"run={tmp_path}/run")
-
-
-def test_refuses_a_layer_the_run_lacks(tmp_path, run_trace):
-    write_run(tmp_path / "run")
-    with pytest.raises(SystemExit, match="layer=2 .*0 to 1"):
-        run_trace(f"run={tmp_path}/run", "layer=2")
+def test_refuses_what_a_run_cannot_show(tmp_path, run_trace, settings, argument, named):
+    write_model(tmp_path / "run", **settings)
+    with pytest.raises(SystemExit, match=f"^trace: .*{named}"):
+        run_trace(f"run={tmp_path}/run", argument)
 
 
 # in a browser
 
 
-def test_replay_of_the_worked_example(open_page):
-    page = open_page()
-    assert "no_rescale" in page.title()
-    assert "broken" not in page.get_attribute("#found", "class")
-    page.click("#next")
-    say = page.inner_text("#say")
+@pytest.fixture
+def show(run_trace, tmp_path):
+    """show(ARGUMENTS, SCRIPT): what the script returns in the page of these arguments."""
+
+    def run(arguments: str, script: str, **look) -> Any:
+        run_trace(*arguments.split())
+        return in_browser(tmp_path / "page.html", script, **look)
+
+    return run
+
+
+@needs_browser
+def test_replay_of_the_worked_example(show):
+    before, say, exact, found, broken = show(
+        "",
+        """const wrong = () => ["exact", "found"].map(id => $(id).classList.contains("broken"));
+           const before = wrong();
+           $("next").click();
+           return [before, ...["say", "exact", "found"].map(id => $(id).innerText), wrong()];""",
+    )
+    assert before == [False, False] and broken == [False, True]
     assert all(number in say for number in ("0.8", "1.2", "0.670"))
-    assert "3.930" in page.inner_text("#exact") and "4.837" in page.inner_text("#found")
-    assert "broken" in page.get_attribute("#found", "class")
-    assert "broken" not in page.get_attribute("#exact", "class")
-    assert page.is_disabled("#next")
+    assert "3.930" in exact and "4.837" in found
 
 
-def test_every_way_to_step(open_page):
-    page = open_page("attention=no_max", "dtype=fp16", "inputs=growing")
-
-    def at() -> int:
-        return int(page.input_value("#slider"))
-
-    assert at() == 0
-    page.keyboard.press("ArrowRight")
-    page.keyboard.press("ArrowRight")
-    page.keyboard.press("ArrowLeft")
-    assert at() == 1
-    page.keyboard.press("End")
-    assert at() == 7
-    page.locator("#slider").fill("3")
-    assert at() == 3
-    page.click("#back")
-    assert at() == 2
-    page.locator("#walk button").nth(4).click()
-    assert at() == 4
-    page.click("#jump")
-    start = at()
-    classes = [node.get_attribute("class") for node in page.locator("#walk button").all()]
-    assert ["broken" in name for name in classes] == [i >= start for i in range(8)]
-    assert "65504" in page.inner_text("#say")
-    page.click("#play")
-    page.wait_for_function(f"document.getElementById('slider').value === '{start + 1}'")
-    page.click("#play")
-
-    # another query: by the list, by the keyboard
-    page.select_option("#row", "3")
-    assert "query 115" in page.inner_text("#found")
-    page.locator("h1").click()
-    page.keyboard.press("ArrowUp")
-    assert page.input_value("#row") == "2"
+@needs_browser
+def test_every_way_to_step(show):
+    walked, start, broken, say, played, query, chosen = show(
+        "attention=no_max dtype=fp16 inputs=growing",
+        """const at = () => +$("slider").value, walked = [at()];
+           const press = key => document.body.dispatchEvent(
+             new KeyboardEvent("keydown", {key, bubbles: true}));
+           const set = (id, value, event) => {
+             $(id).value = value;
+             $(id).dispatchEvent(new Event(event));
+           };
+           for (const act of [
+             () => press("ArrowRight"), () => press("ArrowRight"), () => press("ArrowLeft"),
+             () => press("End"), () => set("slider", 3, "input"), () => $("back").click(),
+             () => document.querySelectorAll("#walk button")[4].click(),
+           ]) { act(); walked.push(at()); }
+           $("jump").click();
+           const start = at(), say = $("say").innerText;
+           const broken = [...$("walk").children].map(x => x.classList.contains("broken"));
+           $("play").click();
+           await new Promise(done => setTimeout(done, 1300));
+           const played = at();
+           set("row", 3, "change");
+           const query = $("found").innerText;
+           press("ArrowUp");
+           return [walked, start, broken, say, played, query, $("row").value];""",
+    )
+    assert walked == [0, 1, 2, 1, 7, 3, 2, 4]
+    assert broken == [i >= start for i in range(8)] and "65504" in say
+    assert played == start + 1 and "query 115" in query and chosen == "2"
 
 
+@needs_browser
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["attention=relative_mask", "inputs=normal", "seq_len=48"],
-        ["attention=zero_init_max", "inputs=negative", "seq_len=48"],
-        ["attention=tiled", "inputs=spike", "block_kv=1", "seq_len=12"],
-        ["attention=no_scale", "inputs=huge", "seq_len=1"],
+        "attention=relative_mask inputs=normal seq_len=48",
+        "attention=zero_init_max inputs=negative seq_len=48",
+        "attention=tiled inputs=spike block_kv=1 seq_len=12",
+        "attention=no_scale inputs=huge seq_len=1",
     ],
-    ids=" ".join,
 )
-def test_every_step_of_every_query_draws(open_page, arguments):
+def test_every_step_of_every_query_draws(show, arguments):
     """On a phone: nothing is cut off, and no number reaches the page unexplained."""
-    page = open_page(*arguments, viewport={"width": 390, "height": 844}, color_scheme="dark")
-    words = page.evaluate(
-        """() => {
-             const seen = [];
-             for (let r = 0; r < DATA.rows.length; r++) for (let i = 0; i <= last; i++) {
-               go(i, r);
-               seen.push(document.body.innerText);
-             }
-             return seen;
-           }"""
+    words, hidden, markup = show(
+        arguments,
+        """document.documentElement.style.width = "375px";
+           const words = [];
+           for (let r = 0; r < DATA.rows.length; r++) for (let i = 0; i <= last; i++) {
+             go(i, r);
+             words.push(document.body.innerText);
+           }
+           const hidden = document.body.scrollWidth - document.body.clientWidth;
+           return [words, hidden, [...document.querySelectorAll("svg")].map(x => x.outerHTML)];""",
+        size="500,844",  # a headless browser has no narrower window
+        dark=True,
     )
     assert not any(wrong in text for text in words for wrong in ("undefined", "null", "[object"))
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    assert page.evaluate('!document.body.innerHTML.match(/(x|y|width|height|cx|cy|d)="[^"]*NaN/)')
+    assert hidden == 0
+    assert not re.search(r'(x|y|width|height|cx|cy|d)="[^"]*NaN', "".join(markup))
+
+
+@needs_browser
+def test_a_long_name_with_markup_is_shown_on_a_phone(run_trace, tmp_path):
+    """A regression test: it reached out of the window."""
+    name = f"pkg.module:{'N' * 110}<b>$x$"
+    _, page = run_trace("attention=no_max")
+    (tmp_path / "long.html").write_text(page.replace("no_max", name.replace("<", r"\u003c")))
+    script = """document.documentElement.style.width = "375px";
+                go(last);
+                const hidden = document.body.scrollWidth - document.body.clientWidth;
+                return [["title", "say", "found"].map(id => $(id).innerText), hidden];"""
+    words, hidden = in_browser(tmp_path / "long.html", script, size="500,844")
+    assert all(name in text for text in words) and hidden == 0
 
 
 def test_sum_of_the_worked_scores():

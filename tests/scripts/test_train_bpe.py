@@ -42,14 +42,6 @@ def test_worked_by_hand():
     assert train(counts, 259)[256:] == [b"ug", b"un", b"hug"]
 
 
-@pytest.mark.parametrize(
-    "word, expected",
-    [("aaa", [300, 97]), ("aaaa", [300, 300]), ("baab", [98, 300, 98]), ("a", [97])],
-)
-def test_pairs_are_merged_from_the_left(word, expected):
-    assert merge_pair(list(word.encode()), (97, 97), 300) == expected
-
-
 @given(
     st.dictionaries(
         st.text("abc", min_size=1, max_size=12).map(str.encode),

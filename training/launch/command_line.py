@@ -26,6 +26,7 @@ from training.launch.interrupt import Ending, reader_may_leave
 from training.loop.ranks import leave, of_environment
 from training.own_modules import ROOT
 from training.record.files import check_version, no_run
+from training.record.foreign_code import run_no_code_of
 
 CONF = ROOT / "conf"
 
@@ -222,6 +223,8 @@ def replay_overrides(arguments: list[str]) -> list[str]:
         )
     check_version(Path(resume))
     recorded = recorded_overrides(Path(resume))
+    named = [each.partition("=")[2] for each in recorded if each.startswith("attention")]
+    run_no_code_of(Path(resume), named)
     folder = given.get("hydra.run.dir", resume)
     if os.path.realpath(folder) != os.path.realpath(resume):
         raise ValueError(

@@ -25,6 +25,7 @@ from training.record.files import (
     read_meta,
     run_of,
 )
+from training.record.foreign_code import run_no_code_of
 from training.record.starts import differences, warn_of_edits
 
 # settings that say what the weights compute, and on which data
@@ -47,7 +48,8 @@ def read_run_config(run: Path) -> RunConfig:
     """The settings in a run's checkpoint, under which its weights were trained.
 
     A config.yaml beside it that says otherwise is named in a warning. Raises ValueError where there
-    is no checkpoint, and for a setting of an older version that this one cannot follow.
+    is no checkpoint, and for a setting of an older version that this one cannot follow. From now on
+    no code is imported from the run's folder.
     """
     if not newest_first(run):
         raise ValueError(no_run(run, "checkpoint"))
@@ -61,6 +63,9 @@ def read_run_config(run: Path) -> RunConfig:
             f"does not take: {str(error).splitlines()[0]}"
         ) from error
     warn_of_edits(run_dir, differences(read_mapping(run_dir / "config.yaml"), meta["config"]))
+    chosen = config.attention
+    named = (chosen.name, chosen.switch_to, chosen.score_mod)
+    run_no_code_of(run_dir, filter(None, named))
     return config
 
 

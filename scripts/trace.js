@@ -1,12 +1,47 @@
-// The page of a tile loop: what trace.html leaves open.
-const WORD = "tile", TAP = "Tap a tile, a row of a heat map or a chart to go there.";
-const stepName = i => i + 1, stepTitle = i => `keys ${steps[i].keys[0]} to ${steps[i].keys[1] - 1}`;
+// Draws the page of scripts/trace.py from DATA, a trace of a tile loop.
+"use strict";
+const DATA = /*DATA*/null;
+const $ = id => document.getElementById(id);
+const steps = DATA.steps, last = steps.length - 1;
+// page.html#7 opens at the seventh step
+let now = Math.min(last, Math.max(0, (parseInt(location.hash.slice(1)) || 1) - 1));
+let row = DATA.row, timer = null;
+const isBroken = (i, r) => DATA.breaks[r] !== null && i >= DATA.breaks[r];
+
+// numbers: JSON has neither NaN nor infinity, so they come as words
+const num = x => x === null ? -Infinity : typeof x === "number" ? x : x === "nan" ? NaN : x === "inf" ? Infinity : -Infinity;
+function text(x) {
+  x = num(x);
+  if (Number.isNaN(x)) return "NaN";
+  if (!Number.isFinite(x)) return x > 0 ? "inf" : "−inf";
+  if (x === 0) return "0";
+  const size = Math.abs(x);
+  if (size >= 1e5 || size < 1e-3) {
+    const [digits, power] = x.toExponential(1).split("e");
+    return `${digits}e${+power}`.replace(/-/g, "−");
+  }
+  return (size >= 1000 ? x.toFixed(0) : size >= 100 ? x.toFixed(1) : x.toFixed(3)).replace("-", "−");
+}
+const brief = x => text(x).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "");
+const escape = s => String(s).replace(/[&<>"]/g, c => ({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;"})[c]);
+const finite = xs => xs.map(num).filter(Number.isFinite);
+const clamp = (x, low = 0, high = 1) => Math.min(high, Math.max(low, x));
+
+// how the followed query stands, in words
+function outcome(out, error) {
+  out = out.map(num);
+  if (out.some(Number.isNaN)) return "NaN";
+  if (out.some(x => !Number.isFinite(x))) return "infinite";
+  return out.every(x => x === 0) ? "all zeros, which nothing will notice" : `off by ${text(error)}`;
+}
+function ending() {
+  const fate = DATA.fates[row];
+  if (fate === "right") return `<b class="found">${escape(DATA.name)}</b> ends where exact attention does.`;
+  return `<b class="bad">This query ends as ${
+    {NaN: "NaN", inf: "infinity", zero: "zeros: wrong, and nothing shows it", wrong: "a wrong number that looks like any other"}[fate]}.</b>`;
+}
+
 let shown = "scores";
-$("cards").innerHTML = `<div class="card">
-  <div class="top"><h2>Over the tiles, <span id="of-row"></span></h2>
-    <span class="soft"><span class="exact">&#9679; exact</span> &nbsp; <span class="found">&#9679; ${escape(DATA.name)}</span> &nbsp; <span class="bad">&#10005; not a number, or infinite</span></span></div>
-  <div class="charts" id="charts"></div>
-</div>`;
 document.addEventListener("click", event => {
   const at = event.target.closest("[data-show], [data-chart]");
   if (!at) return;
@@ -213,3 +248,68 @@ function story() {
   if (now === last) say += ending();
   return say;
 }
+// ---- put together
+function draw() {
+  $("walk").childNodes.forEach((node, i) => {
+    node.className = `${i < now ? "done" : i === now ? "now" : ""} ${isBroken(i, row) ? "broken" : ""}`;
+    node.setAttribute("aria-current", i === now ? "step" : "false");
+  });
+  $("slider").value = now;
+  $("row").value = row;
+  $("back").disabled = now === 0;
+  $("next").disabled = now === last;
+  $("play").textContent = timer ? "pause" : "play";
+  $("jump").hidden = DATA.breaks[row] === null;
+  $("say").innerHTML = story();
+  drawLane("exact");
+  drawLane("found");
+  drawCards();
+}
+function go(step, r = row) {
+  now = clamp(step, 0, last);
+  row = clamp(r, 0, DATA.rows.length - 1);
+  draw();
+}
+function stop() { clearInterval(timer); timer = null; }
+function play() {
+  if (timer) { stop(); return draw(); }
+  if (now === last) now = 0;
+  timer = setInterval(() => { if (now >= last - 1) stop(); go(now + 1); }, 1200);
+  draw();
+}
+
+$("title").textContent = document.title = `${DATA.name} in ${DATA.dtype}, tile by tile`;
+$("headline").textContent = DATA.headline;
+$("verdict").textContent = DATA.verdict;
+$("verdict").classList.toggle("broken", DATA.fates.some(fate => fate !== "right"));
+$("defect").textContent = DATA.defect ? `${DATA.name} is wrong on purpose: ${DATA.defect}.` : "";
+$("command").textContent = DATA.command;
+$("of-found").textContent = `● ${DATA.name}`;
+$("slider").max = last;
+if (steps.length > 64) $("walk").style.gap = 0;
+$("walk").innerHTML = steps.map((s, i) => `<button data-step="${i}" title="keys ${s.keys[0]} to ${s.keys[1] - 1}">${steps.length <= 32 ? i + 1 : ""}</button>`).join("");
+$("row").innerHTML = DATA.rows.map((name, r) => `<option value="${r}">${name}${DATA.fates[r] === "right" ? "" : " (" + DATA.fates[r] + ")"}</option>`).join("");
+
+$("back").onclick = () => { stop(); go(now - 1); };
+$("next").onclick = () => { stop(); go(now + 1); };
+$("play").onclick = play;
+$("jump").onclick = () => { stop(); go(DATA.breaks[row]); };
+$("slider").oninput = event => { stop(); go(+event.target.value); };
+$("row").onchange = event => go(now, +event.target.value);
+document.addEventListener("click", event => {
+  const at = event.target.closest("[data-step], [data-row]");
+  if (!at) return;
+  if (at.dataset.step) { stop(); go(+at.dataset.step); }
+  if (at.dataset.row) go(now, +at.dataset.row);
+});
+document.addEventListener("keydown", event => {
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("select, input")) return;
+  const move = {ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1], Home: [-now, 0], End: [last - now, 0]}[event.key];
+  if (event.key === " " && !event.target.closest("button")) { event.preventDefault(); play(); }
+  if (!move) return;
+  event.preventDefault();
+  stop();
+  go(now + move[0], row + move[1]);
+});
+addEventListener("resize", draw);
+draw();

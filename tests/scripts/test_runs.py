@@ -1,0 +1,83 @@
+"""`python -m scripts.runs`: the runs below a folder, newest first, and damaged ones by name."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import runs
+
+LONG = f"pkg.module:{'N' * 120}"
+
+
+def write(folder: Path, started: float, **summary: object) -> None:
+    folder.mkdir(parents=True)
+    start = {"step": 0, "started": started, "attention": []}
+    known = {"status": "completed", "variant": "tiled", "steps_done": 9, "starts": [start]}
+    (folder / "summary.json").write_text(json.dumps(known | summary))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    losses = {"val/loss": 1.25, "val/loss_exact": 2.5}
+    write(tmp_path / "outputs/a", 1e9, **losses)
+    write(tmp_path / "multirun/0", 3e9, variant=LONG, status="oom")
+    write(tmp_path / "multirun/1", 2e9, variant="<b>\x1b[2J")
+    return tmp_path
+
+
+def listed(capsys, *arguments: str) -> list[str]:
+    runs.main(arguments)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_newest_first_with_its_losses_and_path(folder, capsys):
+    head, *lines = listed(capsys)
+    assert "val/loss_exact" in head and len(lines) == 3
+    assert LONG in lines[0] and "<b>\\x1b[2J" in lines[1]
+    assert all(word in lines[0] for word in ("2065-01-24", "oom", "multirun/0"))
+    assert all(word in lines[2] for word in ("completed", "9", "1.2500", "2.5000", "outputs/a"))
+
+
+# a file of a run, and what is wrong with it
+DAMAGED = {
+    "torn": ("summary.json", '{"status": "comp'),
+    "nested": ("summary.json", "[" * 100_000),
+    "typed": ("summary.json", '{"status": "completed", "starts": 3}'),
+    "words": ("summary.json", '{"status": "completed", "val/loss": "low", "starts": []}'),
+    "settings": ("config.yaml", "attention: ["),
+    "deep": ("config.yaml", "[" * 100_000),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_folder_is_one_line(folder, capsys, name):
+    file, content = DAMAGED[name]
+    write(folder / "outputs/z", 1.0)
+    (folder / "outputs/z" / file).write_text(content)
+    *table, last = listed(capsys, "outputs")
+    assert len(table) == 2 and "outputs/a" in table[1]
+    assert str(folder / "outputs/z") in last and "damaged" in last
+
+
+def test_a_killed_run_has_the_time_of_its_files(folder, capsys):
+    (folder / "killed").mkdir()
+    (folder / "killed/metrics.jsonl").write_text('{"step": 3, "val/loss": 2.0}\n')
+    (line,) = listed(capsys, "killed")[1:]
+    assert "unfinished" in line and "2.0000" in line and " 3 " in line
+
+
+def test_nothing_to_list_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for arguments in ([], ["nowhere"]):
+        with pytest.raises(SystemExit, match="^runs: .*(multirun|nowhere)"):
+            runs.main(arguments)
+
+
+def test_it_imports_no_torch():
+    code = "import sys; from scripts import runs; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
