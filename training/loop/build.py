@@ -1,13 +1,11 @@
 """Builds a run from its settings: device, attention by step, data, model, optimizer and ranks."""
 
 import logging
-from dataclasses import is_dataclass
-from operator import attrgetter
 
 import torch
 
 from attention import dtype_name
-from config import RunConfig, setting_keys
+from config import RunConfig
 from data import build_data
 from model import GPT
 from training.loop.compiler import importing_torch_compile
@@ -15,14 +13,9 @@ from training.loop.device import pick_device, pick_dtype, set_deterministic
 from training.loop.flops import count_parameters
 from training.loop.optimizer import build_optimizer
 from training.loop.pretrained import find_pretrained
-from training.loop.ranks import Ranks, check_shares, join
+from training.loop.ranks import check_shares, join
 from training.loop.run import Run
-from training.loop.schedule import (
-    attention_schedule,
-    chosen_attention,
-    run_compiles,
-    schedule_summary,
-)
+from training.loop.schedule import attention_schedule, run_compiles, schedule_summary
 from training.record.files import Row
 
 log = logging.getLogger("tilegpt")
@@ -35,20 +28,20 @@ def build_run(config: RunConfig, summary: Row | None = None) -> Run:
     can be refused before the first step: an unusable device, dtype, attention or data source.
     """
     summary = {} if summary is None else summary
-    ranks, device = _meet(config)
+    device = pick_device(config.device)
+    ranks = join(device.type, config.parallel.context)
     if ranks.several:
         summary["ranks"] = ranks.world
+        if device.type == "cuda":  # plain "cuda" depends on the thread
+            device = torch.device("cuda", ranks.local_rank)
     dtype = pick_dtype(config.dtype, device)
     set_deterministic(config.deterministic)
     summary |= {"device": device.type, "dtype": dtype_name(dtype)}
 
-    schedule = attention_schedule(config, dtype=dtype, device=device)
-    summary |= schedule_summary(config, schedule, dtype=dtype, device=device)
-    if device.type == "cuda" and "kernel" in summary:
-        kernel, why = summary["kernel"], summary["kernel_reason"]
-        log.info(f"attention={schedule[0].name} runs the {kernel} kernels: {why}")
-    if function := config.attention.function():
-        summary["function"] = function
+    where = {"dtype": dtype, "device": device}
+    schedule = attention_schedule(config, **where)
+    check_shares(config, ranks, schedule.values())
+    summary |= schedule_summary(config, schedule, **where)
 
     pretrained = None
     with ranks.first_goes_first():
@@ -56,7 +49,7 @@ def build_run(config: RunConfig, summary: Row | None = None) -> Run:
             pretrained = find_pretrained(config.init_from)
         data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
     log.info(data.description)
-    ranks.check_same({"data": data.fingerprint})
+    ranks.check_same(config, data.fingerprint)
     torch.manual_seed(config.seed)
     with importing_torch_compile(run_compiles(config, schedule[0], device.type)):
         made = {"vocab_size": data.vocab_size, "backend": schedule[0]}
@@ -76,20 +69,3 @@ def build_run(config: RunConfig, summary: Row | None = None) -> Run:
         ranks=ranks,
         init_from=init_from,
     )
-
-
-def _meet(config: RunConfig) -> tuple[Ranks, torch.device]:
-    """Meet the other ranks, if there are any. Returns them and this rank's device."""
-    device = pick_device(config.device)
-    ranks = join(device.type, config.parallel.context, _shared_settings(config))
-    check_shares(config, ranks, chosen_attention(config.attention).values())
-    if ranks.several and device.type == "cuda":  # plain "cuda" depends on the thread
-        device = torch.device("cuda", ranks.local_rank)
-    return ranks, device
-
-
-def _shared_settings(config: RunConfig) -> Row:
-    """The settings that all ranks must share: all but the places of files and the logger."""
-    own = ("resume", "init_from", "logger", "data.path")
-    values = {key: attrgetter(key)(config) for key in setting_keys(RunConfig)}
-    return {key: x for key, x in values.items() if not (key.startswith(own) or is_dataclass(x))}

@@ -3,6 +3,7 @@
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from math import log
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from data.interface import TrainingData
 from data.prefetch import Pass, Prefetcher
 from model import GPT, sample_text
 from training.loop.device import autocast_to
-from training.loop.evaluate import evaluate
+from training.loop.evaluate import evaluate_under, exact_attention
 from training.loop.optimizer import MuonAndAdamW
 from training.loop.ranks import ALONE, Ranks
 from training.record.clock import phase
@@ -103,19 +104,31 @@ class Run:
 
     @phase("evaluating")
     def evaluate(self, switch_to: Backend | None = None) -> dict[str, float]:
-        """val/loss and the like on the held-out sequences, by loop/evaluate.py; with another
-        attention also val/loss_switched.
+        """Returns val/loss in nats of the held-out sequences, and val/loss_exact of the same
+        weights under exact attention; with another attention also val/loss_switched.
+
+        Exact attention gets the model's windows, softcap, ... too. One loss curve does not show
+        that an attention is broken; the difference of the two does. val/accuracy and val/bpb, the
+        loss in bits per byte, are added where the data have them.
         """
-        return evaluate(
-            self.model,
-            *self.held_out,
-            batch_size=self.batch_size,
-            autocast=self.autocast,
-            accuracy=self.data.metric == "accuracy",
-            bytes_per_token=self.bytes_per_token,
-            ranks=self.ranks,
-            also={"_switched": switch_to} if switch_to else {},
-        )
+        model, kinds = self.model, self.model.attention_features
+        if len(self.held_out) == 3:
+            kinds |= {"document_ids"}
+        exact = exact_attention(model.config.head_dim, self.device, kinds)
+        attentions = {"": model.backend, "_exact": exact}
+        if switch_to is not None:
+            attentions["_switched"] = switch_to
+        how = {"batch_size": self.batch_size, "autocast": self.autocast, "ranks": self.ranks}
+        how["accuracy"] = self.data.metric == "accuracy"
+        row = {}
+        for suffix, attention in attentions.items():
+            loss, accuracy = evaluate_under(model, attention, *self.held_out, **how)
+            row[f"val/loss{suffix}"] = loss
+            if accuracy is not None:
+                row[f"val/accuracy{suffix}"] = accuracy
+            if self.bytes_per_token is not None:
+                row[f"val/bpb{suffix}"] = loss / log(2) / self.bytes_per_token
+        return row
 
     def sample(self) -> str | None:
         """A text by the model; None if its tokens are not text, or sample_tokens=0."""
