@@ -97,23 +97,21 @@ class AttentionMonitor:
         ranks = self.run.ranks
         with self.run.autocast:
             batches = [each.tensors for each in self.run.sequences(step)]
-            diagnosis, score = diagnose(self.model, batches)
-        if "sequence" in diagnosis:  # make this rank's number that of the step
-            diagnosis["sequence"] += ranks.rows(self.run.config.sequences_per_step).start
+            found, score = diagnose(self.model, batches)
+        if "sequence" in found:  # make this rank's number that of the step
+            found["sequence"] += ranks.rows(self.run.config.sequences_per_step).start
+        # gradients are summed, so they are bad on every rank: the rank to blame is the one whose
+        # own sequences broke
+        by_rank = ranks.gathered(found)
+        tells = [("head" in each, each.get("tensor") == "loss") for each in by_rank]
+        rank = tells.index(max(tells))
+        found = by_rank[rank]
+        if ranks.several:
+            found |= {"rank": rank, "message": f"rank {rank}: {found['message']}"}
         score = max(ranks.gathered(score))
         self._note(step, score)
         history = [list(item) for item in self.scores.items()]
-        scores = {"max_score": score, **self.overflow_steps(), "history": history}
-        return {"step": step} | to_blame(ranks.gathered(diagnosis)) | scores
-
-    def overflow_steps(self) -> dict[str, int | None]:
-        """The first logged step where exp(score) would have overflowed each dtype."""
-        return {
-            f"{dtype_name(dtype)}_overflow_step": next(
-                (step for step, score in self.scores.items() if score > limit), None
-            )
-            for dtype, limit in LIMITS.items()
-        }
+        return {"step": step, **found, "max_score": score, **self._overflows(), "history": history}
 
     def _note(self, step: int, score: float) -> None:
         """Record the score; warn where it is the first to pass a limit of exp."""
@@ -134,19 +132,16 @@ class AttentionMonitor:
 
     def _tell(self) -> None:
         if self.scores:
-            self.summary |= {"max_score": max(self.scores.values()), **self.overflow_steps()}
+            self.summary |= {"max_score": max(self.scores.values()), **self._overflows()}
 
-
-def to_blame(diagnoses: list[Row]) -> Row:
-    """The diagnosis of the rank whose own sequences broke. Gradients are summed over the ranks, so
-    they are bad on every rank.
-    """
-    if len(diagnoses) == 1:
-        return diagnoses[0]
-    tells = [("head" in each, each.get("tensor") == "loss") for each in diagnoses]
-    rank = tells.index(max(tells))
-    found = diagnoses[rank]
-    return found | {"rank": rank, "message": f"rank {rank}: {found['message']}"}
+    def _overflows(self) -> dict[str, int | None]:
+        """The first logged step where exp(score) would have overflowed each dtype."""
+        return {
+            f"{dtype_name(dtype)}_overflow_step": next(
+                (step for step, score in self.scores.items() if score > limit), None
+            )
+            for dtype, limit in LIMITS.items()
+        }
 
 
 def largest_finite(scores: Iterable[float]) -> float:
