@@ -1,10 +1,10 @@
 """init_from=: the weights that a run begins with.
 
-    init_from=gpt2                      a name on the Hugging Face hub, or in this machine's cache
-    init_from=FOLDER                    model.safetensors, shards with their index, or
-                                        pytorch_model.bin; and config.json
-    init_from=FILE                      one file; a config.json beside it is read too. Files of a
-                                        training tool are .pt or .ckpt, such as nanoGPT's ckpt.pt
+init_from=gpt2                      a name on the Hugging Face hub, or in this machine's cache
+init_from=FOLDER                    model.safetensors, shards with their index, or
+                                    pytorch_model.bin; and config.json
+init_from=FILE                      one file; a config.json beside it is read too. Files of a
+                                    training tool are .pt or .ckpt, such as nanoGPT's ckpt.pt
 """
 
 import logging

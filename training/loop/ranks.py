@@ -102,8 +102,10 @@ class Ranks:
     def largest_of(self, row: dict[str, float | None]) -> dict[str, float | None]:
         """Each figure's maximum over all ranks; None for a figure that they lack."""
         rows = self.gathered(row)
-        known = {key: [each[key] for each in rows if each[key] is not None] for key in row}
-        return {key: max(values, default=None) for key, values in known.items()}
+        return {
+            key: max((each[key] for each in rows if each[key] is not None), default=None)
+            for key in row
+        }
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
