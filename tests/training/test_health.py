@@ -5,7 +5,6 @@ a run that went wrong.
 import contextlib
 import math
 from dataclasses import replace
-from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 
 from attention import (
     BACKENDS,
-    LIMITS,
     Backend,
     Recorder,
     compare_with_exact,
@@ -22,7 +20,6 @@ from attention import (
 from config import AttentionConfig, Due, ModelConfig
 from data.prefetch import Pass
 from model import GPT
-from model.seam import LOOKING
 from tests.weights import with_weights
 from training.loop import health
 from training.loop.health import AttentionMonitor, compare_layers, diagnose
@@ -48,13 +45,6 @@ def build(name: str, *, std: float = 0.5, attention: AttentionConfig | None = No
 def batch(count: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.randint(50, (count, 33), generator=torch.Generator().manual_seed(seed))
     return tokens[:, :-1].clone(), tokens[:, 1:].clone()
-
-
-def max_scores(model: GPT, batch: tuple[torch.Tensor, ...]) -> list[list[float]]:
-    """The largest score of each head of each layer, as training takes it."""
-    with torch.no_grad(), model.using(look=LOOKING):
-        model(*batch)
-    return model.max_scores().amax(1).tolist()
 
 
 def run_of(model: GPT, batch: tuple[torch.Tensor, ...] = (), *, loss_scale: float = 1.0):
@@ -101,49 +91,38 @@ def test_the_gradients_are_those_of_the_loss_in_its_worst_layer():
     """By hand: the backward pass of the whole model, with what came in at each attention kept by a
     hook.
     """
-    model, (inputs, targets) = build("no_rescale"), batch(1)
+    model, d_outs = build("no_rescale"), {}
     recorder = Recorder(model.backend, keep_calls=True)
-    d_outs = {}
     with model.using(backend=recorder.backend):
-        loss = model(inputs, targets).loss
+        loss = model(*batch(1)).loss
     for i, call in enumerate(recorder.calls):
         call.out.register_hook(lambda grad, i=i: d_outs.__setitem__(i, grad))
     loss.backward()
-    layers = [
+    first, second = (
         compare_with_exact(call.q, call.k, call.v, d_outs[i], backend=model.backend)
         for i, call in enumerate(recorder.calls)
-    ]
-    expected = {
-        f"attention/{name}": (max if name.endswith("error") else min)(
-            layer[name] for layer in layers
-        )
-        for name in layers[0]
-    }
-    assert compare_layers(model, inputs, targets) == pytest.approx(expected, rel=1e-4)
-    assert expected["attention/dq_error"] > 0.05 and layers[0]["dq_error"] != pytest.approx(
-        layers[1]["dq_error"], rel=0.01
     )
+    worst = {name: (max if "error" in name else min)(x, second[name]) for name, x in first.items()}
+    expected = {f"attention/{name}": x for name, x in worst.items()}
+    assert compare_layers(model, *batch(1)) == pytest.approx(expected, rel=1e-4)
+    assert worst["dq_error"] > 0.05
+    assert first["dq_error"] != pytest.approx(second["dq_error"], rel=0.01)
 
 
 def test_comparing_leaves_the_run_as_it_was():
-    """Neither a gradient, nor a random number, nor dropout, nor the attention."""
+    """Neither a gradient, nor a random number, nor dropout, nor the attention. The loss scale
+    cancels.
+    """
     model = build("no_rescale", dropout=0.5).train()
     backend, state = model.backend, torch.get_rng_state()
-    compare_layers(model, *batch(1))
+    row, scaled = compare_layers(model, *batch(1)), compare_layers(model, *batch(1), loss_scale=1e3)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(torch.get_rng_state(), state) and model.training and model.backend is backend
-
-
-def test_the_loss_scale_cancels():
-    model = build("no_rescale")
-    expected = pytest.approx(compare_layers(model, *batch(1)), rel=1e-4)
-    assert compare_layers(model, *batch(1), loss_scale=2.0**10) == expected
+    assert scaled == pytest.approx(row, rel=1e-4)
 
 
 def test_no_memory_for_the_comparison_does_not_end_the_run(caplog):
-    watch = AttentionMonitor(run_of(build("tiled"), batch(1)), (), {})
-    scores = max_scores(watch.model, batch(1))
-    tried = []
+    watch, tried = AttentionMonitor(run_of(build("tiled"), batch(1)), (), {}), []
 
     def full(*_, **__):
         tried.append(1)
@@ -151,49 +130,31 @@ def test_no_memory_for_the_comparison_does_not_end_the_run(caplog):
 
     watch.model.backend = replace(watch.model.backend, fn=full)
     for step in (1, 2):
-        row = watch.inspect(step, scores, due(compare=True))
+        row = watch.inspect(step, [[1.0, 2.0]], due(compare=True))
         assert row.keys() == {"attention/max_score", "attention/max_score_by_head"}
-        assert math.isfinite(row["attention/max_score"])
     assert len(tried) == 1
     assert sum("diagnose_every=0" in line for line in caplog.messages) == 1
 
 
-def test_watch_goes_on_from_the_rows_of_an_earlier_start(caplog):
-    rows = [
-        {"step": 10, "attention/max_score": 9.0},
-        {"step": 20, "attention/max_score": 12.5},
-        {"step": 30, "val/loss": 1.0},
-    ]
+@pytest.mark.parametrize(
+    ("earlier", "score", "limits", "said"),
+    [({}, 90.0, (5, 5, 5), ["11.09", "88.72"]), ({2: 9.0, 4: 12.5}, 10.0, (4, None, None), [])],
+    ids=["at once", "resumed"],
+)
+def test_the_first_score_past_a_limit_is_announced_once(caplog, earlier, score, limits, said):
+    """Also of the rows of an earlier start, some of which have no score."""
+    rows = [{"step": step, "attention/max_score": x} for step, x in earlier.items()]
     summary = {}
-    watch = AttentionMonitor(run_of(build("tiled", std=0.02)), rows, summary)
-    watch.inspect(40, max_scores(watch.model, batch(1)), due())
-    assert "passed" not in caplog.text
-    assert list(watch.scores) == [10, 20, 40]
-    assert summary == {
-        "max_score": 12.5,
-        "float16_overflow_step": 20,
-        "bfloat16_overflow_step": None,
-        "float32_overflow_step": None,
-    }
-
-
-def test_the_first_score_past_a_limit_is_announced_once(caplog):
-    model = build("tiled")
-    make_head_explode(model, layer=0, head=0)
-    scores, summary = max_scores(model, batch(1)), {}
-    score = max(chain(*scores))
-    assert score > LIMITS[torch.float32]
-    watch = AttentionMonitor(run_of(model), (), summary)
+    watch = AttentionMonitor(run_of(build("tiled")), [*rows, {"step": 4, "val/loss": 1.0}], summary)
     for step in (5, 6):
-        row = watch.inspect(step, scores, due())
-        assert row["attention/max_score"] == score
-    (line,) = [line for line in caplog.messages if "11.09" in line]
-    assert "step 5" in line and f"{score:.2f}" in line and "11.09 (float16)" in line
-    assert summary == {
-        "max_score": score,
-        "float16_overflow_step": 5,
-        "bfloat16_overflow_step": 5,
-        "float32_overflow_step": 5,
+        assert watch.inspect(step, [[1.0, score]], due())["attention/max_score"] == score
+    assert list(watch.scores) == [*earlier, 5, 6]
+    lines = [line for line in caplog.messages if "passed" in line]
+    assert len(lines) == bool(said)
+    assert all(each in lines[0] for each in ("step 5", f"{score:.2f}", *said) if said)
+    names = ("float16", "bfloat16", "float32")
+    assert summary == {"max_score": max([score, *earlier.values()])} | {
+        f"{name}_overflow_step": step for name, step in zip(names, limits, strict=True)
     }
 
 
@@ -265,47 +226,21 @@ def test_without_a_loop_the_output_is_named(monkeypatch, why):
     assert found["message"].startswith("layer 0, head 1: out ")
 
 
-def test_no_pass_after_the_breakdown_is_computed():
-    model = build("no_max", std=0.2)
-    make_head_explode(model, 0, 0, factor=1e4)
-    calls, fn = [], model.backend.fn
-
-    def counted(*args, **kwargs):
-        calls.append(args)
-        return fn(*args, **kwargs)
-
-    model.backend = replace(model.backend, fn=counted)
-    assert diagnose(model, [batch(), batch(seed=1)])[0]["layer"] == 0
-    assert len(calls) == len(model.blocks)
-
-
 @pytest.mark.parametrize(("value", "grad_clip"), [(math.nan, 1.0), (math.inf, 0.0)])
-def test_a_gradient_that_is_not_finite_after_clipping(value, grad_clip):
+def test_a_gradient_alone_that_is_not_finite(value, grad_clip):
     """The norm is not finite either: what it divides must not become so."""
     model = build("tiled")
-    model.blocks[0].attention.qkv.weight.register_hook(
-        lambda gradient: gradient.index_fill(0, torch.tensor([0]), value)
-    )
+    for weight in (model.token_embedding.weight, model.blocks[0].attention.qkv.weight):
+        weight.register_hook(lambda x: x.index_fill(0, torch.tensor([0]), value))
     run = run_of(model)
     run.step_model, run.optimizer = model, torch.optim.SGD(model.parameters())
     run.scaler = torch.amp.GradScaler("cpu", enabled=False)
     run.config.optim = SimpleNamespace(grad_clip=grad_clip)
     loss, norm, _ = gradients(run, [Pass(batch(), 1)])
     assert loss.isfinite() and not norm.isfinite()
-    found, _ = diagnose(model, [batch()])
-    assert (found["layer"], found["tensor"]) == (0, "gradient of blocks.0.attention.qkv.weight")
-    assert "1 tensor, blocks.0.attention.qkv.weight" in found["message"]
-
-
-def test_a_gradient_alone_that_is_not_finite():
-    model = build("tiled")
-    model(*batch()).loss.backward()
-    model.blocks[0].mlp.up.weight.grad[0, 0] = math.nan
-    model.token_embedding.weight.grad[0, 0] = math.nan
     found, score = diagnose(model, [batch()])
-    assert (found["layer"], found["tensor"]) == (0, "gradient of blocks.0.mlp.up.weight")
-    assert math.isfinite(score)
-    assert "2 tensors, blocks.0.mlp.up.weight" in found["message"]
+    assert (found["layer"], found["tensor"]) == (0, "gradient of blocks.0.attention.qkv.weight")
+    assert "2 tensors, blocks.0.attention.qkv.weight" in found["message"] and math.isfinite(score)
 
 
 def test_a_loss_that_is_not_finite_on_its_own():
@@ -317,33 +252,26 @@ def test_a_loss_that_is_not_finite_on_its_own():
 
 
 def test_of_a_long_sequence_the_beginning_is_compared(monkeypatch):
-    """The loss of a prefix is a mean over fewer tokens. The largest scores are of all tokens."""
-    model, (inputs, targets) = build("tiled"), batch(3)
+    """The loss of a prefix is a mean over fewer tokens."""
     seen = []
     monkeypatch.setattr(
         "training.loop.health.compare_layers",
         lambda model, *tensors, loss_scale: seen.append((tensors[0].shape, loss_scale)) or {},
     )
-    length = inputs.shape[1]
-    monkeypatch.setattr("training.loop.health.MAX_INSPECTED", length // 2)
-    scores = max_scores(model, (inputs, targets))
-    watch = AttentionMonitor(run_of(model, (inputs, targets), loss_scale=8.0), (), {})
-    row = watch.inspect(1, scores, due(compare=True))
-    assert row["attention/max_score"] == max(chain(*scores))
-    assert seen == [((1, length // 2), 4.0)]
+    monkeypatch.setattr("training.loop.health.MAX_INSPECTED", 16)
+    watch = AttentionMonitor(run_of(build("tiled"), batch(3), loss_scale=8.0), (), {})
+    watch.inspect(1, [[1.0]], due(compare=True))
+    assert seen == [((1, 16), 4.0)]
 
 
 def test_the_row_has_a_score_a_layer_and_head():
-    """A score that is not finite is null in its place, and does not count as the largest."""
+    """A score that is not finite is null in its place, and does not count as the largest. A step
+    without a row is not looked at: the third of an attention computes its scores.
+    """
     scores = [[1.0, math.nan], [math.inf, 3.23456789]]
     watch = AttentionMonitor(run_of(build("tiled")), (), {})
     assert watch.inspect(1, scores, due()) == {
         "attention/max_score": 3.23456789,
         "attention/max_score_by_head": [[1.0, None], [None, 3.23457]],
     }
-
-
-def test_a_step_without_a_row_is_not_looked_at():
-    """Also the third step of an attention, whose scores are computed."""
-    watch = AttentionMonitor(run_of(build("tiled")), (), {})
-    assert watch.inspect(3, [[1.0, 2.0]], due(log=False)) == {}
+    assert watch.inspect(3, scores, due(log=False)) == {}
