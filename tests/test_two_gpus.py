@@ -210,11 +210,8 @@ def test_torchruns_own_end_saves(tmp_path):
 
 
 def test_a_rank_without_memory_ends_all(tmp_path):
-    (tmp_path / "own.py").write_text(
-        FAILS.replace("raise {error}", "torch.empty(1 << 50, device='cuda')").replace(
-            "import os", "import os, torch"
-        )
-    )
+    how = "import torch; torch.empty(1 << 50, device='cuda')"
+    (tmp_path / "own.py").write_text(FAILS.replace("HOW", how))
     settings = (*LONG, "attention=own:ATTENTION", "compile=false")
     process = begin_small(tmp_path / "run", *settings, PYTHONPATH=str(tmp_path))
     done = end(process, 2 * SOON)
