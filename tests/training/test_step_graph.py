@@ -15,7 +15,6 @@ from training.loop.step import Stepper
 
 SMALL = ("model.num_layers=2", "model.hidden_size=128", "model.num_heads=2", "seq_len=128")
 SMALL += ("batch_size=4", "steps=12", "log_every=3", "eval_every=0", "diagnose_every=0")
-CUDA = torch.device("cuda")
 
 
 def steps(*settings):
@@ -24,9 +23,8 @@ def steps(*settings):
     with Stepper(run, 0, {}) as stepper:
         for seen, _ in take_steps(stepper):
             rows[seen.step] = (seen.loss, seen.grad_norm, seen.max_scores)
-        graphs = stepper.graphs and stepper.graphs.graphs
-        captured = len(graphs or ())
-    return rows, [x.detach().clone() for x in run.model.parameters()], captured
+        captured = len(stepper.graphs.graphs) if stepper.graphs else 0
+    return rows, [x.detach() for x in run.model.parameters()], captured
 
 
 @pytest.mark.gpu
@@ -70,8 +68,14 @@ def test_a_graph_needs_little_more_memory():
     assert held["auto"] <= 1.2 * held["false"]
 
 
+def choose(backend, settings: str, mode: str) -> bool:
+    config = compose(*settings.split(), f"cuda_graph={mode}")
+    dtype = DTYPES.get(config.dtype, torch.bfloat16)
+    return will_graph(config, backend, dtype=dtype, device=torch.device("cuda"))
+
+
 @pytest.mark.parametrize(
-    ("backend", "settings", "says"),
+    ("name", "settings", "says"),
     [
         ("triton", "compile=false", "not compiled"),
         ("triton", "dtype=fp16", "fp16"),
@@ -80,18 +84,15 @@ def test_a_graph_needs_little_more_memory():
         ("naive", "", None),
     ],
 )
-def test_what_can_be_a_graph(backend, settings, says):
-    config = compose(*settings.split())
-    how = {"dtype": DTYPES.get(config.dtype, torch.bfloat16), "device": CUDA}
-    backend = get_backend(backend)
-    assert will_graph(config, backend, **how) == (says is None)
-    assert not will_graph(replace(config, cuda_graph="false"), backend, **how)
-    asked = replace(config, cuda_graph="true")
+def test_what_can_be_a_graph(name, settings, says):
+    backend = get_backend(name)
+    assert choose(backend, settings, "auto") == (says is None)
+    assert not choose(backend, settings, "false")
     if says is None:
-        assert will_graph(asked, backend, **how)
+        assert choose(backend, settings, "true")
         return
     with pytest.raises(ValueError, match=f"cuda_graph=true: .*{says}"):
-        will_graph(asked, backend, **how)
+        choose(backend, settings, "true")
 
 
 NAIVE = get_backend("naive")
@@ -107,6 +108,4 @@ NAIVE = get_backend("naive")
     ids=["name", "function", "score_mod"],
 )
 def test_a_users_python_is_a_graph_only_if_the_user_says_so(backend, settings):
-    config, how = compose(*settings.split()), {"dtype": torch.bfloat16, "device": CUDA}
-    assert not will_graph(config, backend, **how)
-    assert will_graph(replace(config, cuda_graph="true"), backend, **how)
+    assert not choose(backend, settings, "auto") and choose(backend, settings, "true")
