@@ -167,18 +167,6 @@ def test_a_shared_call(tmp_path, dim):
     assert done.code == 0, done.output
 
 
-def test_a_run_goes_on_with_another_number_of_gpus(tmp_path):
-    """2, 1, and 2 again: the run that was never stopped, to the bit."""
-    whole, moved, settings = tmp_path / "whole", tmp_path / "moved", ("deterministic=true",)
-    settings += (*SMALL, "compile=false")
-    train(*tiny(whole, *settings, *TWO_PASSES, "steps=6"), ranks=1)
-    train(*tiny(moved, *settings, "steps=2"))
-    train(f"resume={moved}", *TWO_PASSES, "steps=4", ranks=1)
-    train(f"resume={moved}", "steps=6", "batch_size=4", "tokens_per_step=null")
-    assert alike(whole, moved)
-    assert [each["step"] for each in summary(moved)["starts"]] == [0, 2, 4]
-
-
 @pytest.mark.parametrize(
     "rank, settings",
     [(1, ()), (0, ()), (1, ("parallel.context=2",))],
@@ -216,12 +204,6 @@ def test_a_rank_without_memory_ends_all(tmp_path):
     process = begin_small(tmp_path / "run", *settings, PYTHONPATH=str(tmp_path))
     done = end(process, 2 * SOON)
     assert done.code != 0 and "Tried to allocate" in done.output, done.output
-
-
-def test_more_ranks_than_gpus_are_refused(tmp_path):
-    gpus = torch.cuda.device_count()
-    done = end(begin_small(tmp_path / "run", ranks=gpus + 1), SOON)
-    assert done.code != 0 and f"{gpus} GPUs for {gpus + 1} ranks" in done.output, done.output
 
 
 def test_a_sweep_over_two_gpus(tmp_path):

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed
 
 from attention import ScoreMod, attention, get_backend
 from conformance.cases import every_index
@@ -390,11 +389,3 @@ def test_a_rank_without_a_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="1 GPUs for 2 ranks.* --nproc-per-node=1"):
         join("cuda")
-
-
-def test_shares():
-    assert [Ranks(rank, 2).rows(6) for rank in range(2)] == [slice(0, 3), slice(3, 6)]
-    pairs = [Ranks(rank, 4, context=2).rows(4) for rank in range(4)]
-    assert pairs == [slice(0, 2), slice(0, 2), slice(2, 4), slice(2, 4)]
-    assert Ranks().rows(6) == slice(0, 6) and Ranks().first and not Ranks().several
-    assert join("cpu") == Ranks() and not distributed.is_initialized()
