@@ -23,11 +23,10 @@ from tests.command import (
     summary,
     tiny,
     tiny_sweep,
-    wait_for_rows,
 )
 from tests.processes import Process
 from tests.test_gpus import LAUNCHER, OWN
-from tests.training.test_ranks import FAILS, alike
+from tests.training.test_ranks import alike
 from training.launch.sweep import read_run
 
 pytestmark = [
@@ -43,12 +42,9 @@ LONG = ("steps=20000", "eval_every=0", "diagnose_every=0")
 SOON = 60  # seconds within which a failure of one rank ends all
 
 
-def begin(
-    *arguments: str, ranks: int = 2, options: tuple[str, ...] = (), **variables: str
-) -> Process:
+def begin(*arguments: str, ranks: int = 2, **variables: str) -> Process:
     torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
-    launcher = (*torchrun, *options) if ranks > 1 else ()
-    return Process(*launcher, *arguments, env=environment(**variables))
+    return Process(*(torchrun if ranks > 1 else ()), *arguments, env=environment(**variables))
 
 
 def end(process: Process, timeout: float = 240) -> Done:
@@ -64,10 +60,6 @@ def train(*arguments: str, **how) -> Done:
     done = end(begin("train.py", *arguments, **how))
     assert done.code == 0, done.output
     return done
-
-
-def begin_small(folder: Path, *settings: str, **how) -> Process:
-    return begin("train.py", *tiny(folder, *SMALL, *settings), **how)
 
 
 def pid_of(rank: int, torchrun: Process) -> int:
@@ -175,7 +167,7 @@ def test_a_shared_call(tmp_path, dim):
 def test_a_rank_that_is_killed_ends_the_run(tmp_path, rank, settings):
     """By torchrun, which ends the other rank too: NCCL would wait. The last checkpoint resumes."""
     run_dir = tmp_path / "run"
-    process = begin_small(run_dir, *LONG, "checkpoint_every=5", *settings)
+    process = begin("train.py", *tiny(run_dir, *SMALL, *LONG, "checkpoint_every=5", *settings))
     while process.poll() is None and not (run_dir / "checkpoint/meta.json").exists():
         time.sleep(0.01)
     os.kill(pid_of(rank, process), signal.SIGKILL)
@@ -186,24 +178,6 @@ def test_a_rank_that_is_killed_ends_the_run(tmp_path, rank, settings):
     saved = checkpoint(run_dir)["step"]
     train(f"resume={run_dir}", f"steps={saved + 2}")
     assert summary(run_dir)["steps_done"] == saved + 2
-
-
-def test_torchruns_own_end_saves(tmp_path):
-    process = begin_small(tmp_path / "run", *LONG)
-    wait_for_rows(process, tmp_path / "run", 3)
-    process.send_signal(signal.SIGTERM)
-    done, ended = end(process, SOON), summary(tmp_path / "run")
-    assert ended["status"] == "interrupted", done.output
-    assert checkpoint(tmp_path / "run")["step"] == ended["steps_done"] >= 3
-
-
-def test_a_rank_without_memory_ends_all(tmp_path):
-    how = "import torch; torch.empty(1 << 50, device='cuda')"
-    (tmp_path / "own.py").write_text(FAILS.replace("HOW", how))
-    settings = (*LONG, "attention=own:ATTENTION", "compile=false")
-    process = begin_small(tmp_path / "run", *settings, PYTHONPATH=str(tmp_path))
-    done = end(process, 2 * SOON)
-    assert done.code != 0 and "Tried to allocate" in done.output, done.output
 
 
 def test_a_sweep_over_two_gpus(tmp_path):

@@ -80,17 +80,11 @@ def choose(backend, settings: str, mode: str) -> bool:
         ("triton", "compile=false", "not compiled"),
         ("triton", "dtype=fp16", "fp16"),
         ("tiled", "", "attention=tiled"),
-        ("triton", "", None),
-        ("naive", "", None),
     ],
 )
-def test_what_can_be_a_graph(name, settings, says):
+def test_what_can_be_no_graph(name, settings, says):
     backend = get_backend(name)
-    assert choose(backend, settings, "auto") == (says is None)
-    assert not choose(backend, settings, "false")
-    if says is None:
-        assert choose(backend, settings, "true")
-        return
+    assert not choose(backend, settings, "auto") and not choose(backend, settings, "false")
     with pytest.raises(ValueError, match=f"cuda_graph=true: .*{says}"):
         choose(backend, settings, "true")
 
@@ -99,13 +93,16 @@ NAIVE = get_backend("naive")
 
 
 @pytest.mark.parametrize(
-    ("backend", "settings"),
+    ("backend", "settings", "auto"),
     [
-        (replace(NAIVE, name="mine"), ""),
-        (replace(NAIVE, fn=lambda q, k, v: q), ""),
-        (NAIVE, "attention.score_mod='tests.user_backends:HALVED'"),
+        (get_backend("triton"), "", True),
+        (NAIVE, "", True),
+        (replace(NAIVE, name="mine"), "", False),
+        (replace(NAIVE, fn=lambda q, k, v: q), "", False),
+        (NAIVE, "attention.score_mod='tests.user_backends:HALVED'", False),
     ],
-    ids=["name", "function", "score_mod"],
+    ids=["triton", "naive", "name", "function", "score_mod"],
 )
-def test_a_users_python_is_a_graph_only_if_the_user_says_so(backend, settings):
-    assert not choose(backend, settings, "auto") and choose(backend, settings, "true")
+def test_a_users_python_is_a_graph_only_if_the_user_says_so(backend, settings, auto):
+    found = [choose(backend, settings, mode) for mode in ("auto", "true", "false")]
+    assert found == [auto, True, False]

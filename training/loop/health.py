@@ -72,11 +72,9 @@ class AttentionMonitor:
         # an attention that computes another function cannot be compared with softmax attention
         if not (self.has_room and self.model.backend.claims_softmax):
             return {}
-        batch = self.run.sequences(step)[0].tensors
-        num_tokens = batch[0].shape[1]
-        loss_scale = self.run.scaler.get_scale() / self.run.config.sequences_per_step
-        loss_scale *= min(MAX_INSPECTED, num_tokens) / num_tokens
-        batch = tuple(x[:1, :MAX_INSPECTED] for x in batch)
+        batch = [x[:1, :MAX_INSPECTED] for x in self.run.sequences(step)[0].tensors]
+        # its part of the loss of the whole step, as float16 has it
+        loss_scale = self.run.scaler.get_scale() * batch[0].numel() / self.run.tokens_per_step
         try:
             with self.run.autocast:
                 return compare_layers(self.model, *batch, loss_scale=loss_scale)
@@ -148,25 +146,18 @@ def largest_finite(scores: Iterable[float]) -> float:
     return max((score for score in scores if math.isfinite(score)), default=-math.inf)
 
 
-def compare_layers(
-    model: GPT,
-    inputs: Tensor,
-    targets: Tensor,
-    document_ids: Tensor | None = None,
-    *,
-    loss_scale: float = 1.0,
-) -> dict[str, float]:
+def compare_layers(model: GPT, *batch: Tensor, loss_scale: float = 1.0) -> dict[str, float]:
     """attention/{out,dq,dk,dv}_{error,cosine} of the worst layer, against float64 attention.
 
-    Each layer is compared on its own q, k, v and gradient of the output, for the loss of inputs,
-    targets and document_ids (B, N); see compare_with_exact(). float16 needs loss_scale, which
-    multiplies the loss. Takes the memory of an uncompiled forward and backward pass. Gradients of
-    parameters do not change.
+    Each layer is compared on its own q, k, v and gradient of the output, for the loss of this
+    batch: inputs, targets and, with documents, document_ids, each (B, N); see compare_with_exact().
+    float16 needs loss_scale, which multiplies the loss. Takes the memory of an uncompiled forward
+    and backward pass. Gradients of parameters do not change.
     """
     recorder = Recorder(model.backend, keep_calls=True)
     with without_dropout(model), torch.enable_grad():
         with model.using(backend=recorder.backend):
-            loss = model(inputs, targets, document_ids).loss
+            loss = model(*batch).loss
         d_outs = torch.autograd.grad(loss * loss_scale, [call.out for call in recorder.calls])
     layers = [
         compare_with_exact(call.q, call.k, call.v, d_out, backend=model.backend, **call.arguments)
