@@ -39,12 +39,6 @@ SHARED += ("optim.schedule=constant",)  # which a resume does not change
 TWO_PASSES = ("batch_size=2", "tokens_per_step=128")
 
 
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
-
-
 # what is forked need not import torch, and cannot use a GPU
 HOW = get_context("spawn" if torch.cuda.is_available() else "fork")
 
@@ -89,13 +83,13 @@ def train(*arguments: str) -> None:
 
 
 def start_ranks(*functions: Callable, **variables: str) -> list[Rank]:
-    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | variables
-    told |= {"WORLD_SIZE": str(len(functions))}
-    ranks = [
-        Rank(function, RANK=str(rank), LOCAL_RANK=str(rank), **told)
-        for rank, function in enumerate(functions)
-    ]
-    for rank in ranks:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(len(functions))}
+    ranks = [Rank(function, **told, **variables) for function in functions]
+    for number, rank in enumerate(ranks):
+        rank.variables |= {"RANK": str(number), "LOCAL_RANK": str(number)}
         rank.variables["TORCHELASTIC_ERROR_FILE"] = str(rank.output.with_name("error.json"))
         rank.start()
     return ranks
@@ -276,26 +270,26 @@ def test_a_step_that_the_ranks_cannot_share_is_refused(settings, said):
         check_shares(config, Ranks(0, 2, context=config.parallel.context), [own])
 
 
-def test_a_refusal_ends_all_ranks(tmp_path):
-    ranks = start_ranks(*[partial(train, *tiny(tmp_path / "run", "parallel.context=3"))] * 2)
+@pytest.mark.parametrize(
+    "own, said",
+    [
+        (("parallel.context=3", "parallel.context=3"), "parallel.context=3 "),
+        (("seq_len=32", "seq_len=64"), "seq_len: 32 on rank 0, and 64 on rank 1"),
+        (("seed=1", "seed=2"), "seed: 1 on rank 0, and 2 on rank 1"),
+    ],
+)
+def test_a_refusal_ends_all_ranks(tmp_path, own, said):
+    """Ranks with other settings would train other models."""
+    ranks = start_ranks(*(partial(train, *tiny(tmp_path / "run", each)) for each in own))
     first, second = (each.end() for each in ranks)
-    assert "parallel.context=3" in first.complaint()
-    assert second.code == 1 and "parallel.context=3" in ranks[1].error()
-
-
-def test_ranks_with_other_settings_are_refused(tmp_path):
-    """They would train other models, or gloo would abort them."""
-    asked = [partial(train, *tiny(tmp_path / "run", f"seq_len={x}")) for x in (32, 64)]
-    first, second = (each.end() for each in start_ranks(*asked))
-    assert "seq_len: 32 on rank 0, and 64 on rank 1" in first.complaint()
-    assert second.code == 1
+    assert said in first.complaint() and second.code == 1 and said in ranks[1].error()
 
 
 def test_a_sweep_under_torchrun_is_refused(tmp_path):
     sweep = ("-m", "seed=0,1", f"hydra.sweep.dir={tmp_path / 'sweep'}", *tiny(tmp_path)[:-1])
     first, second = run_ranks(*sweep)
-    assert "torchrun" in first.complaint()
-    assert second.code == 1 and not (tmp_path / "sweep").exists()
+    assert "torchrun" in first.complaint() and second.code == 1
+    assert not (tmp_path / "sweep").exists()
 
 
 def start_long(folder: Path, *settings: str) -> list[Rank]:
@@ -310,8 +304,7 @@ def start_long(folder: Path, *settings: str) -> list[Rank]:
 def test_a_signal_to_one_rank_ends_all_at_the_same_step(tmp_path):
     ranks = start_long(tmp_path / "run")
     ranks[1].terminate()
-    first, second = (each.end() for each in ranks)
-    assert (first.code, second.code) == (130, 130), first.output + second.output
+    assert [each.end().code for each in ranks] == [130, 130]
     ended = summary(tmp_path / "run")
     assert ended["status"] == "interrupted"
     assert checkpoint(tmp_path / "run")["step"] == ended["steps_done"]
@@ -320,8 +313,7 @@ def test_a_signal_to_one_rank_ends_all_at_the_same_step(tmp_path):
 def test_a_rank_that_is_killed_ends_the_run(tmp_path):
     ranks = start_long(tmp_path / "run")
     ranks[1].kill()
-    first = ranks[0].end()
-    assert first.code == 1 and summary(tmp_path / "run")["status"] == "failed", first.output
+    assert ranks[0].end().code == 1 and summary(tmp_path / "run")["status"] == "failed"
 
 
 def test_where_the_first_rank_is_killed_the_run_is_unfinished_and_resumes_to_the_bit(tmp_path):
@@ -329,8 +321,7 @@ def test_where_the_first_rank_is_killed_the_run_is_unfinished_and_resumes_to_the
     settings = ("model.dropout=0.2", "checkpoint_every=2", "eval_every=0", "optim.warmup_steps=0")
     ranks = start_long(tmp_path / "run", *settings)
     ranks[0].kill()
-    first, second = (each.end() for each in ranks)
-    assert first.code != 0 and second.code == 1, second.output
+    assert ranks[0].end().code != 0 and ranks[1].end().code == 1
     assert not (tmp_path / "run/summary.json").exists()
     assert read_run(tmp_path / "run")["status"] == "unfinished"
     steps = f"steps={checkpoint(tmp_path / 'run')['step'] + 3}"
