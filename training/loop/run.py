@@ -17,6 +17,7 @@ from training.loop.device import autocast_to
 from training.loop.evaluate import evaluate_under, exact_attention
 from training.loop.optimizer import MuonAndAdamW
 from training.loop.ranks import ALONE, Ranks
+from training.loop.schedule import needed_features
 from training.record.clock import phase
 from training.record.environment import environment
 from training.record.files import Row
@@ -111,18 +112,16 @@ class Run:
         that an attention is broken; the difference of the two does. val/accuracy and val/bpb, the
         loss in bits per byte, are added where the data have them.
         """
-        model, kinds = self.model, self.model.attention_features
-        if len(self.held_out) == 3:
-            kinds |= {"document_ids"}
-        exact = exact_attention(model.config.head_dim, self.device, kinds)
-        attentions = {"": model.backend, "_exact": exact}
+        head_dim, needed = self.config.model.head_dim, needed_features(self.config)
+        exact = exact_attention(head_dim, self.device, needed)
+        attentions = {"": self.model.backend, "_exact": exact}
         if switch_to is not None:
             attentions["_switched"] = switch_to
         how = {"batch_size": self.batch_size, "autocast": self.autocast, "ranks": self.ranks}
         how["accuracy"] = self.data.metric == "accuracy"
         row = {}
         for suffix, attention in attentions.items():
-            loss, accuracy = evaluate_under(model, attention, *self.held_out, **how)
+            loss, accuracy = evaluate_under(self.model, attention, *self.held_out, **how)
             row[f"val/loss{suffix}"] = loss
             if accuracy is not None:
                 row[f"val/accuracy{suffix}"] = accuracy

@@ -53,9 +53,10 @@ def gradients(
     loss, scores, total = 0.0, [], GradientSum(ranks, parameters)
     run.optimizer.zero_grad()
     # around the backward passes too: they may run attention again
-    with model.using(call=ranks.attention, look=LOOKING if look else QUIET):
+    with model.using(call=ranks.attention):
         for number, (inputs, divisor) in enumerate(passes, start=1):
-            with record_function("forward"), run.autocast:
+            looking = model.using(look=LOOKING if look else QUIET)
+            with record_function("forward"), run.autocast, looking:
                 part = model(*inputs, positions=ranks.positions(inputs[0])).loss / divisor
             if look:
                 scores.append(model.max_scores().amax(1))
