@@ -147,10 +147,10 @@ def check_model(
             for function in by_window:
                 layer = CausalSelfAttention(config.model, Seam(backend), function)
                 layer.own = own_module(backend, config.model, layer=0)
-                try_in(layer.to(device), config, dtype)
+                try_in_layer(layer.to(device), config, dtype)
 
 
-def try_in(layer: CausalSelfAttention, config: RunConfig, dtype: torch.dtype) -> None:
+def try_in_layer(layer: CausalSelfAttention, config: RunConfig, dtype: torch.dtype) -> None:
     """try_out() with what this layer hands to its attention in the first step. Two sequences are
     enough: more have the same strides.
     """
