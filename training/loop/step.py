@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from math import inf, isfinite
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -105,9 +105,7 @@ class Figures:
         tensors = [self.on_device] if scores is None else [self.on_device, scores]
         # from a GPU, into pinned memory
         self._host = [x.to("cpu", non_blocking=True) for x in tensors]
-        self._arrived = torch.cuda.Event() if loss.is_cuda else None
-        if self._arrived is not None:
-            self._arrived.record()
+        self._arrived = torch.cuda.current_stream().record_event() if loss.is_cuda else None
 
     def _read(self, index: int) -> list[Any]:
         if self._arrived is not None:
@@ -128,15 +126,16 @@ class Figures:
         return self._read(1) if len(self._host) > 1 else None
 
 
-class Stepper:
+class Stepper(ExitStack):
     """Runs gradients() and update() of each step: timed, measured, and on a GPU as CUDA graphs
-    where that is possible. A context manager that ends the reading of batches.
+    where that is possible. As a context manager it ends the reading of batches.
 
     done: steps that an earlier start has taken. stop: a context manager that hears signals, with
     `requested`: whether one came.
     """
 
     def __init__(self, run: Run, done: int, summary: Row, *, stop: Any = None) -> None:
+        super().__init__()
         self.run, self.summary, self.stop = run, summary, stop
         self.step = done  # the newest
         self.batches = run.batches()
@@ -174,21 +173,16 @@ class Stepper:
         self.looking_step = self.step + 3
         return compiled
 
-    def __enter__(self) -> "Stepper":
-        with ExitStack() as stack:
-            stack.enter_context(cpu_memory_limit())
-            if self.stop is not None:
-                # a signal may come as late as here, and ends a sweep too
-                stack.callback(lambda: self.summary.update(stopped=self.stop.requested))
-                stack.enter_context(self.stop)
-            stack.enter_context(self.batches)
-            # an error's traceback may still refer to it
-            stack.callback(lambda: self.graphs and self.graphs.drop())
-            self._open = stack.pop_all()
+    def __enter__(self) -> Self:
+        self.enter_context(cpu_memory_limit())
+        if self.stop is not None:
+            # a signal may come as late as here, and ends a sweep too
+            self.callback(lambda: self.summary.update(stopped=self.stop.requested))
+            self.enter_context(self.stop)
+        self.enter_context(self.batches)
+        # an error's traceback may still refer to it
+        self.callback(lambda: self.graphs and self.graphs.drop())
         return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._open.__exit__(*error)
 
     def stopping(self) -> bool:
         """Whether a signal came, to any rank: one that stops alone leaves the others waiting."""
