@@ -3,7 +3,7 @@
 import logging
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import chain
 
@@ -173,7 +173,7 @@ def compare_layers(model: GPT, *batch: Tensor, loss_scale: float = 1.0) -> dict[
 
 
 @torch.no_grad()
-def diagnose(model: GPT, batches: Iterable[tuple[Tensor, ...]]) -> tuple[Row, float]:
+def diagnose(model: GPT, batches: Sequence[tuple[Tensor, ...]]) -> tuple[Row, float]:
     """Finds what first became non-finite in a diverged step. Returns a diagnosis, and the largest
     finite score of the passes until then.
 
@@ -182,7 +182,6 @@ def diagnose(model: GPT, batches: Iterable[tuple[Tensor, ...]]) -> tuple[Row, fl
     tile_max_score and fate (the output); see attention.Breakdown. batches: the inputs, targets and,
     with documents, document_ids of the step, each (B, N).
     """
-    batches = list(batches)
     # the tile loop shows where an attention breaks; a kernel, only that its output is bad
     loop = _loop_of(model.backend) if batches[0][0].shape[1] <= MAX_INSPECTED else None
     for backend in filter(None, (loop, model.backend)):
@@ -194,9 +193,8 @@ def diagnose(model: GPT, batches: Iterable[tuple[Tensor, ...]]) -> tuple[Row, fl
                     break
         if any(recorder.breakdowns):
             break
-    sizes = [len(batch[0]) for batch in batches]
-    diagnosis = _first_failure(model, recorder, sizes, loss_is_finite)
-    return diagnosis, largest_finite(torch.stack(recorder.max_scores).tolist())
+    found = _first_failure(model, recorder, batches, loss_is_finite)
+    return found, largest_finite(torch.stack(recorder.max_scores).tolist())
 
 
 def _loop_of(kernel: Backend) -> Backend | None:
@@ -210,14 +208,16 @@ def _loop_of(kernel: Backend) -> Backend | None:
     return loop.configured(**options)
 
 
-def _first_failure(model: GPT, recorder: Recorder, sizes: list[int], loss_is_finite: bool) -> Row:
+def _first_failure(
+    model: GPT, recorder: Recorder, batches: Sequence[tuple[Tensor, ...]], loss_is_finite: bool
+) -> Row:
     for call, breakdown in enumerate(recorder.breakdowns):
         if breakdown is None:
             continue
         number, layer = divmod(call, len(model.blocks))
         place = asdict(breakdown)
         place["tile_max_score"] = place.pop("max_score")
-        place["sequence"] += sum(sizes[:number])
+        place["sequence"] += sum(len(inputs) for inputs, *_ in batches[:number])
         output = f"; out is {breakdown.fate} there" if breakdown.queries is not None else ""
         message = f"layer {layer}, head {breakdown.head}: {breakdown}{output}"
         return {"message": message, "layer": layer} | place
