@@ -29,9 +29,9 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
     from training.launch.command_line import job_overrides
     from training.launch.interrupt import Interrupt
     from training.launch.settings import check_settings
-    from training.loop.build import build_run
     from training.loop.health import AttentionMonitor
     from training.loop.optimizer import set_learning_rate
+    from training.loop.run import build_run
     from training.loop.step import Figures, Stepper, gradients, update
     from training.record.checkpoint import Checkpoints
     from training.record.files import read_metrics

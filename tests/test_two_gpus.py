@@ -23,11 +23,10 @@ from tests.command import (
     summary,
     tiny,
     tiny_sweep,
-    wait_for_rows,
 )
 from tests.processes import Process
 from tests.test_gpus import LAUNCHER, OWN
-from tests.training.test_ranks import FAILS, alike
+from tests.training.test_ranks import alike
 from training.launch.sweep import read_run
 
 pytestmark = [
@@ -43,12 +42,9 @@ LONG = ("steps=20000", "eval_every=0", "diagnose_every=0")
 SOON = 60  # seconds within which a failure of one rank ends all
 
 
-def begin(
-    *arguments: str, ranks: int = 2, options: tuple[str, ...] = (), **variables: str
-) -> Process:
+def begin(*arguments: str, ranks: int = 2, **variables: str) -> Process:
     torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
-    launcher = (*torchrun, *options) if ranks > 1 else ()
-    return Process(*launcher, *arguments, env=environment(**variables))
+    return Process(*(torchrun if ranks > 1 else ()), *arguments, env=environment(**variables))
 
 
 def end(process: Process, timeout: float = 240) -> Done:
@@ -64,10 +60,6 @@ def train(*arguments: str, **how) -> Done:
     done = end(begin("train.py", *arguments, **how))
     assert done.code == 0, done.output
     return done
-
-
-def begin_small(folder: Path, *settings: str, **how) -> Process:
-    return begin("train.py", *tiny(folder, *SMALL, *settings), **how)
 
 
 def pid_of(rank: int, torchrun: Process) -> int:
@@ -167,18 +159,6 @@ def test_a_shared_call(tmp_path, dim):
     assert done.code == 0, done.output
 
 
-def test_a_run_goes_on_with_another_number_of_gpus(tmp_path):
-    """2, 1, and 2 again: the run that was never stopped, to the bit."""
-    whole, moved, settings = tmp_path / "whole", tmp_path / "moved", ("deterministic=true",)
-    settings += (*SMALL, "compile=false")
-    train(*tiny(whole, *settings, *TWO_PASSES, "steps=6"), ranks=1)
-    train(*tiny(moved, *settings, "steps=2"))
-    train(f"resume={moved}", *TWO_PASSES, "steps=4", ranks=1)
-    train(f"resume={moved}", "steps=6", "batch_size=4", "tokens_per_step=null")
-    assert alike(whole, moved)
-    assert [each["step"] for each in summary(moved)["starts"]] == [0, 2, 4]
-
-
 @pytest.mark.parametrize(
     "rank, settings",
     [(1, ()), (0, ()), (1, ("parallel.context=2",))],
@@ -187,7 +167,7 @@ def test_a_run_goes_on_with_another_number_of_gpus(tmp_path):
 def test_a_rank_that_is_killed_ends_the_run(tmp_path, rank, settings):
     """By torchrun, which ends the other rank too: NCCL would wait. The last checkpoint resumes."""
     run_dir = tmp_path / "run"
-    process = begin_small(run_dir, *LONG, "checkpoint_every=5", *settings)
+    process = begin("train.py", *tiny(run_dir, *SMALL, *LONG, "checkpoint_every=5", *settings))
     while process.poll() is None and not (run_dir / "checkpoint/meta.json").exists():
         time.sleep(0.01)
     killed = pid_of(rank, process)
@@ -200,33 +180,6 @@ def test_a_rank_that_is_killed_ends_the_run(tmp_path, rank, settings):
     saved = checkpoint(run_dir)["step"]
     train(f"resume={run_dir}", f"steps={saved + 2}")
     assert summary(run_dir)["steps_done"] == saved + 2
-
-
-def test_torchruns_own_end_saves(tmp_path):
-    process = begin_small(tmp_path / "run", *LONG)
-    wait_for_rows(process, tmp_path / "run", 3)
-    process.send_signal(signal.SIGTERM)
-    done, ended = end(process, SOON), summary(tmp_path / "run")
-    assert ended["status"] == "interrupted", done.output
-    assert checkpoint(tmp_path / "run")["step"] == ended["steps_done"] >= 3
-
-
-def test_a_rank_without_memory_ends_all(tmp_path):
-    (tmp_path / "own.py").write_text(
-        FAILS.replace("raise {error}", "torch.empty(1 << 50, device='cuda')").replace(
-            "import os", "import os, torch"
-        )
-    )
-    settings = (*LONG, "attention=own:ATTENTION", "compile=false")
-    process = begin_small(tmp_path / "run", *settings, PYTHONPATH=str(tmp_path))
-    done = end(process, 2 * SOON)
-    assert done.code != 0 and "Tried to allocate" in done.output, done.output
-
-
-def test_more_ranks_than_gpus_are_refused(tmp_path):
-    gpus = torch.cuda.device_count()
-    done = end(begin_small(tmp_path / "run", ranks=gpus + 1), SOON)
-    assert done.code != 0 and f"{gpus} GPUs for {gpus + 1} ranks" in done.output, done.output
 
 
 def test_a_sweep_over_two_gpus(tmp_path):

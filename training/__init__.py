@@ -46,7 +46,7 @@ def build_run(config: "RunConfig", summary: "Row | None" = None) -> "Run":
     can be refused before the first step: an unusable device, dtype, attention or data source.
     """
     with own_modules():
-        from training.loop.build import build_run
+        from training.loop.run import build_run
 
         return build_run(config, summary)
 

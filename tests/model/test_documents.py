@@ -15,7 +15,7 @@ from data.batches import windows
 from model import GPT
 from model.fast import FastGPT
 from model.seam import LOOKING
-from training.loop.evaluate import evaluate, evaluate_under
+from training.loop.evaluate import evaluate_under, exact_attention
 from training.loop.health import diagnose
 from training.loop.schedule import attention_schedule
 
@@ -154,8 +154,12 @@ def test_compiled_without_a_graph_break_and_once(build, name):
 def test_the_evaluation_keeps_documents_apart(build):
     """val/loss and val/loss_exact are the mean over the targets of every document by itself."""
     model, batch = build("tiled", positions="rope"), packed()
-    no_autocast = torch.autocast("cpu", enabled=False)
-    row = evaluate(model, *batch, batch_size=1, autocast=no_autocast, accuracy=True)
+    exact = exact_attention(16, torch.device("cpu"), {"document_ids"})
+    how = {"autocast": torch.autocast("cpu", enabled=False), "accuracy": True}
+    found = [
+        evaluate_under(model, backend, *batch, batch_size=1, **how)
+        for backend in (model.backend, exact)
+    ]
     total, right, count = 0.0, 0, 0
     for inputs, targets, ids in zip(*batch, strict=True):
         for document in ids.unique():
@@ -164,14 +168,10 @@ def test_the_evaluation_keeps_documents_apart(build):
             total += F.cross_entropy(logits, asked, reduction="sum").item()
             right += (logits.argmax(-1) == asked).sum().item()
             count += len(asked)
-    expected = {"loss": total / count, "accuracy": right / count}
-    for name in expected:
-        assert row[f"val/{name}"] == pytest.approx(expected[name], rel=1e-5)
-        assert row[f"val/{name}_exact"] == pytest.approx(expected[name], rel=1e-5)
-    together = evaluate_under(
-        model, model.backend, *batch[:2], batch_size=2, autocast=no_autocast, accuracy=False
-    )[0]
-    assert abs(together - row["val/loss"]) > 1e-3
+    for each in found:
+        assert each == pytest.approx((total / count, right / count), rel=1e-5)
+    together, _ = evaluate_under(model, model.backend, *batch[:2], batch_size=2, **how)
+    assert abs(together - total / count) > 1e-3
 
 
 def test_held_out_data_without_a_target_that_counts(build):

@@ -15,7 +15,7 @@ from model.fast import FastGPT
 from model.layer_function import alibi_slopes
 from model.seam import LOOKING
 from tests.weights import with_weights
-from training.loop.evaluate import evaluate, exact_attention
+from training.loop.evaluate import evaluate_under, exact_attention
 from training.loop.flops import flops_per_token
 from training.loop.health import compare_layers, diagnose
 
@@ -112,12 +112,14 @@ def test_generation_with_a_cache_is_that_without(function, batch):
 
 @functions("pattern", "sinks", "all", "score_mod")
 def test_exact_attention_is_exact_for_the_function(function, batch):
-    model = build("tiled", **function)
-    row = evaluate(model, *batch, batch_size=2, autocast=torch.no_grad(), accuracy=False)
-    assert row["val/loss"] == pytest.approx(row["val/loss_exact"], abs=1e-5)
-    broken = build("no_rescale", **function)
-    row = evaluate(broken, *batch, batch_size=2, autocast=torch.no_grad(), accuracy=False)
-    assert abs(row["val/loss"] - row["val/loss_exact"]) > 1e-4
+    how = {"batch_size": 2, "autocast": torch.no_grad(), "accuracy": False}
+    model, broken = (build(name, **function) for name in ("tiled", "no_rescale"))
+    exact = exact_attention(16, torch.device("cpu"), model.attention_features)
+    loss, wrong, same = (
+        evaluate_under(model, backend, *batch, **how)[0]
+        for backend in (model.backend, broken.backend, exact)
+    )
+    assert loss == pytest.approx(same, abs=1e-5) and abs(wrong - same) > 1e-4
     assert compare_layers(broken, *batch)["attention/out_error"] > 1e-3
 
 

@@ -5,7 +5,6 @@ a run that went wrong.
 import contextlib
 import math
 from dataclasses import replace
-from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +12,6 @@ import torch
 
 from attention import (
     BACKENDS,
-    LIMITS,
-    Backend,
     Recorder,
     compare_with_exact,
     get_backend,
@@ -22,7 +19,6 @@ from attention import (
 from config import AttentionConfig, Due, ModelConfig
 from data.prefetch import Pass
 from model import GPT
-from model.seam import LOOKING
 from tests.weights import with_weights
 from training.loop import health
 from training.loop.health import AttentionMonitor, compare_layers, diagnose
@@ -50,13 +46,6 @@ def batch(count: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1].clone(), tokens[:, 1:].clone()
 
 
-def max_scores(model: GPT, batch: tuple[torch.Tensor, ...]) -> list[list[float]]:
-    """The largest score of each head of each layer, as training takes it."""
-    with torch.no_grad(), model.using(look=LOOKING):
-        model(*batch)
-    return model.max_scores().amax(1).tolist()
-
-
 def run_of(model: GPT, batch: tuple[torch.Tensor, ...] = (), *, loss_scale: float = 1.0):
     """A run whose every step has this batch in one pass."""
     return SimpleNamespace(
@@ -64,6 +53,7 @@ def run_of(model: GPT, batch: tuple[torch.Tensor, ...] = (), *, loss_scale: floa
         autocast=contextlib.nullcontext(),
         scaler=SimpleNamespace(get_scale=lambda: loss_scale),
         config=SimpleNamespace(sequences_per_step=1),
+        tokens_per_step=32,
         ranks=ALONE,
         sequences=lambda step: [Pass(batch, 1)],
     )
@@ -73,77 +63,62 @@ def due(*, log: bool = True, compare: bool = False) -> Due:
     return Due(log=log, compare=compare, evaluate=False, switch=False, save=False)
 
 
-def make_head_explode(model: GPT, layer: int, head: int, factor: float = 1e3) -> None:
-    """Scores of that head alone grow by `factor`."""
+def breaking(layer: int, head: int) -> GPT:
+    """Under no_max, whose scores in that head alone are too large."""
+    model = build("no_max", std=0.2)
     rows = slice(head * model.config.head_dim, (head + 1) * model.config.head_dim)  # of q
     with torch.no_grad():
-        model.blocks[layer].attention.qkv.weight[rows] *= factor
+        model.blocks[layer].attention.qkv.weight[rows] *= 1e4
+    return model
 
 
-@pytest.mark.parametrize(
-    "name, sinks",
-    [("sdpa", None), ("tiled", "true"), ("triton", "true")],
-)
+@pytest.mark.parametrize("name, sinks", [("sdpa", None), ("tiled", "true"), ("triton", "true")])
 def test_exact_attention_is_near_exact_in_every_layer(name, sinks):
     """triton adds the sinks itself, tiled leaves that to attention()."""
     chosen = AttentionConfig(name=name, sinks=sinks)
     row = compare_layers(build(name, attention=chosen), *batch(1))
-    assert row.keys() == {
-        f"attention/{tensor}_{figure}"
-        for tensor in ("out", "dq", "dk", "dv")
-        for figure in ("error", "cosine")
-    }
-    for key, value in row.items():
-        assert 0 < value < 1e-5 if key.endswith("error") else value > 1 - 1e-6
+    for tensor in ("out", "dq", "dk", "dv"):
+        assert 0 < row.pop(f"attention/{tensor}_error") < 1e-5
+        assert row.pop(f"attention/{tensor}_cosine") > 1 - 1e-6
+    assert not row
 
 
 def test_the_gradients_are_those_of_the_loss_in_its_worst_layer():
     """By hand: the backward pass of the whole model, with what came in at each attention kept by a
     hook.
     """
-    model, (inputs, targets) = build("no_rescale"), batch(1)
+    model, d_outs = build("no_rescale"), {}
     recorder = Recorder(model.backend, keep_calls=True)
-    d_outs = {}
     with model.using(backend=recorder.backend):
-        loss = model(inputs, targets).loss
+        loss = model(*batch(1)).loss
     for i, call in enumerate(recorder.calls):
         call.out.register_hook(lambda grad, i=i: d_outs.__setitem__(i, grad))
     loss.backward()
-    layers = [
+    first, second = (
         compare_with_exact(call.q, call.k, call.v, d_outs[i], backend=model.backend)
         for i, call in enumerate(recorder.calls)
-    ]
-    expected = {
-        f"attention/{name}": (max if name.endswith("error") else min)(
-            layer[name] for layer in layers
-        )
-        for name in layers[0]
-    }
-    assert compare_layers(model, inputs, targets) == pytest.approx(expected, rel=1e-4)
-    assert expected["attention/dq_error"] > 0.05 and layers[0]["dq_error"] != pytest.approx(
-        layers[1]["dq_error"], rel=0.01
     )
+    worst = {name: (max if "error" in name else min)(x, second[name]) for name, x in first.items()}
+    expected = {f"attention/{name}": x for name, x in worst.items()}
+    assert compare_layers(model, *batch(1)) == pytest.approx(expected, rel=1e-4)
+    assert worst["dq_error"] > 0.05
+    assert first["dq_error"] != pytest.approx(second["dq_error"], rel=0.01)
 
 
 def test_comparing_leaves_the_run_as_it_was():
-    """Neither a gradient, nor a random number, nor dropout, nor the attention."""
+    """Neither a gradient, nor a random number, nor dropout, nor the attention. The loss scale
+    cancels.
+    """
     model = build("no_rescale", dropout=0.5).train()
     backend, state = model.backend, torch.get_rng_state()
-    compare_layers(model, *batch(1))
+    row, scaled = compare_layers(model, *batch(1)), compare_layers(model, *batch(1), loss_scale=1e3)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(torch.get_rng_state(), state) and model.training and model.backend is backend
-
-
-def test_the_loss_scale_cancels():
-    model = build("no_rescale")
-    expected = pytest.approx(compare_layers(model, *batch(1)), rel=1e-4)
-    assert compare_layers(model, *batch(1), loss_scale=2.0**10) == expected
+    assert scaled == pytest.approx(row, rel=1e-4)
 
 
 def test_no_memory_for_the_comparison_does_not_end_the_run(caplog):
-    watch = AttentionMonitor(run_of(build("tiled"), batch(1)), (), {})
-    scores = max_scores(watch.model, batch(1))
-    tried = []
+    watch, tried = AttentionMonitor(run_of(build("tiled"), batch(1)), (), {}), []
 
     def full(*_, **__):
         tried.append(1)
@@ -151,66 +126,44 @@ def test_no_memory_for_the_comparison_does_not_end_the_run(caplog):
 
     watch.model.backend = replace(watch.model.backend, fn=full)
     for step in (1, 2):
-        row = watch.inspect(step, scores, due(compare=True))
+        row = watch.inspect(step, [[1.0, 2.0]], due(compare=True))
         assert row.keys() == {"attention/max_score", "attention/max_score_by_head"}
-        assert math.isfinite(row["attention/max_score"])
     assert len(tried) == 1
     assert sum("diagnose_every=0" in line for line in caplog.messages) == 1
 
 
-def test_watch_goes_on_from_the_rows_of_an_earlier_start(caplog):
-    rows = [
-        {"step": 10, "attention/max_score": 9.0},
-        {"step": 20, "attention/max_score": 12.5},
-        {"step": 30, "val/loss": 1.0},
-    ]
+@pytest.mark.parametrize(
+    ("earlier", "score", "limits", "said"),
+    [({}, 90.0, (5, 5, 5), ["11.09", "88.72"]), ({2: 9.0, 4: 12.5}, 10.0, (4, None, None), [])],
+    ids=["at once", "resumed"],
+)
+def test_the_first_score_past_a_limit_is_announced_once(caplog, earlier, score, limits, said):
+    """Also of the rows of an earlier start, some of which have no score."""
+    rows = [{"step": step, "attention/max_score": x} for step, x in earlier.items()]
     summary = {}
-    watch = AttentionMonitor(run_of(build("tiled", std=0.02)), rows, summary)
-    watch.inspect(40, max_scores(watch.model, batch(1)), due())
-    assert "passed" not in caplog.text
-    assert list(watch.scores) == [10, 20, 40]
-    assert summary == {
-        "max_score": 12.5,
-        "float16_overflow_step": 20,
-        "bfloat16_overflow_step": None,
-        "float32_overflow_step": None,
-    }
-
-
-def test_the_first_score_past_a_limit_is_announced_once(caplog):
-    model = build("tiled")
-    make_head_explode(model, layer=0, head=0)
-    scores, summary = max_scores(model, batch(1)), {}
-    score = max(chain(*scores))
-    assert score > LIMITS[torch.float32]
-    watch = AttentionMonitor(run_of(model), (), summary)
+    watch = AttentionMonitor(run_of(build("tiled")), [*rows, {"step": 4, "val/loss": 1.0}], summary)
     for step in (5, 6):
-        row = watch.inspect(step, scores, due())
-        assert row["attention/max_score"] == score
-    (line,) = [line for line in caplog.messages if "11.09" in line]
-    assert "step 5" in line and f"{score:.2f}" in line and "11.09 (float16)" in line
-    assert summary == {
-        "max_score": score,
-        "float16_overflow_step": 5,
-        "bfloat16_overflow_step": 5,
-        "float32_overflow_step": 5,
+        assert watch.inspect(step, [[1.0, score]], due())["attention/max_score"] == score
+    assert list(watch.scores) == [*earlier, 5, 6]
+    lines = [line for line in caplog.messages if "passed" in line]
+    assert len(lines) == bool(said)
+    assert all(each in lines[0] for each in ("step 5", f"{score:.2f}", *said) if said)
+    names = ("float16", "bfloat16", "float32")
+    assert summary == {"max_score": max([score, *earlier.values()])} | {
+        f"{name}_overflow_step": step for name, step in zip(names, limits, strict=True)
     }
 
 
 @pytest.mark.parametrize(("layer", "head"), [(0, 1), (1, 0)])
 def test_the_card_names_layer_and_head(layer, head):
-    model = build("no_max", std=0.2)
-    make_head_explode(model, layer, head, factor=1e4)
     earlier = [{"step": 1, "attention/max_score": 3.0}]
-    card = AttentionMonitor(run_of(model, batch()), earlier, {}).diagnose(7)
-    assert (card["step"], card["layer"], card["head"]) == (7, layer, head)
-    assert card["tensor"] == "row_sum"
+    card = AttentionMonitor(run_of(breaking(layer, head), batch()), earlier, {}).diagnose(7)
+    said = {"step": 7, "layer": layer, "head": head, "tensor": "row_sum"}
+    said |= {"float32_overflow_step": 7, "history": [[1, 3.0], [7, card["max_score"]]]}
+    assert card.items() >= said.items()
     assert card["message"].startswith(f"layer {layer}, head {head}: row_sum ")
     assert card["queries"][0] <= card["row"] < card["queries"][1] and card["keys"][0] <= card["row"]
     assert card["tile_max_score"] > 88.7 and card["fate"] in ("NaN", "inf", "zero")
-    assert (
-        card["history"] == [[1, 3.0], [7, card["max_score"]]] and card["float32_overflow_step"] == 7
-    )
 
 
 def test_the_sequence_is_counted_through_the_whole_step():
@@ -230,82 +183,48 @@ def test_the_sequence_is_counted_through_the_whole_step():
     assert (found["sequence"], found["layer"], found["tensor"]) == (4, 0, "q")
 
 
-def by_a_kernel(backend: Backend, impl: str) -> Backend:
-    """The same attention, by an implementation that cannot be watched."""
+@pytest.mark.parametrize("why", ["kernel", "long", "own"])
+def test_a_kernel_that_cannot_be_watched_is_diagnosed_by_the_loop(monkeypatch, why):
+    """Of a long sequence, for which the tile loop is too slow, and of a user's attention, which has
+    no loop, the output is named.
+    """
+    model = breaking(0, 1)
+    expected, _ = diagnose(model, [batch()])
 
     def fn(*tensors, impl, **arguments):
         return BACKENDS["no_max"].fn(*tensors, **arguments)
 
-    options = {"impl": impl} | dict(backend.options)
-    return replace(backend, observable=False, implementations={}, options=options, fn=fn)
-
-
-def test_another_implementation_of_the_loop_is_diagnosed_by_the_loop():
-    """A kernel that cannot be watched says no more than that its output is bad."""
-    model = build("no_max", std=0.2)
-    make_head_explode(model, 1, 0, factor=1e4)
-    expected, _ = diagnose(model, [batch()])
-    model.backend = by_a_kernel(model.backend, "kernel")
-    found, _ = diagnose(model, [batch()])
-    assert found == expected and found["queries"] is not None
-
-
-@pytest.mark.parametrize("why", ["long", "own"])
-def test_without_a_loop_the_output_is_named(monkeypatch, why):
-    """The tile loop is quadratic in length; and a user's attention has none."""
-    model = build("no_max", std=0.2)
-    make_head_explode(model, 0, 1, factor=1e4)
-    model.backend = by_a_kernel(model.backend, "triton")
+    options, name = (
+        {"impl": "triton", **model.backend.options},
+        "mine" if why == "own" else "no_max",
+    )
+    changed = {"observable": False, "implementations": {}, "options": options}
+    model.backend = replace(model.backend, name=name, fn=fn, **changed)
     if why == "long":
         monkeypatch.setattr(health, "MAX_INSPECTED", batch()[0].shape[1] - 1)
-    else:
-        model.backend = replace(model.backend, name="mine")
     found, _ = diagnose(model, [batch()])
+    if why == "kernel":
+        assert found == expected and found["queries"] is not None
+        return
     assert (found["layer"], found["head"], found["tensor"], found["queries"]) == (0, 1, "out", None)
     assert found["message"].startswith("layer 0, head 1: out ")
 
 
-def test_no_pass_after_the_breakdown_is_computed():
-    model = build("no_max", std=0.2)
-    make_head_explode(model, 0, 0, factor=1e4)
-    calls, fn = [], model.backend.fn
-
-    def counted(*args, **kwargs):
-        calls.append(args)
-        return fn(*args, **kwargs)
-
-    model.backend = replace(model.backend, fn=counted)
-    assert diagnose(model, [batch(), batch(seed=1)])[0]["layer"] == 0
-    assert len(calls) == len(model.blocks)
-
-
 @pytest.mark.parametrize(("value", "grad_clip"), [(math.nan, 1.0), (math.inf, 0.0)])
-def test_a_gradient_that_is_not_finite_after_clipping(value, grad_clip):
+def test_a_gradient_alone_that_is_not_finite(value, grad_clip):
     """The norm is not finite either: what it divides must not become so."""
     model = build("tiled")
-    model.blocks[0].attention.qkv.weight.register_hook(
-        lambda gradient: gradient.index_fill(0, torch.tensor([0]), value)
-    )
+    for weight in (model.token_embedding.weight, model.blocks[0].attention.qkv.weight):
+        weight.register_hook(lambda x: x.index_fill(0, torch.tensor([0]), value))
     run = run_of(model)
     run.step_model, run.optimizer = model, torch.optim.SGD(model.parameters())
     run.scaler = torch.amp.GradScaler("cpu", enabled=False)
     run.config.optim = SimpleNamespace(grad_clip=grad_clip)
     loss, norm, _ = gradients(run, [Pass(batch(), 1)])
     assert loss.isfinite() and not norm.isfinite()
-    found, _ = diagnose(model, [batch()])
-    assert (found["layer"], found["tensor"]) == (0, "gradient of blocks.0.attention.qkv.weight")
-    assert "1 tensor, blocks.0.attention.qkv.weight" in found["message"]
-
-
-def test_a_gradient_alone_that_is_not_finite():
-    model = build("tiled")
-    model(*batch()).loss.backward()
-    model.blocks[0].mlp.up.weight.grad[0, 0] = math.nan
-    model.token_embedding.weight.grad[0, 0] = math.nan
     found, score = diagnose(model, [batch()])
-    assert (found["layer"], found["tensor"]) == (0, "gradient of blocks.0.mlp.up.weight")
-    assert math.isfinite(score)
-    assert "2 tensors, blocks.0.mlp.up.weight" in found["message"]
+    assert (found["layer"], found["tensor"]) == (0, "gradient of blocks.0.attention.qkv.weight")
+    assert "2 tensors, blocks.0.attention.qkv.weight" in found["message"] and math.isfinite(score)
 
 
 def test_a_loss_that_is_not_finite_on_its_own():
@@ -317,33 +236,26 @@ def test_a_loss_that_is_not_finite_on_its_own():
 
 
 def test_of_a_long_sequence_the_beginning_is_compared(monkeypatch):
-    """The loss of a prefix is a mean over fewer tokens. The largest scores are of all tokens."""
-    model, (inputs, targets) = build("tiled"), batch(3)
+    """The loss of a prefix is a mean over fewer tokens."""
     seen = []
     monkeypatch.setattr(
         "training.loop.health.compare_layers",
         lambda model, *tensors, loss_scale: seen.append((tensors[0].shape, loss_scale)) or {},
     )
-    length = inputs.shape[1]
-    monkeypatch.setattr("training.loop.health.MAX_INSPECTED", length // 2)
-    scores = max_scores(model, (inputs, targets))
-    watch = AttentionMonitor(run_of(model, (inputs, targets), loss_scale=8.0), (), {})
-    row = watch.inspect(1, scores, due(compare=True))
-    assert row["attention/max_score"] == max(chain(*scores))
-    assert seen == [((1, length // 2), 4.0)]
+    monkeypatch.setattr("training.loop.health.MAX_INSPECTED", 16)
+    watch = AttentionMonitor(run_of(build("tiled"), batch(3), loss_scale=8.0), (), {})
+    watch.inspect(1, [[1.0]], due(compare=True))
+    assert seen == [((1, 16), 4.0)]
 
 
 def test_the_row_has_a_score_a_layer_and_head():
-    """A score that is not finite is null in its place, and does not count as the largest."""
+    """A score that is not finite is null in its place, and does not count as the largest. A step
+    without a row is not looked at: the third of an attention computes its scores.
+    """
     scores = [[1.0, math.nan], [math.inf, 3.23456789]]
     watch = AttentionMonitor(run_of(build("tiled")), (), {})
     assert watch.inspect(1, scores, due()) == {
         "attention/max_score": 3.23456789,
         "attention/max_score_by_head": [[1.0, None], [None, 3.23457]],
     }
-
-
-def test_a_step_without_a_row_is_not_looked_at():
-    """Also the third step of an attention, whose scores are computed."""
-    watch = AttentionMonitor(run_of(build("tiled")), (), {})
-    assert watch.inspect(3, [[1.0, 2.0]], due(log=False)) == {}
+    assert watch.inspect(3, scores, due(log=False)) == {}

@@ -5,7 +5,6 @@ none.
 import hashlib
 import json
 import re
-import time
 
 import pytest
 import torch
@@ -50,28 +49,27 @@ def weights_of(folder):
     return load_file(folder / "model.safetensors")
 
 
-def shards(folder):
-    """The same weights in two files with an index."""
-    weights, where = weights_of(folder), {}
-    (folder / "model.safetensors").unlink()
-    for i in range(2):
-        part = {key: weights[key] for key in list(weights)[i::2]}
-        torch.save(part, folder / f"part-{i}.bin")
-        where |= dict.fromkeys(part, f"part-{i}.bin")
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": where}))
-    return folder
-
-
-def pickled(folder, content=None, file="pytorch_model.bin"):
-    """The weights, or other content, as a file of PyTorch alone."""
-    torch.save(content or weights_of(folder), folder / file)
+def saved(content, folder, file="pytorch_model.bin"):
+    """The only file of weights, as PyTorch alone saves it."""
+    torch.save(content, folder / file)
     (folder / "model.safetensors").unlink()
     return folder / file
 
 
+def shards(folder):
+    """The same weights in two files with an index."""
+    weights = weights_of(folder)
+    for i in range(2):
+        torch.save({name: weights[name] for name in list(weights)[i::2]}, folder / f"part-{i}.bin")
+    where = {name: f"part-{i % 2}.bin" for i, name in enumerate(weights)}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": where}))
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
 def lightning(folder):
     state = {f"model.{name}": tensor for name, tensor in weights_of(folder).items()}
-    return pickled(folder, {"state_dict": state, "epoch": 1}, "last.ckpt")
+    return saved({"state_dict": state, "epoch": 1}, folder, "last.ckpt")
 
 
 FORMS = {
@@ -84,7 +82,7 @@ FORMS = {
 
 def same_weights(one: GPT, other: GPT) -> bool:
     weights = other.state_dict()
-    return all(torch.equal(tensor, weights[name]) for name, tensor in one.state_dict().items())
+    return all(torch.equal(x, weights[name]) for name, x in one.state_dict().items())
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -109,7 +107,7 @@ def test_loads_a_checkpoint_of_nanogpt(bias, folder, model, caplog):
     sizes = {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 32, "vocab_size": 257}
     sizes |= {} if bias else {"bias": False}  # older ones had no such choice
     content = {"model": state, "model_args": sizes, "iter_num": 3}
-    name = str(pickled(folder, content, "ckpt.pt"))
+    name = str(saved(content, folder, "ckpt.pt"))
     other = build(bias=bias)
     find_pretrained(name).load_into(other)
     assert same_weights(other, model)
@@ -139,10 +137,10 @@ SAVED = {
 }
 
 
-@pytest.mark.parametrize("saved", SAVED)
-def test_computes_what_transformers_computes_from_the_folder(saved, tmp_path):
+@pytest.mark.parametrize("kind", SAVED)
+def test_computes_what_transformers_computes_from_the_folder(kind, tmp_path):
     transformers = pytest.importorskip("transformers")
-    name, sizes, fields = SAVED[saved]
+    name, sizes, fields = SAVED[kind]
     torch.manual_seed(3)
     theirs = getattr(transformers, name)
     theirs = theirs(theirs.config_class(**sizes, vocab_size=257))
@@ -150,14 +148,13 @@ def test_computes_what_transformers_computes_from_the_folder(saved, tmp_path):
         for part, parameter in theirs.named_parameters():
             if not re.search("[qk]_norm", part):
                 parameter.add_(0.2 * torch.randn_like(parameter))
-    theirs.save_pretrained(tmp_path, max_shard_size="20KB" if saved == "shards" else "1GB")
-    if "bin" in saved:  # as older releases saved it: with every name
-        pickled(tmp_path, theirs.state_dict())
-    if saved == "says-tied":
+    theirs.save_pretrained(tmp_path, max_shard_size="20KB" if kind == "shards" else "1GB")
+    if "bin" in kind:  # as older releases saved it: with every name
+        saved(theirs.state_dict(), tmp_path)
+    if kind == "says-tied":
         config = tmp_path / "config.json"
-        config.write_text(
-            json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True})
-        )
+        tied = json.loads(config.read_text()) | {"tie_word_embeddings": True}
+        config.write_text(json.dumps(tied))
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     ours = build(AttentionConfig(window=sizes.get("sliding_window")), **fields)
     find_pretrained(str(tmp_path)).load_into(ours)
@@ -183,19 +180,18 @@ def test_warns_once_of_a_tokenizer_with_other_tokens(own, normalizer, folder, mo
 
 def test_a_run_begins_with_them_and_says_so(folder, model, tmp_path):
     run_dir, weights = tmp_path / "run", (folder / "model.safetensors").read_bytes()
-    sha256 = hashlib.sha256(weights).hexdigest()
+    sha256 = {"model.safetensors": hashlib.sha256(weights).hexdigest()}
     (folder / "tokenizer.json").write_text("{}")
     done = run(*tiny(run_dir, f"init_from={folder}"))
     assert done.code == 0 and "tokenizer.json" in done.output
-    origin = {"name": str(folder), "sha256": {"model.safetensors": sha256}}
-    assert summary(run_dir)["starts"][0]["init_from"] == origin
     built = build_run(compose(*tiny(folder)[:-1], f"init_from={folder}")).model
     assert torch.equal(built.token_embedding.weight, model.token_embedding.weight)
     # a resumed run has no need of the folder, and remembers it
     folder.rename(folder.with_name("elsewhere"))
     assert run(f"resume={run_dir}", "steps=6").code == 0
     first, second = summary(run_dir)["starts"]
-    assert first["init_from"] == origin and "init_from" not in second
+    assert first["init_from"] == {"name": str(folder), "sha256": sha256}
+    assert "init_from" not in second
     complaint = run(f"resume={run_dir}", "steps=8", "init_from=gpt2").complaint()
     assert "init_from=gpt2" in complaint and "resume=" in complaint
 
@@ -209,8 +205,6 @@ BAD = {
     # PyTorch would run the second
     BIN: [torch.ones(2), {"wte.weight": print}, {"wte.weight": 1}],
 }
-
-
 CASES = [(file, content) for file, contents in BAD.items() for content in contents]
 
 
@@ -244,13 +238,13 @@ def test_without_network_says_at_once_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "ENDPOINT", "https://no-such-host.invalid")
-    began = time.monotonic()
-    with pytest.raises(ValueError, match="init_from=gpt2: .*no-such-host.invalid"):
+    with pytest.raises(ValueError, match="init_from=gpt2: .*hf download gpt2 "):
         find_pretrained("gpt2")
-    assert time.monotonic() - began < 5
 
 
-@pytest.mark.parametrize("form", [lambda folder: folder, lambda folder: pickled(folder).parent])
+@pytest.mark.parametrize(
+    "form", [lambda folder: folder, lambda folder: saved(weights_of(folder), folder).parent]
+)
 def test_finds_what_the_cache_has(form, monkeypatch, folder, model, tmp_path):
     """Without network, too: the cache's layout is huggingface_hub's."""
     from huggingface_hub import constants

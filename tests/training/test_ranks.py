@@ -3,7 +3,6 @@
 import atexit
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed
 
 from attention import ScoreMod, attention, get_backend
 from conformance.cases import every_index
@@ -39,12 +37,6 @@ SHARED = ("batch_size=4", "seq_len=32", "log_every=2", "eval_sequences=6", "eval
 SHARED += ("optim.schedule=constant",)  # which a resume does not change
 # alone, what two ranks do is two passes
 TWO_PASSES = ("batch_size=2", "tokens_per_step=128")
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
 
 
 # what is forked need not import torch, and cannot use a GPU
@@ -91,14 +83,13 @@ def train(*arguments: str) -> None:
 
 
 def start_ranks(*functions: Callable, **variables: str) -> list[Rank]:
-    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | variables
-    told |= {"WORLD_SIZE": str(len(functions))}
-    ranks = [
-        Rank(function, RANK=str(rank), LOCAL_RANK=str(rank), **told)
-        for rank, function in enumerate(functions)
-    ]
-    for rank in ranks:
-        # where torchrun reads why a rank ended
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(len(functions))}
+    ranks = [Rank(function, **told, **variables) for function in functions]
+    for number, rank in enumerate(ranks):
+        rank.variables |= {"RANK": str(number), "LOCAL_RANK": str(number)}
         rank.variables["TORCHELASTIC_ERROR_FILE"] = str(rank.output.with_name("error.json"))
         rank.start()
     return ranks
@@ -136,15 +127,13 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 def test_two_ranks_are_two_passes_to_the_bit(tmp_path, settings):
     """The run leaves one folder: the second rank's own is gone."""
     alone = run(*tiny(tmp_path / "alone", *SHARED, *TWO_PASSES, *settings))
-    assert alone.code == 0, alone.output
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
+    (tmp_path / "tmp").mkdir()
     asked = tiny(tmp_path / "two", *SHARED, *settings)
-    first, second = run_ranks(*asked, TMPDIR=str(temporary))
-    assert (first.code, second.code) == (0, 0), first.output + second.output
+    first, second = run_ranks(*asked, TMPDIR=str(tmp_path / "tmp"))
+    assert (alone.code, first.code, second.code) == (0, 0, 0), alone.output + first.output
     assert alike(tmp_path / "alone", tmp_path / "two")
     assert "2 ranks" in first.output and second.output == ""
-    assert not list(temporary.glob("tilegpt-rank-*"))
+    assert not list((tmp_path / "tmp").glob("tilegpt-rank-*"))
 
 
 TILES = ("attention=tiled", "attention.block_q=8", "attention.block_kv=8")
@@ -164,14 +153,11 @@ def test_a_shared_sequence_is_the_same_attention(tmp_path, settings):
     """Also where it is broken: each rank computes whole sequences for its heads. What is computed
     token by token is summed in another order.
     """
-    folders = [tmp_path / "alone", tmp_path / "two"]
-    asked = [tiny(folder, *SHARED, "log_every=1", *settings) for folder in folders]
-    alone = run(*asked[0])
-    assert alone.code == 0, alone.output
-    first, second = run_ranks(*asked[1], "parallel.context=2")
-    assert (first.code, second.code) == (0, 0), first.output + second.output
-    ours, theirs = (metrics(folder) for folder in folders)
-    assert len(ours) == len(theirs)
+    asked = (*SHARED, "log_every=1", *settings)
+    alone = run(*tiny(tmp_path / "alone", *asked))
+    first, second = run_ranks(*tiny(tmp_path / "two", *asked, "parallel.context=2"))
+    assert (alone.code, first.code, second.code) == (0, 0, 0), alone.output + first.output
+    ours, theirs = metrics(tmp_path / "alone"), metrics(tmp_path / "two")
     for one, other in zip(ours, theirs, strict=True):
         for key in one.keys() & {"train/loss", "grad_norm", "val/loss", "attention/max_score"}:
             # AdamW's first steps make much of a rounding, and the largest score shows it first
@@ -181,42 +167,35 @@ def test_a_shared_sequence_is_the_same_attention(tmp_path, settings):
 
 def shared_calls(context: int, *backends: str) -> None:
     """On one of several ranks: a shared call gives the rows that one process computes."""
-    ranks = join("cpu", context)
-    draw = torch.Generator().manual_seed(0)
-    q = torch.randn(2, 4, 48, 16, generator=draw, requires_grad=True)
-    k, v = (torch.randn(2, 2, 48, 16, generator=draw, requires_grad=True) for _ in range(2))
-    weights = torch.randn(2, 4, 48, 16, generator=draw)
-    documents = torch.tensor([[0] * 11 + [1] * 30 + [0] * 7, [5] * 48])
-    sinks = torch.tensor([1.0, -1.0, 0.5, 2.0], requires_grad=True)
-    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
-    own, names = ranks.columns(48), ("out", "dq", "dk", "dv")
-    tiles = {"block_q": 8, "block_kv": 8}
-    masks = [{}, {"window": 20, "softcap": 2.0}, {"causal": False}]
-    masks += [{"document_ids": documents}, {"sinks": sinks}, {"alibi_slopes": slopes}]
-    masks += [{"score_mod": ScoreMod(every_index, params=slopes)}]
+    ranks, draw = join("cpu", context), torch.Generator().manual_seed(0)
+    own, call = ranks.columns(48), partial(ranks.shards.attention, attention)
+    q, k, v, weights = (torch.randn(2, heads, 48, 16, generator=draw) for heads in (4, 2, 2, 4))
+    sinks, slopes = torch.tensor([1.0, -1.0, 0.5, 2.0]), torch.tensor([0.5, 0.25, 0.125, 0.0625])
+    masks = [{}, {"window": 20, "softcap": 2.0}, {"causal": False}, {"alibi_slopes": slopes}]
+    masks += [{"document_ids": torch.tensor([[0] * 11 + [1] * 30 + [0] * 7, [5] * 48])}]
+    masks += [{"score_mod": ScoreMod(every_index, params=slopes)}, {"sinks": sinks}]
 
-    def results(call, tensors, weights, **arguments):
-        out, _, max_score = call(*tensors, return_max_score=True, **arguments)
-        return out, *torch.autograd.grad((out * weights).sum(), tensors), max_score
+    def results(call, part, **how):
+        tensors = [x[:, :, part].detach().requires_grad_() for x in (q, k, v)]
+        out, _, max_score = call(*tensors, return_max_score=True, **how)
+        return out, *torch.autograd.grad((out * weights[:, :, part]).sum(), tensors), max_score
 
     for name in backends:
-        options = {key: tiles[key] for key in get_backend(name).options if key in tiles}
-        backend = get_backend(name, **options)
+        tiles = {"block_q": 8, "block_kv": 8} if "block_q" in get_backend(name).options else {}
+        backend = get_backend(name, **tiles)
         for mask in masks:
             needs = mask.keys() - {"causal", "sinks"} | ({"lse"} if "sinks" in mask else set())
             if not needs <= backend.features:
                 continue
-            expected = results(attention, (q, k, v), weights, backend=backend, **mask)
-            parts = [x[:, :, own].detach().requires_grad_() for x in (q, k, v)]
-            call = partial(ranks.shards.attention, attention)
-            found = results(call, parts, weights[:, :, own], backend=backend, **mask)
-            for what, one, other in zip(names, found, expected, strict=False):
+            *expected, largest = results(attention, slice(None), backend=backend, **mask)
+            *found, own_largest = results(call, own, backend=backend, **mask)
+            for what, one, other in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
                 other = other[:, :, own]
                 # exp() rounds by where a number stands in memory
                 near = "sinks" in mask
                 alike = torch.allclose(one, other, atol=1e-5) if near else torch.equal(one, other)
                 assert alike, (name, mask, what, (one - other).abs().max())
-            assert torch.equal(ranks.largest(found[-1]), expected[-1]), (name, mask)
+            assert torch.equal(ranks.largest(own_largest), largest), (name, mask)
 
 
 @pytest.mark.parametrize("world", [2, slow(4)], ids=["a-pair", "two-pairs"])
@@ -246,14 +225,14 @@ def summed_gradients() -> None:
         with total:
             loss = model(x).sin().sum()
             loss.backward()
-        loss = total.of(loss.detach())
-        return [loss, *(each.grad for each in model.parameters() if each.grad is not None)]
+        grads = [each.grad for each in model.parameters() if each.grad is not None]
+        return [total.of(loss.detach()), *grads]
 
     several, one = (sums(size, ranks, ranks.rank) for size in (100, 2**20))
-    each = [sums(1, Ranks(), rank) for rank in range(2)]
+    first, second = (sums(1, Ranks(), rank) for rank in range(2))
     assert all(map(torch.equal, several, one)) and unused.grad is None
-    for total, *parts in zip(one, *each, strict=True):
-        assert torch.allclose(total, sum(parts), atol=1e-6)
+    for total, x, y in zip(one, first, second, strict=True):
+        assert torch.allclose(total, x + y, atol=1e-6)
 
 
 def test_sums_of_gradients_and_the_largest_figures():
@@ -272,48 +251,45 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
     assert [each["step"] for each in summary(moved)["starts"]] == [0, 2, 4]
 
 
-UNSHARED = {
-    "batch": ("batch_size=3", "batch_size=3 .* 2 ranks"),
-    "passes": ("batch_size=2 tokens_per_step=192", "tokens_per_step=192 .* 128"),
-    "tokens": ("parallel.context=2 seq_len=33", "parallel.context=2 .* seq_len=33"),
-    "heads": ("parallel.context=8 seq_len=32", "parallel.context=8 .* model.num_heads=4"),
-    "kv-heads": ("parallel.context=2 model.num_kv_heads=1", "parallel.context=2 .*num_kv_heads=1"),
-}
-
-
-@pytest.mark.parametrize("settings, said", UNSHARED.values(), ids=UNSHARED)
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ("batch_size=3", "batch_size=3 .* 2 ranks"),
+        ("batch_size=2 tokens_per_step=192", "tokens_per_step=192 .* 128"),
+        ("parallel.context=2 seq_len=33", "parallel.context=2 .* seq_len=33"),
+        ("parallel.context=8 seq_len=32", "parallel.context=8 .* model.num_heads=4"),
+        ("parallel.context=2 model.num_kv_heads=1", "parallel.context=2 .*num_kv_heads=1"),
+        ("parallel.context=2", "parallel.context=2 .* attention=own "),
+    ],
+)
 def test_a_step_that_the_ranks_cannot_share_is_refused(settings, said):
+    """Nor can they share an attention with parameters for all heads."""
     config = compose("seq_len=32", *settings.split())
-    with pytest.raises(ValueError, match=said):
-        check_shares(config, Ranks(0, 2, context=config.parallel.context), [])
-
-
-def test_an_attention_with_parameters_for_all_heads_is_not_shared():
     own = replace(get_backend("naive"), name="own", exact=False, module=torch.nn.Identity)
-    with pytest.raises(ValueError, match="parallel.context=2 .* attention=own "):
-        check_shares(compose("seq_len=32"), Ranks(0, 2, context=2), [own])
+    with pytest.raises(ValueError, match=said):
+        check_shares(config, Ranks(0, 2, context=config.parallel.context), [own])
 
 
-def test_a_refusal_ends_all_ranks(tmp_path):
-    ranks = start_ranks(*[partial(train, *tiny(tmp_path / "run", "parallel.context=3"))] * 2)
+@pytest.mark.parametrize(
+    "own, said",
+    [
+        (("parallel.context=3", "parallel.context=3"), "parallel.context=3 "),
+        (("seq_len=32", "seq_len=64"), "seq_len: 32 on rank 0, and 64 on rank 1"),
+        (("seed=1", "seed=2"), "seed: 1 on rank 0, and 2 on rank 1"),
+    ],
+)
+def test_a_refusal_ends_all_ranks(tmp_path, own, said):
+    """Ranks with other settings would train other models."""
+    ranks = start_ranks(*(partial(train, *tiny(tmp_path / "run", each)) for each in own))
     first, second = (each.end() for each in ranks)
-    assert "parallel.context=3" in first.complaint()
-    assert second.code == 1 and "parallel.context=3" in ranks[1].error()
-
-
-def test_ranks_with_other_settings_are_refused(tmp_path):
-    """They would train other models, or gloo would abort them."""
-    asked = [partial(train, *tiny(tmp_path / "run", f"seq_len={x}")) for x in (32, 64)]
-    first, second = (each.end() for each in start_ranks(*asked))
-    assert "seq_len: 32 on rank 0, and 64 on rank 1" in first.complaint()
-    assert second.code == 1
+    assert said in first.complaint() and second.code == 1 and said in ranks[1].error()
 
 
 def test_a_sweep_under_torchrun_is_refused(tmp_path):
     sweep = ("-m", "seed=0,1", f"hydra.sweep.dir={tmp_path / 'sweep'}", *tiny(tmp_path)[:-1])
     first, second = run_ranks(*sweep)
-    assert "torchrun" in first.complaint()
-    assert second.code == 1 and not (tmp_path / "sweep").exists()
+    assert "torchrun" in first.complaint() and second.code == 1
+    assert not (tmp_path / "sweep").exists()
 
 
 def start_long(folder: Path, *settings: str) -> list[Rank]:
@@ -328,8 +304,7 @@ def start_long(folder: Path, *settings: str) -> list[Rank]:
 def test_a_signal_to_one_rank_ends_all_at_the_same_step(tmp_path):
     ranks = start_long(tmp_path / "run")
     ranks[1].terminate()
-    first, second = (each.end() for each in ranks)
-    assert (first.code, second.code) == (130, 130), first.output + second.output
+    assert [each.end().code for each in ranks] == [130, 130]
     ended = summary(tmp_path / "run")
     assert ended["status"] == "interrupted"
     assert checkpoint(tmp_path / "run")["step"] == ended["steps_done"]
@@ -338,8 +313,7 @@ def test_a_signal_to_one_rank_ends_all_at_the_same_step(tmp_path):
 def test_a_rank_that_is_killed_ends_the_run(tmp_path):
     ranks = start_long(tmp_path / "run")
     ranks[1].kill()
-    first = ranks[0].end()
-    assert first.code == 1 and summary(tmp_path / "run")["status"] == "failed", first.output
+    assert ranks[0].end().code == 1 and summary(tmp_path / "run")["status"] == "failed"
 
 
 def test_where_the_first_rank_is_killed_the_run_is_unfinished_and_resumes_to_the_bit(tmp_path):
@@ -347,16 +321,13 @@ def test_where_the_first_rank_is_killed_the_run_is_unfinished_and_resumes_to_the
     settings = ("model.dropout=0.2", "checkpoint_every=2", "eval_every=0", "optim.warmup_steps=0")
     ranks = start_long(tmp_path / "run", *settings)
     ranks[0].kill()
-    first, second = (each.end() for each in ranks)
-    assert first.code != 0 and second.code == 1, second.output
+    assert ranks[0].end().code != 0 and ranks[1].end().code == 1
     assert not (tmp_path / "run/summary.json").exists()
     assert read_run(tmp_path / "run")["status"] == "unfinished"
     steps = f"steps={checkpoint(tmp_path / 'run')['step'] + 3}"
-    for arguments in (
-        (f"resume={tmp_path / 'run'}", steps),
-        tiny(tmp_path / "whole", *SHARED, *settings, steps),
-    ):
-        done = run_ranks(*arguments)
+    whole = tiny(tmp_path / "whole", *SHARED, *settings, steps)
+    for asked in (whole, (f"resume={tmp_path / 'run'}", steps)):
+        done = run_ranks(*asked)
         assert [each.code for each in done] == [0, 0], done[0].output
     assert alike(tmp_path / "whole", tmp_path / "run")
 
@@ -369,10 +340,11 @@ from dataclasses import replace
 calls = []
 
 def attend(*args, **options):
+    output = get_backend("naive").fn(*args, **options)
     calls.append(1)
     if os.environ.get("RANK") == "1" and len(calls) > 12:
-        raise {error}
-    return get_backend("naive").fn(*args, **options)
+        HOW
+    return output
 
 ATTENTION = replace(get_backend("naive"), name="fails", fn=attend)
 """
@@ -380,33 +352,26 @@ ATTENTION = replace(get_backend("naive"), name="fails", fn=attend)
 
 @pytest.mark.slow
 def test_torchrun_names_the_rank_that_fails_and_its_error(tmp_path):
-    (tmp_path / "own.py").write_text(FAILS.replace("{error}", "MemoryError('no more')"))
-    asked = (*SHARED, "attention=own:ATTENTION", "steps=50", "eval_every=0")
-    done = torchrun("train.py", *tiny(tmp_path / "run", *asked), PYTHONPATH=str(tmp_path))
-    assert done.returncode != 0 and "MemoryError: no more" in done.stderr, done.stderr
+    (tmp_path / "own.py").write_text(FAILS.replace("HOW", "raise MemoryError('no more')"))
+    asked = tiny(tmp_path / "run", *SHARED, "attention=own:ATTENTION", "steps=50", "eval_every=0")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    done = processes.run(*torchrun, "train.py", *asked, env=environment(PYTHONPATH=str(tmp_path)))
     cause = done.stderr.partition("Root Cause")[2]
-    assert "rank      : 1 " in cause and "MemoryError: no more" in cause
+    assert done.returncode != 0 and "rank      : 1 " in cause, done.stderr
+    assert "MemoryError: no more" in cause
 
 
 def test_a_divergence_names_its_rank(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    code = FAILS.replace("raise {error}", "return output._replace(out=output.out * float('nan'))")
-    code = code.replace(
-        "calls.append(1)", "calls.append(1)\n    output = get_backend('naive').fn(*args, **options)"
-    )
-    (tmp_path / "own.py").write_text(code)
+    bad = "return output._replace(out=output.out * float('nan'))"
+    (tmp_path / "own.py").write_text(FAILS.replace("HOW", bad))
     asked = (*SHARED, "attention=own:ATTENTION", "steps=50", "eval_every=0", "diagnose_every=0")
-    done = run_ranks(*tiny(tmp_path / "run", *asked))
+    first, _ = run_ranks(*tiny(tmp_path / "run", *asked))
     ended = summary(tmp_path / "run")
-    assert ended["status"] == "diverged", done[0].output
-    found = ended["diagnosis"]
-    assert (found["rank"], found["layer"], found["tensor"]) == (1, 0, "out")
-    assert found["sequence"] == 2 and "rank 1: layer 0, head 0" in done[0].output
-
-
-def torchrun(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
-    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    return processes.run(*command, *arguments, env=environment(**variables))
+    assert ended["status"] == "diverged", first.output
+    named = {"rank": 1, "layer": 0, "tensor": "out", "sequence": 2}
+    assert ended["diagnosis"].items() >= named.items()
+    assert "rank 1: layer 0, head 0" in first.output
 
 
 def test_a_rank_without_a_gpu_is_refused(monkeypatch):
@@ -415,11 +380,3 @@ def test_a_rank_without_a_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="1 GPUs for 2 ranks.* --nproc-per-node=1"):
         join("cuda")
-
-
-def test_shares():
-    assert [Ranks(rank, 2).rows(6) for rank in range(2)] == [slice(0, 3), slice(3, 6)]
-    pairs = [Ranks(rank, 4, context=2).rows(4) for rank in range(4)]
-    assert pairs == [slice(0, 2), slice(0, 2), slice(2, 4), slice(2, 4)]
-    assert Ranks().rows(6) == slice(0, 6) and Ranks().first and not Ranks().several
-    assert join("cpu") == Ranks() and not distributed.is_initialized()

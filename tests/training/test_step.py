@@ -40,19 +40,18 @@ class Square(SeamedModel):
         return Output((self.weight * x - y).square().mean())
 
 
-def run_of(model: nn.Module, *, grad_clip: float = 0.0, scale: float | None = None):
-    scaled = {} if scale is None else {"init_scale": scale}
+def run_of(model: nn.Module, *, grad_clip: float = 0.0, scale: float = 0.0):
     return SimpleNamespace(
         step_model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        scaler=torch.amp.GradScaler("cpu", enabled=scale is not None, **scaled),
+        scaler=torch.amp.GradScaler("cpu", enabled=scale > 0, init_scale=scale),
         autocast=torch.autocast("cpu", enabled=False),
         config=SimpleNamespace(optim=OptimConfig(grad_clip=grad_clip)),
         ranks=ALONE,
     )
 
 
-@pytest.mark.parametrize("scale", [None, 1024.0], ids=["unscaled", "scaled"])
+@pytest.mark.parametrize("scale", [0.0, 1024.0], ids=["unscaled", "scaled"])
 def test_passes_add_up_to_the_whole_batch(scale):
     x, y = torch.randn(2, 12, dtype=torch.float64)
     whole, parts = Square(), Square()
@@ -78,24 +77,20 @@ def test_an_update_is_made_where_loss_and_norm_are_finite(bad):
     """To the bit the optimizer's own, or none: weights, moments and the count of steps are then as
     before.
     """
-    ours, theirs = ([nn.Parameter(torch.arange(6.0).reshape(2, 3))] for _ in range(2))
-    pair = [torch.optim.AdamW(parameters, lr=0.1, fused=True) for parameters in (ours, theirs)]
+    ours, theirs = (nn.Parameter(torch.arange(6.0).reshape(2, 3)) for _ in range(2))
+    optimizer, other = (torch.optim.AdamW([x], lr=0.1, fused=True) for x in (ours, theirs))
     unscaled = torch.amp.GradScaler("cpu", enabled=False)
-    run = SimpleNamespace(optimizer=pair[0], scaler=unscaled)
+    run = SimpleNamespace(optimizer=optimizer, scaler=unscaled)
+    ours.grad = theirs.grad = torch.linspace(-1, 1, 6).reshape(2, 3)
     for step, norm in enumerate((2.0, float(bad or 2.0))):
-        for parameters in (ours, theirs):
-            parameters[0].grad = torch.linspace(-1, 1, 6).reshape(2, 3)
-        before = copy.deepcopy(pair[0].state_dict())
+        before = copy.deepcopy(optimizer.state_dict()["state"])
         update(run, Figures(step, torch.tensor(1.0), torch.tensor(norm), None))
-        pair[1].step()
-    if bad is None:
-        assert torch.equal(ours[0], theirs[0])
-        return
-    assert not torch.equal(ours[0], theirs[0])
-    for name, x in pair[0].state_dict()["state"][0].items():
-        assert torch.equal(x, before["state"][0][name]), name
-    pair[0].step()  # and goes on as if nothing had been
-    assert torch.equal(ours[0], theirs[0])
+        if step == 0 or bad is None:
+            other.step()
+        assert torch.equal(ours, theirs)
+    if bad is not None:
+        after = optimizer.state_dict()["state"]
+        assert all(torch.equal(x, before[0][name]) for name, x in after[0].items())
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -108,8 +103,8 @@ def test_a_step_that_is_seen_late_is_the_step_it_would_have_been(optimizer):
             taken = [seen for seen, _ in take_steps(stepper)]
         losses[log_every] = {each.step: each.loss for each in taken}
         seen[log_every] = [each.step for each in taken]
-    every = [1, 2, 3, 4, 5, 6]
-    assert seen[1] == every and seen[100] == ([1, 1, 2, 3, 4, 6] if optimizer == "adamw" else every)
+    late = [1, 1, 2, 3, 4, 6] if optimizer == "adamw" else [1, 2, 3, 4, 5, 6]
+    assert (seen[1], seen[100]) == ([1, 2, 3, 4, 5, 6], late)
     assert losses[100].items() <= losses[1].items()
 
 
@@ -117,42 +112,38 @@ def test_a_step_that_is_seen_late_is_the_step_it_would_have_been(optimizer):
 def test_after_a_step_that_diverged_no_weight_moves(log_every):
     """The gradients are those that broke, though the next step's may have replaced them."""
     run = build_run(compose(*TINY, *NEVER, "steps=9", f"log_every={log_every}"))
-    layer, read = run.model.blocks[0].attention, []
+    layer, read, taken, weights = run.model.blocks[0].attention, [], [], []
     with Stepper(run, 0, {}) as stepper:
         passes = stepper.batches.passes
         stepper.batches.passes = lambda step: read.append(step) or passes(step)
         layer.register_forward_hook(lambda *x: x[-1] * (math.nan if read[-1] == 3 else 1))
-        taken = []
         for seen, _ in take_steps(stepper):
-            taken.append(seen)
-            if len(taken) == 3:
-                before = [x.detach().clone() for x in run.model.parameters()]
-    assert taken[-1].step == 4 and [each.diverged for each in taken].index(True) == len(taken) - 1
-    assert len(taken) == (4 if log_every == 1 else 5)
-    assert all(map(torch.equal, run.model.parameters(), before))
+            taken.append((seen.step, seen.diverged))
+            weights.append([x.detach().clone() for x in run.model.parameters()])
+    good = [1, 2, 3] if log_every == 1 else [1, 1, 2, 3]
+    assert taken == [*((step, False) for step in good), (4, True)]
+    assert all(map(torch.equal, run.model.parameters(), weights[2]))
     assert layer.qkv.weight.grad.isnan().any()
 
 
 def test_an_update_counts_as_time_of_the_step_and_what_is_due_does_not(monkeypatch):
     """The clock stands still while a loop looks at a step, but not while it moves the weights."""
     now = 0.0
+
+    def slow(function, seconds):
+        def called(*args, **how):
+            nonlocal now
+            result = function(*args, **how)
+            now += seconds
+            return result
+
+        return called
+
     asked = ("steps=8", "log_every=1", "eval_every=0", "diagnose_every=0")
     with Stepper(build_run(compose(*TINY, *asked)), 0, {}) as stepper:
         monkeypatch.setattr("training.record.speed.perf_counter", lambda: now)
-        move_weights, see = stepper.run.scaler.step, stepper.see
-
-        def slow_update(optimizer):
-            nonlocal now
-            now += 2.0
-            move_weights(optimizer)
-
-        def slow_look(*args, **how):
-            nonlocal now
-            seen = see(*args, **how)
-            now += 100.0
-            return seen
-
-        stepper.run.scaler.step, stepper.see = slow_update, slow_look
+        stepper.run.scaler.step = slow(stepper.run.scaler.step, 2.0)
+        stepper.see = slow(stepper.see, 100.0)
         for _ in take_steps(stepper):
             now += 100.0
     assert stepper.throughput.step_tokens_per_sec == 128 / 2.0
@@ -165,11 +156,9 @@ def test_what_looking_compiles_does_not_count_as_speed(monkeypatch):
     asked = (*NEVER, "steps=9", "log_every=4", "attention.switch_at=4", "attention.switch_to=tiled")
     looked = []
     with Stepper(build_run(compose(*TINY, *asked)), 0, {}) as stepper:
-        model = stepper.run.model
-        layer = model.blocks[0].attention
-        layer.register_forward_hook(
-            lambda *_: looked.append(stepper.step) if model.seam.look is LOOKING else None
+        seam = stepper.run.model.seam
+        stepper.run.model.blocks[0].attention.register_forward_hook(
+            lambda *_: looked.append(stepper.step) if seam.look is LOOKING else None
         )
         list(take_steps(stepper))
-    assert looked == [3, 4, 7, 8, 9]
-    assert stepper.throughput.WARM_UP == 3
+    assert looked == [3, 4, 7, 8, 9] and stepper.throughput.WARM_UP == 3

@@ -15,7 +15,6 @@ from training.loop.step import Stepper
 
 SMALL = ("model.num_layers=2", "model.hidden_size=128", "model.num_heads=2", "seq_len=128")
 SMALL += ("batch_size=4", "steps=12", "log_every=3", "eval_every=0", "diagnose_every=0")
-CUDA = torch.device("cuda")
 
 
 def steps(*settings):
@@ -24,9 +23,8 @@ def steps(*settings):
     with Stepper(run, 0, {}) as stepper:
         for seen, _ in take_steps(stepper):
             rows[seen.step] = (seen.loss, seen.grad_norm, seen.max_scores)
-        graphs = stepper.graphs and stepper.graphs.graphs
-        captured = len(graphs or ())
-    return rows, [x.detach().clone() for x in run.model.parameters()], captured
+        captured = len(stepper.graphs.graphs) if stepper.graphs else 0
+    return rows, [x.detach() for x in run.model.parameters()], captured
 
 
 @pytest.mark.gpu
@@ -70,43 +68,41 @@ def test_a_graph_needs_little_more_memory():
     assert held["auto"] <= 1.2 * held["false"]
 
 
+def choose(backend, settings: str, mode: str) -> bool:
+    config = compose(*settings.split(), f"cuda_graph={mode}")
+    dtype = DTYPES.get(config.dtype, torch.bfloat16)
+    return will_graph(config, backend, dtype=dtype, device=torch.device("cuda"))
+
+
 @pytest.mark.parametrize(
-    ("backend", "settings", "says"),
+    ("name", "settings", "says"),
     [
         ("triton", "compile=false", "not compiled"),
         ("triton", "dtype=fp16", "fp16"),
         ("tiled", "", "attention=tiled"),
-        ("triton", "", None),
-        ("naive", "", None),
     ],
 )
-def test_what_can_be_a_graph(backend, settings, says):
-    config = compose(*settings.split())
-    how = {"dtype": DTYPES.get(config.dtype, torch.bfloat16), "device": CUDA}
-    backend = get_backend(backend)
-    assert will_graph(config, backend, **how) == (says is None)
-    assert not will_graph(replace(config, cuda_graph="false"), backend, **how)
-    asked = replace(config, cuda_graph="true")
-    if says is None:
-        assert will_graph(asked, backend, **how)
-        return
+def test_what_can_be_no_graph(name, settings, says):
+    backend = get_backend(name)
+    assert not choose(backend, settings, "auto") and not choose(backend, settings, "false")
     with pytest.raises(ValueError, match=f"cuda_graph=true: .*{says}"):
-        will_graph(asked, backend, **how)
+        choose(backend, settings, "true")
 
 
 NAIVE = get_backend("naive")
 
 
 @pytest.mark.parametrize(
-    ("backend", "settings"),
+    ("backend", "settings", "auto"),
     [
-        (replace(NAIVE, name="mine"), ""),
-        (replace(NAIVE, fn=lambda q, k, v: q), ""),
-        (NAIVE, "attention.score_mod='tests.user_backends:HALVED'"),
+        (get_backend("triton"), "", True),
+        (NAIVE, "", True),
+        (replace(NAIVE, name="mine"), "", False),
+        (replace(NAIVE, fn=lambda q, k, v: q), "", False),
+        (NAIVE, "attention.score_mod='tests.user_backends:HALVED'", False),
     ],
-    ids=["name", "function", "score_mod"],
+    ids=["triton", "naive", "name", "function", "score_mod"],
 )
-def test_a_users_python_is_a_graph_only_if_the_user_says_so(backend, settings):
-    config, how = compose(*settings.split()), {"dtype": torch.bfloat16, "device": CUDA}
-    assert not will_graph(config, backend, **how)
-    assert will_graph(replace(config, cuda_graph="true"), backend, **how)
+def test_a_users_python_is_a_graph_only_if_the_user_says_so(backend, settings, auto):
+    found = [choose(backend, settings, mode) for mode in ("auto", "true", "false")]
+    assert found == [auto, True, False]

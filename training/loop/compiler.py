@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -62,7 +61,6 @@ def keep_compiled() -> None:
         os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
 
 
-@cache
 def code_of_operators() -> str:
     """The SHA-256 of the code of this project's operators, as it is on the disk."""
     digest = hashlib.sha256()

@@ -1,9 +1,7 @@
 """Held-out loss and accuracy of one set of weights, under its own or any other attention."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from math import log
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,39 +10,6 @@ from attention import Backend, get_backend
 from data.interface import IGNORED
 from model.gpt import GPT
 from training.loop.ranks import ALONE, Ranks
-
-
-def evaluate(
-    model: GPT,
-    *batch: Tensor,
-    accuracy: bool,
-    bytes_per_token: float | None = None,
-    also: Mapping[str, Backend] | None = None,
-    ranks: Ranks = ALONE,
-    **options: Any,
-) -> dict[str, float]:
-    """Returns val/loss in nats, and val/loss_exact of the same weights under exact attention.
-
-    Exact attention gets the model's windows, softcap, ... too. One loss curve does not show that
-    an attention is broken; the difference of the two does. `accuracy` adds val/accuracy and
-    val/accuracy_exact. `bytes_per_token`, of the targets, adds val/bpb and val/bpb_exact, the
-    losses in bits per byte. `also` adds attentions, by the suffix of their columns.
-    See evaluate_under() for the batch and the options.
-    """
-    device = next(model.parameters()).device
-    features = model.attention_features | ({"document_ids"} if len(batch) == 3 else set())
-    exact = exact_attention(model.config.head_dim, device, features)
-    row = {}
-    for suffix, attention in {"": model.backend, "_exact": exact, **(also or {})}.items():
-        loss, share = evaluate_under(
-            model, attention, *batch, accuracy=accuracy, ranks=ranks, **options
-        )
-        row[f"val/loss{suffix}"] = loss
-        if accuracy:
-            row[f"val/accuracy{suffix}"] = share
-        if bytes_per_token is not None:
-            row[f"val/bpb{suffix}"] = loss / log(2) / bytes_per_token
-    return row
 
 
 @contextmanager
@@ -107,5 +72,5 @@ def evaluate_under(
                 logits = model(x, None, *documents, **place).logits
                 sums[i, 1] = int((logits.argmax(-1) == y).sum())
     # summed in the order of the passes, so the result is the same on any number of ranks
-    loss, right = (sum(column) for column in ranks.sum(sums).T.tolist())
-    return loss / count, right / count if accuracy else None
+    loss, right = (sum(column) / count for column in ranks.sum(sums).T.tolist())
+    return loss, right if accuracy else None

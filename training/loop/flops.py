@@ -13,29 +13,20 @@ def flops_per_token(model: GPT, seq_len: int, *, causal: bool = False) -> int:
     multiplied. The output layer's vocab_size * C counts, even if it is tied to the token embedding.
     L, H and Q are num_layers, num_heads and head_dim, T is seq_len: each query meets T keys, though
     a causal mask hides half of them. With causal=True only the visible keys count, (T + 1) / 2 on
-    average, or fewer under a window. Recomputation never counts, and documents packed into one
-    sequence count as one.
+    average. Under a window, the first queries see 1, 2, ..., window keys, the others see window
+    keys. Recomputation never counts, and documents packed into one sequence count as one.
     """
     multiplied = count_parameters(model)
     if model.position_embedding is not None:
         multiplied -= model.position_embedding.weight.numel()
     if model.output_layer is not None:  # otherwise the token embedding is also the output layer
         multiplied -= model.token_embedding.weight.numel()
-    keys_twice = 2 * seq_len * model.config.num_layers
+    keys = seq_len * model.config.num_layers
     if causal:
-        windows = (block.attention.function.get("window") for block in model.blocks)
-        keys_twice = sum(visible_keys_twice(seq_len, window) for window in windows)
-    return round(6 * multiplied + 6 * model.config.hidden_size * keys_twice)
-
-
-def visible_keys_twice(seq_len: int, window: int | None) -> float:
-    """Twice the mean number of keys that a query sees under a causal mask: T + 1, or fewer in a
-    window.
-
-    The first `window` queries see 1, 2, ..., window keys, the others see window keys.
-    """
-    width = min(window or seq_len, seq_len)
-    return width * (2 * seq_len - width + 1) / seq_len
+        windows = (block.attention.function.get("window", seq_len) for block in model.blocks)
+        widths = [min(window, seq_len) for window in windows]
+        keys = sum(width * (2 * seq_len - width + 1) / (2 * seq_len) for width in widths)
+    return round(6 * multiplied + 12 * model.config.hidden_size * keys)
 
 
 def count_parameters(model: nn.Module) -> int:

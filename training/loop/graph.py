@@ -11,6 +11,7 @@ same memory, or none.
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,7 @@ class StepGraphs:
         # every graph leaves them at the same addresses
         self.gradients: list[tuple[nn.Parameter, Tensor]] = []
         self.graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Results]] = {}  # by `look`
+        self.pool: Any = None  # the memory that they share
         self.given_up = False
 
     def __call__(self, run: Run, passes: Sequence[Pass], *, look: bool = False) -> Results:
@@ -74,16 +76,14 @@ class StepGraphs:
 
     def _capture(self, run: Run, *, look: bool) -> bool:
         """Whether there is a graph now; if not, all further steps go without."""
-        others = next(iter(self.graphs.values()), None)
-        pool = None if others is None else others[0].pool()
         needed = torch.cuda.max_memory_allocated() / torch.cuda.get_device_properties().total_memory
-        if pool is None and needed > ROOM:
+        if self.pool is None and needed > ROOM:
             return self._give_up(f"they need {needed:.0%} of the GPU's memory")
         run.optimizer.zero_grad()
         graph = torch.cuda.CUDAGraph()
         try:
             # another thread may copy the next batch to the GPU meanwhile
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                 results = self.compute(run, self.inputs, look=look)
                 if self.gradients:
                     kept = [gradient for _, gradient in self.gradients]
@@ -95,9 +95,8 @@ class StepGraphs:
             generator.graphsafe_set_state(generator.clone_state())
             return self._give_up(str(error).splitlines()[0])
         if not self.gradients:
-            every = run.model.parameters()
-            self.gradients = [(x, x.grad) for x in every if x.grad is not None]
-        self.graphs[look] = graph, results
+            self.gradients = [(x, x.grad) for x in run.model.parameters() if x.grad is not None]
+        self.graphs[look], self.pool = (graph, results), graph.pool()
         return True
 
     def drop(self) -> None:

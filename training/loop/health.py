@@ -3,7 +3,7 @@
 import logging
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import chain
 
@@ -72,11 +72,9 @@ class AttentionMonitor:
         # an attention that computes another function cannot be compared with softmax attention
         if not (self.has_room and self.model.backend.claims_softmax):
             return {}
-        batch = self.run.sequences(step)[0].tensors
-        num_tokens = batch[0].shape[1]
-        loss_scale = self.run.scaler.get_scale() / self.run.config.sequences_per_step
-        loss_scale *= min(MAX_INSPECTED, num_tokens) / num_tokens
-        batch = tuple(x[:1, :MAX_INSPECTED] for x in batch)
+        batch = [x[:1, :MAX_INSPECTED] for x in self.run.sequences(step)[0].tensors]
+        # its part of the loss of the whole step, as float16 has it
+        loss_scale = self.run.scaler.get_scale() * batch[0].numel() / self.run.tokens_per_step
         try:
             with self.run.autocast:
                 return compare_layers(self.model, *batch, loss_scale=loss_scale)
@@ -97,23 +95,21 @@ class AttentionMonitor:
         ranks = self.run.ranks
         with self.run.autocast:
             batches = [each.tensors for each in self.run.sequences(step)]
-            diagnosis, score = diagnose(self.model, batches)
-        if "sequence" in diagnosis:  # make this rank's number that of the step
-            diagnosis["sequence"] += ranks.rows(self.run.config.sequences_per_step).start
+            found, score = diagnose(self.model, batches)
+        if "sequence" in found:  # make this rank's number that of the step
+            found["sequence"] += ranks.rows(self.run.config.sequences_per_step).start
+        # gradients are summed, so they are bad on every rank: the rank to blame is the one whose
+        # own sequences broke
+        by_rank = ranks.gathered(found)
+        tells = [("head" in each, each.get("tensor") == "loss") for each in by_rank]
+        rank = tells.index(max(tells))
+        found = by_rank[rank]
+        if ranks.several:
+            found |= {"rank": rank, "message": f"rank {rank}: {found['message']}"}
         score = max(ranks.gathered(score))
         self._note(step, score)
         history = [list(item) for item in self.scores.items()]
-        scores = {"max_score": score, **self.overflow_steps(), "history": history}
-        return {"step": step} | to_blame(ranks.gathered(diagnosis)) | scores
-
-    def overflow_steps(self) -> dict[str, int | None]:
-        """The first logged step where exp(score) would have overflowed each dtype."""
-        return {
-            f"{dtype_name(dtype)}_overflow_step": next(
-                (step for step, score in self.scores.items() if score > limit), None
-            )
-            for dtype, limit in LIMITS.items()
-        }
+        return {"step": step, **found, "max_score": score, **self._overflows(), "history": history}
 
     def _note(self, step: int, score: float) -> None:
         """Record the score; warn where it is the first to pass a limit of exp."""
@@ -134,44 +130,34 @@ class AttentionMonitor:
 
     def _tell(self) -> None:
         if self.scores:
-            self.summary |= {"max_score": max(self.scores.values()), **self.overflow_steps()}
+            self.summary |= {"max_score": max(self.scores.values()), **self._overflows()}
 
-
-def to_blame(diagnoses: list[Row]) -> Row:
-    """The diagnosis of the rank whose own sequences broke. Gradients are summed over the ranks, so
-    they are bad on every rank.
-    """
-    if len(diagnoses) == 1:
-        return diagnoses[0]
-    tells = [("head" in each, each.get("tensor") == "loss") for each in diagnoses]
-    rank = tells.index(max(tells))
-    found = diagnoses[rank]
-    return found | {"rank": rank, "message": f"rank {rank}: {found['message']}"}
+    def _overflows(self) -> dict[str, int | None]:
+        """The first logged step where exp(score) would have overflowed each dtype."""
+        return {
+            f"{dtype_name(dtype)}_overflow_step": next(
+                (step for step, score in self.scores.items() if score > limit), None
+            )
+            for dtype, limit in LIMITS.items()
+        }
 
 
 def largest_finite(scores: Iterable[float]) -> float:
     return max((score for score in scores if math.isfinite(score)), default=-math.inf)
 
 
-def compare_layers(
-    model: GPT,
-    inputs: Tensor,
-    targets: Tensor,
-    document_ids: Tensor | None = None,
-    *,
-    loss_scale: float = 1.0,
-) -> dict[str, float]:
+def compare_layers(model: GPT, *batch: Tensor, loss_scale: float = 1.0) -> dict[str, float]:
     """attention/{out,dq,dk,dv}_{error,cosine} of the worst layer, against float64 attention.
 
-    Each layer is compared on its own q, k, v and gradient of the output, for the loss of inputs,
-    targets and document_ids (B, N); see compare_with_exact(). float16 needs loss_scale, which
-    multiplies the loss. Takes the memory of an uncompiled forward and backward pass. Gradients of
-    parameters do not change.
+    Each layer is compared on its own q, k, v and gradient of the output, for the loss of this
+    batch: inputs, targets and, with documents, document_ids, each (B, N); see compare_with_exact().
+    float16 needs loss_scale, which multiplies the loss. Takes the memory of an uncompiled forward
+    and backward pass. Gradients of parameters do not change.
     """
     recorder = Recorder(model.backend, keep_calls=True)
     with without_dropout(model), torch.enable_grad():
         with model.using(backend=recorder.backend):
-            loss = model(inputs, targets, document_ids).loss
+            loss = model(*batch).loss
         d_outs = torch.autograd.grad(loss * loss_scale, [call.out for call in recorder.calls])
     layers = [
         compare_with_exact(call.q, call.k, call.v, d_out, backend=model.backend, **call.arguments)
@@ -187,7 +173,7 @@ def compare_layers(
 
 
 @torch.no_grad()
-def diagnose(model: GPT, batches: Iterable[tuple[Tensor, ...]]) -> tuple[Row, float]:
+def diagnose(model: GPT, batches: Sequence[tuple[Tensor, ...]]) -> tuple[Row, float]:
     """Finds what first became non-finite in a diverged step. Returns a diagnosis, and the largest
     finite score of the passes until then.
 
@@ -196,7 +182,6 @@ def diagnose(model: GPT, batches: Iterable[tuple[Tensor, ...]]) -> tuple[Row, fl
     tile_max_score and fate (the output); see attention.Breakdown. batches: the inputs, targets and,
     with documents, document_ids of the step, each (B, N).
     """
-    batches = list(batches)
     # the tile loop shows where an attention breaks; a kernel, only that its output is bad
     loop = _loop_of(model.backend) if batches[0][0].shape[1] <= MAX_INSPECTED else None
     for backend in filter(None, (loop, model.backend)):
@@ -208,9 +193,8 @@ def diagnose(model: GPT, batches: Iterable[tuple[Tensor, ...]]) -> tuple[Row, fl
                     break
         if any(recorder.breakdowns):
             break
-    sizes = [len(batch[0]) for batch in batches]
-    diagnosis = _first_failure(model, recorder, sizes, loss_is_finite)
-    return diagnosis, largest_finite(torch.stack(recorder.max_scores).tolist())
+    found = _first_failure(model, recorder, batches, loss_is_finite)
+    return found, largest_finite(torch.stack(recorder.max_scores).tolist())
 
 
 def _loop_of(kernel: Backend) -> Backend | None:
@@ -224,14 +208,16 @@ def _loop_of(kernel: Backend) -> Backend | None:
     return loop.configured(**options)
 
 
-def _first_failure(model: GPT, recorder: Recorder, sizes: list[int], loss_is_finite: bool) -> Row:
+def _first_failure(
+    model: GPT, recorder: Recorder, batches: Sequence[tuple[Tensor, ...]], loss_is_finite: bool
+) -> Row:
     for call, breakdown in enumerate(recorder.breakdowns):
         if breakdown is None:
             continue
         number, layer = divmod(call, len(model.blocks))
         place = asdict(breakdown)
         place["tile_max_score"] = place.pop("max_score")
-        place["sequence"] += sum(sizes[:number])
+        place["sequence"] += sum(len(inputs) for inputs, *_ in batches[:number])
         output = f"; out is {breakdown.fate} there" if breakdown.queries is not None else ""
         message = f"layer {layer}, head {breakdown.head}: {breakdown}{output}"
         return {"message": message, "layer": layer} | place

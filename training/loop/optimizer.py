@@ -35,40 +35,32 @@ class AdamW(Uncompiled, torch.optim.AdamW):
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> "torch.optim.AdamW | MuonAndAdamW":
-    """AdamW; or with name=muon, Muon for the matrices of model.blocks and AdamW for the rest."""
-    parameters = list(model.parameters())
-    if config.name == "adamw":
-        return build_adamw(parameters, config)
-    linear = [module for module in model.blocks.modules() if isinstance(module, nn.Linear)]
-    groups: dict[tuple[int, ...], list[nn.Parameter]] = {}
-    for module in linear:
-        groups.setdefault(getattr(module, "rows", ()), []).append(module.weight)
+    """AdamW; or with name=muon, Muon for the matrices of model.blocks and AdamW for the rest.
+
+    AdamW's weight decay is on matrices only. Biases and norm gains have one dimension: decay would
+    pull their layers towards zero output.
+    """
+    stacks: dict[tuple[int, ...], list[nn.Parameter]] = {}  # Muon's, by the rows of their matrices
+    for module in model.blocks.modules() if config.name == "muon" else ():
+        if isinstance(module, nn.Linear):
+            stacks.setdefault(getattr(module, "rows", ()), []).append(module.weight)
+    taken = {id(weight) for weights in stacks.values() for weight in weights}
+    rest = [x for x in model.parameters() if id(x) not in taken]
+    groups = [
+        {"params": [x for x in rest if x.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [x for x in rest if x.dim() < 2], "weight_decay": 0.0},
+    ]
+    adamw = AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+    if not stacks:
+        return adamw
     muon = Muon(
-        [{"params": matrices, "rows": rows} for rows, matrices in groups.items()],
+        [{"params": weights, "rows": rows} for rows, weights in stacks.items()],
         lr=config.lr,
         weight_decay=config.weight_decay,
         momentum=MOMENTUM,
         adjust_lr_fn="match_rms_adamw",
     )
-    matrices = {id(module.weight) for module in linear}
-    return MuonAndAdamW(muon, build_adamw([p for p in parameters if id(p) not in matrices], config))
-
-
-def build_adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only.
-
-    Biases and norm gains have one dimension: decay would pull their layers towards zero output.
-    """
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return AdamW(
-        groups,
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        fused=True,
-    )
+    return MuonAndAdamW(muon, adamw)
 
 
 class Muon(Uncompiled, torch.optim.Muon):

@@ -1,15 +1,12 @@
 """init_from=: the weights that a run begins with.
 
-    init_from=gpt2                      a name on the Hugging Face hub, or in this machine's cache
-    init_from=FOLDER                    model.safetensors, shards with their index, or
-                                        pytorch_model.bin; and config.json
-    init_from=FILE                      one file; a config.json beside it is read too. Files of a
-                                        training tool are .pt or .ckpt, such as nanoGPT's ckpt.pt
-
-First a connection to the hub is tried, because huggingface_hub alone would wait much longer.
+init_from=gpt2                      a name on the Hugging Face hub, or in this machine's cache
+init_from=FOLDER                    model.safetensors, shards with their index, or
+                                    pytorch_model.bin; and config.json
+init_from=FILE                      one file; a config.json beside it is read too. Files of a
+                                    training tool are .pt or .ckpt, such as nanoGPT's ckpt.pt
 """
 
-import json
 import logging
 import os
 import re
@@ -20,11 +17,10 @@ import torch
 from torch import Tensor
 
 from data import Tokenizer
-from data.network import answers
 from data.token_file import sha256_of
 from data.tokenizer_json import has_vocabulary
 from model import GPT, load_hugging_face
-from training.record.files import Row
+from training.record.files import Row, read_mapping
 
 log = logging.getLogger("tilegpt")
 
@@ -46,24 +42,21 @@ class Pretrained(NamedTuple):
     name: str
     files: list[Path]
 
-    def beside(self, name: str) -> Row | None:
-        """The content of a file of JSON beside the weights, if there is one."""
-        path = self.files[0].with_name(name)
-        return read_json(path) if path.is_file() else None
-
     def load_into(self, model: GPT, tokenizer: Tokenizer | None = None) -> Row:
         """Load the weights; returns what a run records of them: their name, and the SHA-256 of each
         file. Raises ValueError if they do not fit the model. A warning says if a tokenizer.json
         beside them gives other tokens than `tokenizer`.
         """
-        theirs = self.beside(TOKENIZER)
-        if theirs is not None and tokenizer and not has_vocabulary(theirs, tokenizer):
+        words, config = (self.files[0].with_name(name) for name in (TOKENIZER, SETTINGS))
+        if words.is_file() and tokenizer and not has_vocabulary(read_mapping(words), tokenizer):
             log.warning(
-                f"{self.files[0].with_name(TOKENIZER)} gives other tokens than "
-                f"tokenizer={tokenizer.name}, so this run begins with the weights of other words"
+                f"{words} gives other tokens than tokenizer={tokenizer.name}, so this run begins "
+                "with the weights of other words"
             )
-        tensors, settings = {}, self.beside(SETTINGS)
+        tensors, settings = {}, read_mapping(config)
         try:
+            if config.is_file() and not settings:
+                raise ValueError(f"{config} is damaged, or holds no settings by name")
             for file in self.files:
                 content = read_weights(file)
                 if isinstance(content.get("model_args"), dict):
@@ -129,7 +122,7 @@ def find_pretrained(name: str) -> Pretrained:
 
 def shards_of(index: Path) -> list[Path]:
     """The files that an index lists. Raises ValueError for none, or one that is not beside it."""
-    where = read_json(index).get("weight_map")
+    where = read_mapping(index).get("weight_map")
     names = set(where.values()) if isinstance(where, dict) else set()
     shards = sorted(file for file in index.parent.iterdir() if file.name in names)
     if not shards or len(shards) < len(names):
@@ -139,34 +132,17 @@ def shards_of(index: Path) -> list[Path]:
 
 def hub_folder(name: str) -> Path:
     """The files of a model on the hub; those of this machine's cache if the hub is silent."""
-    import huggingface_hub
-    from huggingface_hub import constants
+    from huggingface_hub import snapshot_download
 
-    offline = bool(constants.HF_HUB_OFFLINE) or not answers(constants.ENDPOINT)
     try:
         for weights in ("model*.safetensors*", "pytorch_model*.bin*"):
-            folder = huggingface_hub.snapshot_download(
-                name, allow_patterns=[weights, SETTINGS, TOKENIZER], local_files_only=offline
-            )
-            if any(Path(folder).glob(weights)):
+            folder = Path(snapshot_download(name, allow_patterns=[weights, SETTINGS, TOKENIZER]))
+            if any(folder.glob(weights)):
                 break
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        if offline:
-            reason = (
-                f"it is not in this machine's cache, and {constants.ENDPOINT} is silent or "
-                f"HF_HUB_OFFLINE is set; download it elsewhere (hf download {name} --local-dir "
-                "FOLDER) and add init_from=FOLDER"
-            )
-        raise ValueError(f"init_from={name}: it is no folder here; {reason}") from error
-    return Path(folder)
-
-
-def read_json(path: Path) -> Row:
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, and not settings by name")
-    return content
+        raise ValueError(
+            f"init_from={name}: it is no folder here; {' '.join(str(error).split())} Without a "
+            f"network, download it elsewhere (hf download {name} --local-dir FOLDER) and add "
+            "init_from=FOLDER"
+        ) from error
+    return folder

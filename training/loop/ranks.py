@@ -10,11 +10,13 @@ its argument.
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from training.record.starts import differences
 
 if TYPE_CHECKING:
     import torch
@@ -100,8 +102,10 @@ class Ranks:
     def largest_of(self, row: dict[str, float | None]) -> dict[str, float | None]:
         """Each figure's maximum over all ranks; None for a figure that they lack."""
         rows = self.gathered(row)
-        known = {key: [each[key] for each in rows if each[key] is not None] for key in row}
-        return {key: max(values, default=None) for key, values in known.items()}
+        return {
+            key: max((each[key] for each in rows if each[key] is not None), default=None)
+            for key in row
+        }
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
@@ -111,14 +115,19 @@ class Ranks:
 
         return bool(self.sum(torch.tensor(int(flag))))
 
-    def check_same(self, values: Mapping[str, Any]) -> None:
-        """Raise ValueError if ranks have different values: they would train different models."""
-        first, *others = self.gathered(dict(values))
+    def check_same(self, config: "RunConfig", fingerprint: str) -> None:
+        """Raise ValueError if ranks have different settings or data: they would train different
+        models. Only files may be elsewhere, and another logger may be chosen.
+        """
+        own = {"resume": None, "init_from": None, "logger": None, "fingerprint": fingerprint}
+        settings = asdict(config) | own
+        del settings["data"]["path"]
+        first, *others = self.gathered(settings)
         for rank, other in enumerate(others, start=1):
-            for key, value in first.items():
-                if other[key] != value:
-                    differ = f"{value} on rank 0, and {other[key]} on rank {rank}"
-                    raise ValueError(f"all ranks need the same {key}: {differ}")
+            for key, (here, there) in differences(first, other).items():
+                raise ValueError(
+                    f"all ranks need the same {key}: {here} on rank 0, and {there} on rank {rank}"
+                )
 
     def seed_step(self, seed: int, step: int) -> None:
         """Seed dropout. Ranks get different seeds; a resumed run gets the same ones again."""
@@ -206,13 +215,13 @@ def of_environment() -> Ranks:
     return Ranks(rank, world, local_rank, int(variables.get("LOCAL_WORLD_SIZE", world)))
 
 
-def join(device: str, context: int = 1, settings: Mapping[str, Any] | None = None) -> Ranks:
+def join(device: str, context: int = 1) -> Ranks:
     """Meet the other ranks; on CUDA, take the GPU of this rank. Does nothing if it is alone.
 
     Each `context` consecutive ranks share their sequences.
 
-    Raises ValueError for a number of ranks that is no multiple of `context`, for more ranks than
-    GPUs on this host, and for ranks with other `settings`.
+    Raises ValueError for a number of ranks that is no multiple of `context`, and for more ranks
+    than GPUs on this host.
     """
     ranks = replace(of_environment(), context=context)
     if ranks.world % context:
@@ -236,8 +245,6 @@ def join(device: str, context: int = 1, settings: Mapping[str, Any] | None = Non
     if not distributed.is_initialized():
         kinds = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         distributed.init_process_group(kinds, timeout=TIMEOUT)
-    # before the first message of the model: gloo aborts where sizes differ
-    ranks.check_same(settings or {})
     if context > 1:
         from attention.ranks import share
 
@@ -247,13 +254,9 @@ def join(device: str, context: int = 1, settings: Mapping[str, Any] | None = Non
 
 def check_shares(config: "RunConfig", ranks: Ranks, backends: "Iterable[Backend]") -> None:
     """Raise ValueError for a step that the ranks cannot share equally."""
-    context, size = ranks.context, config.batch_size
-    for backend in backends:
-        if context > 1 and backend.module is not None:
-            raise ValueError(
-                f"parallel.context={context} gives each rank some heads, and attention="
-                f"{backend.name} has parameters for all of them; leave out parallel.context"
-            )
+    context, step, unit = ranks.context, "batch_size", ranks.data
+    if config.tokens_per_step is not None:
+        step, unit = "tokens_per_step", ranks.data * config.batch_size * config.seq_len
     divided = {
         "seq_len": config.seq_len,
         "model.num_heads": config.model.num_heads,
@@ -262,16 +265,16 @@ def check_shares(config: "RunConfig", ranks: Ranks, backends: "Iterable[Backend]
     for key, count in divided.items():
         if count % context:
             raise ValueError(f"parallel.context={context} must divide {key}={count}")
-    tokens, of_all = config.tokens_per_step, ranks.data * size * config.seq_len
-    if tokens is None and size % ranks.data:
+    if (count := getattr(config, step)) % unit:
         raise ValueError(
-            f"batch_size={size} is shared by {ranks.data} ranks, and must divide among them"
+            f"{step}={count} is shared by {ranks.data} ranks, and must be a multiple of {unit}"
         )
-    if tokens is not None and tokens % of_all:
-        raise ValueError(
-            f"tokens_per_step={tokens} must be a multiple of ranks * batch_size * seq_len = "
-            f"{ranks.data} * {size} * {config.seq_len} = {of_all}"
-        )
+    for backend in backends:
+        if context > 1 and backend.module is not None:
+            raise ValueError(
+                f"parallel.context={context} gives each rank some heads, and attention="
+                f"{backend.name} has parameters for all of them; leave out parallel.context"
+            )
 
 
 def leave() -> None:

@@ -1,5 +1,7 @@
-"""A run as an object: its parts on their device, ready for the first step."""
+"""A run as an object: its parts on their device, ready for the first step; and how it is built."""
 
+import logging
+import math
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -7,18 +9,29 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from attention import Backend
+from attention import Backend, dtype_name
 from config import RunConfig
-from data.interface import TrainingData
+from data import TrainingData, build_data
 from data.prefetch import Pass, Prefetcher
 from model import GPT, sample_text
-from training.loop.device import autocast_to
-from training.loop.evaluate import evaluate
-from training.loop.optimizer import MuonAndAdamW
-from training.loop.ranks import ALONE, Ranks
+from training.loop.compiler import importing_torch_compile
+from training.loop.device import autocast_to, pick_device, pick_dtype, set_deterministic
+from training.loop.evaluate import evaluate_under, exact_attention
+from training.loop.flops import count_parameters
+from training.loop.optimizer import MuonAndAdamW, build_optimizer
+from training.loop.pretrained import find_pretrained
+from training.loop.ranks import ALONE, Ranks, check_shares, join
+from training.loop.schedule import (
+    attention_schedule,
+    needed_features,
+    run_compiles,
+    schedule_summary,
+)
 from training.record.clock import phase
 from training.record.environment import environment
 from training.record.files import Row
+
+log = logging.getLogger("tilegpt")
 
 
 @dataclass
@@ -103,19 +116,29 @@ class Run:
 
     @phase("evaluating")
     def evaluate(self, switch_to: Backend | None = None) -> dict[str, float]:
-        """val/loss and the like on the held-out sequences, by loop/evaluate.py; with another
-        attention also val/loss_switched.
+        """Returns val/loss in nats of the held-out sequences, and val/loss_exact of the same
+        weights under exact attention; with another attention also val/loss_switched.
+
+        Exact attention gets the model's windows, softcap, ... too. One loss curve does not show
+        that an attention is broken; the difference of the two does. val/accuracy and val/bpb, the
+        loss in bits per byte, are added where the data have them.
         """
-        return evaluate(
-            self.model,
-            *self.held_out,
-            batch_size=self.batch_size,
-            autocast=self.autocast,
-            accuracy=self.data.metric == "accuracy",
-            bytes_per_token=self.bytes_per_token,
-            ranks=self.ranks,
-            also={"_switched": switch_to} if switch_to else {},
-        )
+        head_dim, needed = self.config.model.head_dim, needed_features(self.config)
+        exact = exact_attention(head_dim, self.device, needed)
+        attentions = {"": self.model.backend, "_exact": exact}
+        if switch_to is not None:
+            attentions["_switched"] = switch_to
+        how = {"batch_size": self.batch_size, "autocast": self.autocast, "ranks": self.ranks}
+        how["accuracy"] = self.data.metric == "accuracy"
+        row = {}
+        for suffix, attention in attentions.items():
+            loss, accuracy = evaluate_under(self.model, attention, *self.held_out, **how)
+            row[f"val/loss{suffix}"] = loss
+            if accuracy is not None:
+                row[f"val/accuracy{suffix}"] = accuracy
+            if self.bytes_per_token is not None:
+                row[f"val/bpb{suffix}"] = loss / math.log(2) / self.bytes_per_token
+        return row
 
     def sample(self) -> str | None:
         """A text by the model; None if its tokens are not text, or sample_tokens=0."""
@@ -125,3 +148,53 @@ class Run:
         how = {"max_new_tokens": count, "seed": self.config.seed}
         with self.autocast, phase("sampling"):
             return sample_text(self.model, tokenizer, "def ", **how)
+
+
+def build_run(config: RunConfig, summary: Row | None = None) -> Run:
+    """Build everything that `config` describes.
+
+    `summary` is filled along the way, so that an error loses nothing. Raises ValueError for what
+    can be refused before the first step: an unusable device, dtype, attention or data source.
+    """
+    summary = {} if summary is None else summary
+    device = pick_device(config.device)
+    ranks = join(device.type, config.parallel.context)
+    if ranks.several:
+        summary["ranks"] = ranks.world
+        if device.type == "cuda":  # plain "cuda" depends on the thread
+            device = torch.device("cuda", ranks.local_rank)
+    dtype = pick_dtype(config.dtype, device)
+    set_deterministic(config.deterministic)
+    summary |= {"device": device.type, "dtype": dtype_name(dtype)}
+
+    where = {"dtype": dtype, "device": device}
+    schedule = attention_schedule(config, **where)
+    check_shares(config, ranks, schedule.values())
+    summary |= schedule_summary(config, schedule, **where)
+
+    pretrained = None
+    with ranks.first_goes_first():
+        if config.init_from and not config.resume:  # resumed, it has the weights of its checkpoint
+            pretrained = find_pretrained(config.init_from)
+        data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
+    log.info(data.description)
+    ranks.check_same(config, data.fingerprint)
+    torch.manual_seed(config.seed)
+    with importing_torch_compile(run_compiles(config, schedule[0], device.type)):
+        made = {"vocab_size": data.vocab_size, "backend": schedule[0]}
+        model = GPT(config.model, **made, attention=config.attention).to(device)
+    init_from = pretrained.load_into(model, data.tokenizer) if pretrained else None
+    summary |= {"parameters": count_parameters(model), "data": data.fingerprint}
+
+    return Run(
+        config,
+        device,
+        dtype,
+        schedule,
+        data,
+        model,
+        optimizer=build_optimizer(model, config.optimizer()),
+        scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16),
+        ranks=ranks,
+        init_from=init_from,
+    )

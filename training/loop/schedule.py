@@ -38,10 +38,6 @@ GPU_BLOCK_Q = 4096
 ASKS_NOTHING = ("triton",)
 
 
-# the feature of an attention that each setting of the layers' function needs
-FEATURES = {"window": "window", "softcap": "softcap", "score_mod": "score_mod", "sinks": "lse"}
-
-
 def asked_attention(chosen: AttentionConfig) -> dict[int, tuple[str, dict[str, Any]]]:
     """Name and options by the step after which the attention is used."""
     asked = {0: (chosen.name, chosen.backend_options())}
@@ -69,9 +65,9 @@ def chosen_attention(chosen: AttentionConfig) -> dict[int, Backend]:
 def needed_features(config: RunConfig) -> dict[str, str]:
     """The features that a run's attention must have, each with the setting that needs it."""
     needed = {
-        FEATURES[key]: f"attention.{key}={as_typed(value)}"
+        "lse" if key == "sinks" else key: f"attention.{key}={as_typed(value)}"
         for key, value in config.attention.function().items()
-        if key in FEATURES
+        if key != "pattern"
     }
     if config.data.documents:
         needed["document_ids"] = "data.documents=true"
@@ -140,42 +136,34 @@ def check_model(
 
     A user's own attention or score_mod is run to find out.
     """
-    each = layer_functions(config.attention, config.model)
-    by_window = {function.get("window"): function for function in each}
+    functions = layer_functions(config.attention, config.model)
+    by_window = {function.get("window"): function for function in functions}.values()
     if name := config.attention.score_mod:
         check_score_mod(get_score_mod(name), name, config.model.num_heads, device)
     for backend in schedule.values():
         backend.check_model(**config.model.attention_sizes, dtype=dtype, device=device)
         will_graph(config, backend, dtype=dtype, device=device)
-        for function in by_window.values():
-            if ":" in backend.name or "score_mod" in function:  # pkg.module:NAME
-                try_in_layer(config, backend, function, dtype=dtype, device=device)
+        if ":" in backend.name or config.attention.score_mod is not None:  # pkg.module:NAME
+            for function in by_window:
+                layer = CausalSelfAttention(config.model, Seam(backend), function)
+                layer.own = own_module(backend, config.model, layer=0)
+                try_in_layer(layer.to(device), config, dtype)
 
 
-def try_in_layer(
-    config: RunConfig,
-    backend: Backend,
-    function: dict[str, Any],
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    """try_out() with what a layer of the model hands to its attention in the first step. Two
-    sequences are enough: more have the same strides.
+def try_in_layer(layer: CausalSelfAttention, config: RunConfig, dtype: torch.dtype) -> None:
+    """try_out() with what this layer hands to its attention in the first step. Two sequences are
+    enough: more have the same strides.
     """
-    layer = CausalSelfAttention(config.model, Seam(backend), function)
-    layer.own = own_module(backend, config.model, layer=0)
-    layer.to(device)
+    shape, device = config.model, layer.qkv.weight.device
     sizes = min(config.batch_size, 2), config.seq_len, layer.qkv.out_features
     qkv = torch.randn(sizes, generator=torch.Generator().manual_seed(0))
-    qkv = qkv.to(device, dtype).requires_grad_()
-    rope, shape = None, config.model
+    qkv, rope = qkv.to(device, dtype).requires_grad_(), None
     if shape.positions == "rope":
         positions = torch.arange(config.seq_len, device=device)
         rope = rope_tables(positions, head_dim=shape.head_dim, theta=shape.rope_theta)
     with autocast_to(dtype, device):
         heads = layer.heads(qkv, rope)
-    try_out(backend, *heads, module=layer.own, **layer.function)
+    try_out(layer.seam.backend, *heads, module=layer.own, **layer.function)
 
 
 def attention_schedule(
@@ -185,14 +173,14 @@ def attention_schedule(
     is broken on purpose.
     """
     chosen, schedule = config.attention, check_schedule(config)
-    for step, (name, options) in asked_attention(chosen).items():
-        suited = schedule[step]
-        if device.type == "cuda":
-            suited = suit_gpu(config, suited, options)
+    where = {"dtype": dtype, "device": device}
+    asked = asked_attention(chosen) if device.type == "cuda" else {}
+    for step, (name, options) in asked.items():
+        suited = suit_gpu(config, schedule[step], options)
         if suited is schedule[step]:
             continue
         try:
-            check_model(config, {step: suited}, dtype=dtype, device=device)
+            check_model(config, {step: suited}, **where)
             schedule[step] = suited
         except ValueError as error:  # tiles that are too small for a kernel, say
             log.info(f"attention={name} runs as on a CPU: {error}")
@@ -201,7 +189,7 @@ def attention_schedule(
             f"attention.switch_to={chosen.switch_to} without attention.switch_at=STEP: this run "
             "keeps its attention"
         )
-    check_model(config, schedule, dtype=dtype, device=device)
+    check_model(config, schedule, **where)
     for backend in schedule.values():
         if backend.defect is not None:
             log.warning(f"attention={backend.name} is broken on purpose: {backend.defect}")
@@ -274,28 +262,30 @@ def schedule_summary(
     config: RunConfig, schedule: dict[int, Backend], *, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Any]:
     """The schedule for summary.json: attention, defect, exact, options; for a switch also
-    switch_at, ...
+    switch_at, ...; function, what the layers compute under any attention.
 
     defect: whether an attention of it is broken on purpose; exact: whether all claim softmax. If
     the first attention has several kernels, also the one that runs.
     """
-    (_, first), *later = schedule.items()
-    every = schedule.values()
+    chosen, first, every = config.attention, schedule[0], schedule.values()
     row = {
         "attention": first.name,
         "defect": any(backend.defect is not None for backend in every),
         "exact": all(backend.exact for backend in every),
         "options": dict(first.options),
     }
-    chosen, kernel = config.attention, None
-    if chosen.softcap is not None:
-        kernel = SOFTCAP
-    elif chosen.score_mod is not None:
-        kernel = get_score_mod(chosen.score_mod).kernel
-    sizes = {"head_dim": config.model.head_dim, "score_mod": kernel or ""}
+    mod = SOFTCAP if chosen.softcap is not None else ""
+    if chosen.score_mod is not None:
+        mod = get_score_mod(chosen.score_mod).kernel or ""
+    sizes = {"head_dim": config.model.head_dim, "score_mod": mod}
     if choice := kernel_choice(first, dtype=dtype, device=device, **sizes):
         row |= {"kernel": choice.kernel, "kernel_reason": choice.reason}
-    for step, backend in later:
-        row |= {"switch_at": step, "switch_to": backend.name}
-        row["switch_options"] = dict(backend.options)
+        if device.type == "cuda":
+            log.info(f"attention={first.name} runs the {choice.kernel} kernels: {choice.reason}")
+    if chosen.switch_at is not None:
+        second = schedule[chosen.switch_at]
+        row |= {"switch_at": chosen.switch_at, "switch_to": second.name}
+        row["switch_options"] = dict(second.options)
+    if function := chosen.function():
+        row["function"] = function
     return row

@@ -14,9 +14,8 @@ whose loss or norm is not finite, and the update after it was never queued.
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import cached_property
 from math import inf, isfinite
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -106,40 +105,37 @@ class Figures:
         tensors = [self.on_device] if scores is None else [self.on_device, scores]
         # from a GPU, into pinned memory
         self._host = [x.to("cpu", non_blocking=True) for x in tensors]
-        self._arrived = torch.cuda.Event() if loss.is_cuda else None
-        if self._arrived is not None:
-            self._arrived.record()
+        self._arrived = torch.cuda.current_stream().record_event() if loss.is_cuda else None
 
-    @cached_property
-    def _values(self) -> list[Any]:
-        """[loss, norm], and with scores those of each layer and head."""
+    def _read(self, index: int) -> list[Any]:
         if self._arrived is not None:
             self._arrived.synchronize()
-        return [x.tolist() for x in self._host]
+        return self._host[index].tolist()
 
     @property
     def loss(self) -> float:
-        return self._values[0][0]
+        return self._read(0)[0]
 
     @property
     def grad_norm(self) -> float:
-        return self._values[0][1]
+        return self._read(0)[1]
 
     @property
     def max_scores(self) -> list[list[float]] | None:
         """Of each layer and head; None if the step did not look."""
-        return self._values[1] if len(self._host) > 1 else None
+        return self._read(1) if len(self._host) > 1 else None
 
 
-class Stepper:
+class Stepper(ExitStack):
     """Runs gradients() and update() of each step: timed, measured, and on a GPU as CUDA graphs
-    where that is possible. A context manager that ends the reading of batches.
+    where that is possible. As a context manager it ends the reading of batches.
 
     done: steps that an earlier start has taken. stop: a context manager that hears signals, with
     `requested`: whether one came.
     """
 
     def __init__(self, run: Run, done: int, summary: Row, *, stop: Any = None) -> None:
+        super().__init__()
         self.run, self.summary, self.stop = run, summary, stop
         self.step = done  # the newest
         self.batches = run.batches()
@@ -148,8 +144,10 @@ class Stepper:
         self.peaks: Row | None = {}  # of the memory, from a look until the next step begins
         self.memory = MemoryMeter(run.device, run.ranks.largest_of)
         length, peak = run.config.seq_len, peak_flops(run.device, run.dtype)
-        flops = {"mfu": flops_per_token(run.model, length)}
-        flops["mfu_causal"] = flops_per_token(run.model, length, causal=True)
+        flops = {
+            "mfu": flops_per_token(run.model, length),
+            "mfu_causal": flops_per_token(run.model, length, causal=True),
+        }
         peak = peak and peak * run.ranks.world
         self.throughput = Throughput(run.device, flops_per_token=flops, peak=peak)
         summary["compiled"] = self._prepare(backend_after(run.schedule, done))
@@ -175,21 +173,16 @@ class Stepper:
         self.looking_step = self.step + 3
         return compiled
 
-    def __enter__(self) -> "Stepper":
-        with ExitStack() as stack:
-            stack.enter_context(cpu_memory_limit())
-            if self.stop is not None:
-                # a signal may come as late as here, and ends a sweep too
-                stack.callback(lambda: self.summary.update(stopped=self.stop.requested))
-                stack.enter_context(self.stop)
-            stack.enter_context(self.batches)
-            # an error's traceback may still refer to it
-            stack.callback(lambda: self.graphs and self.graphs.drop())
-            self._open = stack.pop_all()
+    def __enter__(self) -> Self:
+        self.enter_context(cpu_memory_limit())
+        if self.stop is not None:
+            # a signal may come as late as here, and ends a sweep too
+            self.callback(lambda: self.summary.update(stopped=self.stop.requested))
+            self.enter_context(self.stop)
+        self.enter_context(self.batches)
+        # an error's traceback may still refer to it
+        self.callback(lambda: self.graphs and self.graphs.drop())
         return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._open.__exit__(*error)
 
     def stopping(self) -> bool:
         """Whether a signal came, to any rank: one that stops alone leaves the others waiting."""
@@ -219,23 +212,17 @@ class Stepper:
         with phase("training"), self._measured():
             return part(self.run, *args, **how)
 
-    def runs_ahead(self, due: Due, *, last: bool) -> bool:
-        """Whether a GPU can work on while the host looks at the step before."""
-        return skips_by_itself(self.run) and not (last or any(due))
-
     @phase("training")
     def see(self, now: Figures, due: Due, *, last: bool) -> Figures:
         """Wait for a step: for `now`, or for the step before it while a GPU works on `now`. Returns
         whichever diverged first. If something is due the clock stands still until the update.
         """
         before, self.before = self.before, now
-        late = before is not None and self.runs_ahead(due, last=last)
-        for seen in (before,) if late else (before, now):
-            if seen is not None and self._diverged(seen):
-                break
-        if last or any(due) or seen.diverged:
+        late = before is not None and skips_by_itself(self.run) and not (last or any(due))
+        seen = before if before is not None and (late or self._diverged(before)) else now
+        if self._diverged(seen) or last or any(due):
             self.throughput.pause()
-        if due.log or due.compare or due.evaluate or seen.diverged:
+        if seen.diverged or due.log or due.compare or due.evaluate:
             self.peaks = self.memory.row()
         if seen.diverged and seen is not now:
             # the gradients of `now` have replaced those that broke; the weights are still the same
@@ -244,24 +231,25 @@ class Stepper:
 
     def _diverged(self, seen: Figures) -> bool:
         if seen.diverged is None:
-            bad = not isfinite(seen.grad_norm)
-            if self.run.scaler.is_enabled():
-                # it causes infinite gradients on purpose; only a collapsed scale is an error
-                bad = self.run.scaler.get_scale() < 1
-            seen.diverged = bad or not isfinite(seen.loss)
+            # a GradScaler causes infinite gradients on purpose; only a collapsed scale is an error
+            scaler, bad_norm = self.run.scaler, not isfinite(seen.grad_norm)
+            broke = scaler.get_scale() < 1 if scaler.is_enabled() else bad_norm
+            seen.diverged = broke or not isfinite(seen.loss)
         return seen.diverged
 
     def row(self, seen: Figures, due: Due) -> Row:
         """End a step. Returns its figures that are due, and memory and speed since the last row."""
-        row, config = dict(self.peaks or {}), self.run.config
+        row: Row = {}
         if not seen.diverged:
             self.throughput.step(self.run.tokens_per_step)
         if any(due):
             self.throughput.pause()
         if self.peaks:
+            row |= self.peaks
             self.summary |= self.memory.summary
             self.summary["step_tokens_per_sec"] = self.throughput.step_tokens_per_sec
         if due.log:
+            config = self.run.config
             lr = learning_rate(seen.step - 1, config.steps, config.optimizer())
             row |= {"train/loss": seen.loss, "lr": lr, "grad_norm": seen.grad_norm}
             row |= self.throughput.row()
@@ -269,8 +257,9 @@ class Stepper:
 
     def _measured(self) -> AbstractContextManager:
         """Measures the memory of a CPU, if this is the step to measure."""
-        if self.step != self.measured_step or self.run.device.type != "cpu":
+        run = self.run
+        if self.step != self.measured_step or run.device.type != "cpu":
             return nullcontext()
-        weights = [*self.run.model.parameters(), *self.run.model.buffers()]
-        held = [weight.grad for weight in weights], self.run.optimizer.state_dict()["state"]
-        return self.memory.measured(weights, *held, self.batch)
+        weights = [*run.model.parameters(), *run.model.buffers()]
+        held = weights, [each.grad for each in weights], run.optimizer.state_dict()["state"]
+        return self.memory.measured(*held, self.batch)
