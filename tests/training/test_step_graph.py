@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from attention import get_backend
+from tests.command import finish, start, summary, tiny
 from tests.steps import take_steps
 from training import build_run, compose
 from training.loop.device import DTYPES
@@ -41,8 +42,6 @@ def steps(*settings):
         # the user's Python runs each time, unless the user says otherwise
         ("attention=tests.user_backends:RIGHT", 0),
         ("attention=tests.user_backends:RIGHT cuda_graph=true", 1),
-        # asks the GPU in the middle of the capture, which ends it; the next step draws dropout
-        ("attention=tests.user_backends:ASKS_THE_GPU cuda_graph=true model.dropout=0.1", 0),
     ],
 )
 def test_a_graph_changes_no_bit(settings, captured):
@@ -53,6 +52,15 @@ def test_a_graph_changes_no_bit(settings, captured):
     assert (replayed, none) == (captured, 0)
     assert rows == expected
     assert all(map(torch.equal, weights, other))
+
+
+@pytest.mark.gpu
+def test_an_attention_that_asks_the_gpu_cannot_be_a_graph(tmp_path):
+    """In a process of its own: PyTorch 2.11 does not recover from a failed capture."""
+    settings = ("attention=tests.user_backends:ASKS_THE_GPU", "cuda_graph=true", "steps=8")
+    done = finish(start(*tiny(tmp_path, "device=cuda", *settings)))
+    assert done.code == 1 and "cuda_graph=false" in done.output
+    assert summary(tmp_path)["status"] == "failed"
 
 
 @pytest.mark.gpu

@@ -75,10 +75,12 @@ class StepGraphs:
         return results
 
     def _capture(self, run: Run, *, look: bool) -> bool:
-        """Whether there is a graph now; if not, all further steps go without."""
+        """Whether there is a graph now; without the memory for it, all further steps go without."""
         needed = torch.cuda.max_memory_allocated() / torch.cuda.get_device_properties().total_memory
         if self.pool is None and needed > ROOM:
-            return self._give_up(f"they need {needed:.0%} of the GPU's memory")
+            log.info(f"the steps are no CUDA graph: they need {needed:.0%} of the GPU's memory")
+            self.drop()
+            return False
         run.optimizer.zero_grad()
         graph = torch.cuda.CUDAGraph()
         try:
@@ -88,12 +90,15 @@ class StepGraphs:
                 if self.gradients:
                     kept = [gradient for _, gradient in self.gradients]
                     torch._foreach_copy_(kept, [parameter.grad for parameter, _ in self.gradients])
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
-            # PyTorch 2.11 leaves the generator of dropout in its capturing state, in which it
-            # refuses to draw; a copy of the state is not
-            generator = torch.cuda.default_generators[torch.cuda.current_device()]
-            generator.graphsafe_set_state(generator.clone_state())
-            return self._give_up(str(error).splitlines()[0])
+            # nothing can go on: random numbers and pinned memory of PyTorch 2.11 stay in the state
+            # of a capture. Its end fails too, and hides why
+            why = str(error.__context__ or error).splitlines()[0]
+            raise RuntimeError(
+                f"the steps cannot be a CUDA graph: {why}; cuda_graph=false trains without one"
+            ) from error
         if not self.gradients:
             self.gradients = [(x, x.grad) for x in run.model.parameters() if x.grad is not None]
         self.graphs[look], self.pool = (graph, results), graph.pool()
@@ -103,8 +108,3 @@ class StepGraphs:
         """Destroy the graphs; further steps go without. NCCL ends only after graphs that send."""
         self.given_up = True
         self.graphs, self.gradients, self.inputs = {}, [], []
-
-    def _give_up(self, why: str) -> bool:
-        log.info(f"the steps are no CUDA graph: {why}")
-        self.drop()
-        return False
