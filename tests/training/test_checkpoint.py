@@ -20,14 +20,14 @@ from torch import nn
 from torch.amp import GradScaler
 
 from config import OptimConfig
-from tests.command import load_checkpoint, same, save_checkpoint
+from data.token_file import meta_checksum
+from tests.command import begun_checkpoints, load_checkpoint, same, save_checkpoint
 from training.loop.optimizer import build_optimizer
 from training.record.checkpoint import Checkpoints, load_model_state
 from training.record.files import CheckpointError, newest_first, read_meta
 
 PARTS = ("model", "optimizer", "scaler")
-SIZES = {"num_layers": 2, "hidden_size": 8, "max_seq_len": 16}
-CONFIG = {"seed": 0, "model": SIZES | {"name": "tiny", "positions": "learned", "dropout": 0.5}}
+CONFIG = {"seed": 0, "resume": None}
 
 
 class TiedModel(nn.Module):
@@ -78,9 +78,8 @@ def seed(value: int) -> None:
     torch.manual_seed(value)
 
 
-def save(run_dir: Path, step: int = 3, config: dict = CONFIG, **replaced):
-    parts = new_parts() | {"config": config} | replaced
-    return save_checkpoint(run_dir, **parts, step=step, tokens=step * 100)
+def save(run_dir: Path, step: int = 3, **replaced):
+    return save_checkpoint(run_dir, **new_parts() | replaced, step=step, tokens=step * 100)
 
 
 @contextlib.contextmanager
@@ -144,7 +143,7 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
     assert torch.equal(other.output.weight, model.embedding.weight)
 
 
-def refusal(run_dir: Path, model: nn.Module | None = None, config: dict = CONFIG) -> str:
+def refusal(run_dir: Path, model: nn.Module | None = None) -> str:
     """The one line with which loading refuses, having changed no weight."""
     model = model or TiedModel()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -154,7 +153,7 @@ def refusal(run_dir: Path, model: nn.Module | None = None, config: dict = CONFIG
             model=model,
             optimizer=build_optimizer(model, OptimConfig(lr=1e-3)),
             scaler=None,
-            config=config,
+            config=CONFIG,
         )
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert "\n" not in str(caught.value)
@@ -177,28 +176,6 @@ def alter(file: Path) -> None:
     file.write_bytes(content)
 
 
-def with_model(**changed) -> dict:
-    return CONFIG | {"model": CONFIG["model"] | changed}
-
-
-@pytest.mark.parametrize(
-    "changed, said",
-    [
-        ({"num_layers": 6, "hidden_size": 16}, "model.num_layers is 2 .* 6 now"),
-        ({"max_seq_len": 32}, "model.max_seq_len is 16 .* 32 now"),
-    ],
-)
-def test_the_first_differing_setting_is_named(tmp_path, changed, said):
-    save(tmp_path)
-    assert re.search(said, refusal(tmp_path, config=with_model(**changed)))
-
-
-def test_settings_that_change_no_weight_may_differ(tmp_path):
-    save(tmp_path, config=with_model(positions="rope"))
-    now = with_model(positions="rope", name="other", dropout=0.0, max_seq_len=64)
-    assert load_checkpoint(tmp_path, **new_parts() | {"config": now})["step"] == 3
-
-
 def test_differing_weights_are_named(tmp_path):
     save(tmp_path)
     for name, model in {
@@ -216,7 +193,7 @@ def test_a_full_disk_is_said_and_keeps_the_last_good_checkpoint(tmp_path, limit,
     assert limit < (tmp_path / "checkpoint/training.pt").stat().st_size
     with file_size(limit), pytest.raises(OSError, match=f"{tmp_path}.* GiB free"):
         save_in(tmp_path, {2: None}, background=background)
-    assert os.listdir(tmp_path) == ["checkpoint"]
+    assert {*os.listdir(tmp_path)} == {"checkpoint", "metrics.jsonl"}
     assert load_checkpoint(tmp_path, **new_parts())["step"] == 1
 
 
@@ -224,7 +201,7 @@ def test_a_full_disk_hides_no_other_error(tmp_path, caplog):
     with (
         file_size(2000),
         pytest.raises(RuntimeError, match="of the training"),
-        Checkpoints(tmp_path, **new_parts(), background=True) as checkpoints,
+        begun_checkpoints(tmp_path, **new_parts(), background=True) as checkpoints,
     ):
         checkpoints.save(1, 100)
         raise RuntimeError("of the training")
@@ -233,16 +210,17 @@ def test_a_full_disk_hides_no_other_error(tmp_path, caplog):
 
 def test_a_run_folder_that_was_deleted_is_not_created_again(tmp_path):
     """A regression test: a checkpoint was left alone in a folder without settings."""
+    checkpoints = begun_checkpoints(tmp_path, **new_parts())
     shutil.rmtree(tmp_path)
     with pytest.raises(OSError, match=str(tmp_path)):
-        save(tmp_path)
+        checkpoints.save(1, 100)
     assert not tmp_path.exists()
 
 
 def save_in(run_dir: Path, losses: dict[int, float | None], *, background: bool = False) -> None:
     """A checkpoint for every step of `losses`, whose weights tell the step."""
     parts = new_parts()
-    with Checkpoints(run_dir, **parts, background=background) as checkpoints:
+    with begun_checkpoints(run_dir, **parts, background=background) as checkpoints:
         for step, loss in losses.items():
             parts["model"].embedding.weight.data.fill_(step)
             checkpoints.save(step, step * 100, loss)
@@ -256,7 +234,7 @@ def steps(run_dir: Path) -> dict[str, int]:
         step = load_model_state(folder, model)["step"]
         assert (model.embedding.weight == step).all()
         found[folder.name] = step
-    assert found.keys() == set(os.listdir(run_dir))
+    assert found.keys() == {*os.listdir(run_dir)} - {"metrics.jsonl"}
     return found
 
 
@@ -305,16 +283,12 @@ HARMS = [
 def test_a_damaged_one_is_passed_over_for_the_one_before_in_one_line(tmp_path, caplog, name, harm):
     """Nothing is deleted, and the next save does not replace the one that was whole."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
-    start = [{"step": 0, "started": 0.0, "data": "text"}]
-    parts = new_parts()
     for step in (100, 200):
-        checkpoints = Checkpoints(tmp_path, **parts)
-        checkpoints.starts = start
-        checkpoints.save(step, 0)
+        save(tmp_path, step)
     harm(tmp_path / "checkpoint" / name)
     before = sorted(tmp_path.rglob("*"))
     with caplog.at_level(logging.WARNING):
-        checkpoints = Checkpoints(tmp_path, **parts)
+        checkpoints = begun_checkpoints(tmp_path, **new_parts())
         folder, meta = checkpoints.load()
     assert (folder, meta["step"]) == (tmp_path / "checkpoint.previous", 100)
     (said,) = caplog.messages
@@ -326,7 +300,8 @@ def test_a_damaged_one_is_passed_over_for_the_one_before_in_one_line(tmp_path, c
 
 def test_a_newer_format_is_refused(tmp_path):
     path = save(tmp_path) / "meta.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 99}))
+    meta = json.loads(path.read_text()) | {"version": 99}
+    path.write_text(json.dumps(meta | {"sha256": meta_checksum(meta)}))
     assert "version 99" in refusal(tmp_path)
 
 
@@ -366,7 +341,7 @@ def test_where_only_the_best_is_left_a_run_goes_on_from_it_and_says_so(tmp_path,
 def test_a_best_one_that_the_run_went_back_behind_is_not_kept(tmp_path):
     save_in(tmp_path, {100: 3.0, 200: 1.0})
     alter(tmp_path / "checkpoint/model.safetensors")  # the best is a link to it
-    checkpoints = Checkpoints(tmp_path, **new_parts())
+    checkpoints = begun_checkpoints(tmp_path, **new_parts())
     assert checkpoints.load()[1]["step"] == 100
     checkpoints.save(150, 15000, 2.0)
     assert {folder.name: read_meta(folder)["step"] for folder in newest_first(tmp_path)} == {
@@ -421,7 +396,7 @@ def test_a_kill_between_any_two_steps_of_a_save(tmp_path):
         assert last in (200, 300)
         if (run_dir / "checkpoint.best").is_dir():
             best.add(load_model_state(run_dir / "checkpoint.best", TiedModel())["step"])
-        checkpoints = Checkpoints(run_dir, **new_parts())
+        checkpoints = begun_checkpoints(run_dir, **new_parts())
         checkpoints.load()
         checkpoints.save(400, 40000)
         assert read_meta(run_dir)["step"] == 400
@@ -434,18 +409,18 @@ def test_a_save_that_a_second_ctrl_c_ends_leaves_nothing(tmp_path, monkeypatch, 
     monkeypatch.setattr(Path, "rename", mock.Mock(side_effect=KeyboardInterrupt))
     with (
         pytest.raises(KeyboardInterrupt),
-        Checkpoints(tmp_path, **new_parts(), background=background) as checkpoints,
+        begun_checkpoints(tmp_path, **new_parts(), background=background) as checkpoints,
     ):
         checkpoints.save(5, 60, last=True)
-    assert not list(tmp_path.iterdir())
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
 def test_a_background_save_is_of_its_moment(tmp_path):
     """Weights change in place before the writer has got through them."""
     model = nn.Linear(1024, 1024)
-    parts = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "scaler": None}
+    parts = new_parts() | {"model": model, "scaler": None, "background": True}
     then = model.weight.detach().clone()
-    with Checkpoints(tmp_path, model=model, **parts, config=CONFIG, background=True) as saves:
+    with begun_checkpoints(tmp_path, **parts) as saves:
         saves.save(1, 100)
         model.weight.data.zero_()
     stored = load_file(tmp_path / "checkpoint/model.safetensors")
@@ -465,7 +440,7 @@ def test_a_gpu_saves_behind_the_training(tmp_path):
         optimizer.zero_grad()
 
     step()
-    with Checkpoints(tmp_path, **parts) as saves:
+    with begun_checkpoints(tmp_path, **parts, background=None) as saves:
         assert saves.background
         then = [tensor.clone() for tensor in model.parameters()]
         moments = [value["exp_avg"].clone() for value in optimizer.state.values()]

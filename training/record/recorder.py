@@ -7,16 +7,19 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from time import monotonic
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from config import LoggerConfig, RunConfig
+from config import RunConfig
 from training.record.checkpoint import Checkpoints
 from training.record.clock import PHASES, WallClock, phase
 from training.record.files import MetricsFile, Row, write_json
-from training.record.loggers import build_logger
+from training.record.loggers import start_logger
 from training.record.names import attention_in_words, belies_exact
 from training.record.outcome import after_training, outcome_of, resume_command, save_summary
 from training.record.plot import draw_loss_curve, draw_max_scores
@@ -25,12 +28,14 @@ from training.record.text_table import printable
 
 log = logging.getLogger("tilegpt")
 
+EVERY = 15.0  # seconds from one line of progress to the next
+
 
 class Recorder:
     """Records one start of a run. A context manager that on exit writes how the run ended.
 
-    `summary` is what summary.json will say, `overrides` repeat the settings, `environment` is for
-    env.json, and `names` are for the logger. Once this is built, the folder belongs to the run.
+    `summary` is what summary.json will say, `overrides` repeat the settings, and `environment` is
+    for env.json. Once this is built, the folder belongs to the run.
     """
 
     def __init__(
@@ -43,17 +48,13 @@ class Recorder:
         *,
         overrides: list[str],
         environment: Row,
-        names: Callable[[Path, Row, RunConfig], Row],
     ) -> None:
         self.run_dir, self.config, self.start, self.summary = run_dir, config, start, summary
         self.checkpoints, self.writes = checkpoints, checkpoints.writes
         self.metrics = MetricsFile(run_dir / "metrics.jsonl")
         self.tokens_per_step = config.sequences_per_step * config.seq_len
-        self.wall = WallClock(
-            seconds=stop_clock(start.starts),
-            steps=config.steps,
-            tokens_per_step=self.tokens_per_step,
-        )
+        self.wall = WallClock(seconds=stop_clock(start.starts))
+        self.next_line = 0.0  # when a line of progress is due
         self.called_inexact = False
         summary |= {"steps_done": start.step, "tokens": start.tokens, "starts": start.starts}
         write_settings(run_dir, asdict(config), overrides)
@@ -66,8 +67,7 @@ class Recorder:
             f"{config.sequences_per_step} x {config.seq_len} tokens a step{ranks}, in {run_dir}"
         )
         with phase("logging"):
-            chosen = config.logger if self.writes else LoggerConfig(name="none")
-            self.logger = build_logger(chosen, run_dir=run_dir, **names(run_dir, summary, config))
+            self.logger = start_logger(config, run_dir, summary, writes=self.writes)
 
     def __enter__(self) -> "Recorder":
         hidden = None if self.writes else True  # None hides it without a terminal
@@ -84,13 +84,12 @@ class Recorder:
         self._open.__exit__(*error)
 
     def _ended(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        summary, status = self.summary, self.summary["status"]
+        summary = self.summary
         if error is not None:
-            summary |= outcome_of(error, summary["device"], self.run_dir, status=status)
-        elif status == "interrupted":
+            summary |= outcome_of(error, self.run_dir, device=summary["device"])
+        elif summary["status"] == "interrupted":
             done = summary["steps_done"]
             log.warning(f"interrupted after step {done}; {resume_command(self.run_dir)}")
-        summary["seconds_by_phase"] = PHASES.seconds()  # so far
         save_summary(self.run_dir, summary)  # what follows may take long, or be killed
         if error is not None:  # else report() follows
             with phase("logging"):
@@ -103,7 +102,6 @@ class Recorder:
         """Record the state before the first step, and start the clock."""
         if row:
             self._write(self.start.step, row)
-            log.info(self.wall.line(self.start.step, self.start.tokens, row))
         self.wall.begin(self.start.tokens)
         PHASES.change("other")
 
@@ -115,10 +113,6 @@ class Recorder:
 
     def step(self, step: int, loss: float, row: Row, *, last: bool) -> None:
         """Show the step, and write its row if there is one."""
-        # no line beside a progress bar
-        say = self.wall.line_is_due() and self.bar.disable
-        if say or last or "val/loss" in row:
-            log.info(self.wall.line(step, self.tokens(step), {"train/loss": loss} | row))
         if row:
             self._write(step, row, last=last)
         self.bar.update(step - self.bar.n)
@@ -126,9 +120,8 @@ class Recorder:
 
     def save(self, step: int, val_loss: float | None, *, due: bool, last: bool) -> None:
         """Save a checkpoint if it is due, the best so far, or the last."""
-        if last or due or self.checkpoints.is_best(step, val_loss):
+        if self.checkpoints.save(step, self.tokens(step), val_loss, due=due, last=last):
             self.summary.update(steps_done=step, tokens=self.tokens(step))
-            self.checkpoints.save(step, self.tokens(step), val_loss, last=last)
 
     def end(self, step: int) -> None:
         """Note how the loop ended; its last checkpoint is saved."""
@@ -157,13 +150,15 @@ class Recorder:
             f"{attention_in_words(summary)} model={config.model.name} "
             f"seq_len={config.seq_len} seed={config.seed}: {summary['status']}"
         )
-        with after_training("loss curve", summary), phase("drawing"):
-            curve = draw_loss_curve(self.run_dir, title=title, attention=summary["attention"])
-            log.info(f"loss curve: {curve or 'no loss was recorded'}")
-            pictures += [curve] if curve else []
-        with after_training("picture of the largest scores", summary), phase("drawing"):
-            scores = draw_max_scores(self.run_dir, title=title)
-            pictures += [scores] if scores else []
+        draws = {
+            "loss curve": partial(draw_loss_curve, attention=summary["attention"]),
+            "picture of the largest scores": draw_max_scores,
+        }
+        for what, draw in draws.items():
+            with after_training(what, summary), phase("drawing"):
+                if picture := draw(self.run_dir, title=title):
+                    log.info(f"{what}: {picture}")
+                    pictures.append(picture)
 
     def _sampled(self, sample: Callable[[], str | None]) -> str | None:
         text = None
@@ -176,14 +171,20 @@ class Recorder:
 
     @phase("logging")
     def _write(self, step: int, row: Row, *, last: bool = False) -> None:
-        """Write a row to disk and then to the logger; the summary keeps the newest figures."""
+        """Write a row to disk, to the logger and, where one is due, as a line; the summary keeps
+        the newest figures.
+        """
         tokens, summary = self.tokens(step), self.summary
         row = {"step": step, "tokens": tokens, **row, **self.wall.row(tokens)}
         self.metrics.write(row)
-        self.logger.log(row, last=last)
-        summary |= {name: value for name, value in row.items() if name.startswith("val/")}
-        speed = self.wall.tokens_per_sec(tokens)
-        summary |= {"steps_done": step, "tokens": tokens, "tokens_per_sec": speed}
+        self.logger.log(row)
+        losses = {name: value for name, value in row.items() if name.startswith("val/")}
+        summary |= {"steps_done": step, "tokens": tokens, **losses}
+        summary["tokens_per_sec"] = self.wall.tokens_per_sec(tokens)
+        # beside a progress bar only what it does not show
+        if losses or last or (monotonic() >= self.next_line and self.bar.disable):
+            self.next_line = monotonic() + EVERY
+            log.info(self._line(row))
         if belies_exact(summary) and not self.called_inexact:
             self.called_inexact = True
             log.warning(
@@ -191,3 +192,20 @@ class Recorder:
                 f"{summary['val/loss']:.4f}, and {summary['val/loss_exact']:.4f} of the same "
                 "weights under exact attention"
             )
+
+    def _line(self, row: Row) -> str:
+        """The progress: step, tokens, losses, the speed since the row before, and the time left at
+        that speed.
+        """
+        left = self.config.steps - row["step"]
+        parts = [f"step {row['step']:>5}/{self.config.steps}", f"{row['tokens']:,} tokens"]
+        parts += [
+            f"{name} {value:.4f}"
+            for name, value in row.items()
+            if name == "train/loss" or name.startswith("val/")
+        ]
+        if speed := row.get("tokens_per_sec"):
+            parts.append(f"{speed:,.0f} tokens/s")
+            seconds = left * self.tokens_per_step / speed
+            parts += [f"{timedelta(seconds=round(seconds))} left"] if left else []
+        return "  ".join(parts)
