@@ -52,7 +52,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
     repeat = {"overrides": job_overrides(), "environment": run.environment}
     recorder = Recorder(run_dir, config, start, checkpoints, summary, **repeat)
 
-    with recorder, stepper:  # the recorder sees how the stepper ends
+    with recorder.recording(), stepper:  # the recorder sees how the stepper ends
         recorder.begin(run.evaluate() if start.step == 0 and config.eval_every else {})
         for step in range(start.step + 1, config.steps + 1):
             due = config.due(step)

@@ -26,7 +26,6 @@ from training.loop.optimizer import build_optimizer
 from training.record.checkpoint import Checkpoints, load_model_state
 from training.record.files import CheckpointError, newest_first, read_meta
 
-PARTS = ("model", "optimizer", "scaler")
 CONFIG = {"seed": 0, "resume": None}
 
 
@@ -47,22 +46,24 @@ class TiedModel(nn.Module):
         return self.output(self.dropout(self.norm(self.embedding(tokens))))
 
 
-def build(scaled: bool = False):
+def new_parts(scaled: bool = False) -> dict:
+    """What Checkpoints takes, newly built."""
     model = TiedModel()
-    return (
-        model,
-        build_optimizer(model, OptimConfig(lr=0.05)),
-        GradScaler("cpu", enabled=scaled, init_scale=8.0, growth_interval=2),
-    )
+    return {
+        "model": model,
+        "optimizer": build_optimizer(model, OptimConfig(lr=0.05)),
+        "scaler": GradScaler("cpu", enabled=scaled, init_scale=8.0, growth_interval=2),
+        "config": CONFIG,
+    }
 
 
-def train(model, optimizer, scaler, steps: int) -> list[float]:
+def train(parts: dict, steps: int) -> list[float]:
     """Steps that draw on every random number generator."""
+    model, optimizer, scaler = (parts[name] for name in ("model", "optimizer", "scaler"))
     losses = []
     for _ in range(steps):
-        tokens = torch.tensor(
-            [random.randrange(11) for _ in range(6)] + np.random.randint(0, 11, 6).tolist()
-        )
+        drawn = [random.randrange(11) for _ in range(6)] + np.random.randint(0, 11, 6).tolist()
+        tokens = torch.tensor(drawn)
         loss = nn.functional.cross_entropy(model(tokens), tokens.roll(1))
         optimizer.zero_grad()
         scaler.scale(loss).backward()
@@ -93,51 +94,42 @@ def file_size(limit: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def new_parts() -> dict:
-    """What Checkpoints takes, newly built."""
-    return dict(zip(PARTS, build(), strict=True)) | {"config": CONFIG}
-
-
 @pytest.mark.parametrize("scaled", [False, True], ids=["unscaled", "scaled"])
 def test_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path, scaled):
     seed(0)
-    whole = build(scaled)
-    losses = train(*whole, 8)
+    whole = new_parts(scaled)
+    losses = train(whole, 8)
 
     seed(0)
-    first = build(scaled)
-    train(*first, 5)
-    parts = dict(zip(PARTS, first, strict=True))
-    save_checkpoint(tmp_path, **parts, step=5, tokens=500, config=CONFIG)
+    first = new_parts(scaled)
+    train(first, 5)
+    save_checkpoint(tmp_path, **first, step=5, tokens=500)
 
     seed(99)
-    resumed = build(scaled)
-    train(*resumed, 2)  # other weights, moments and random states, all to be replaced
-    parts = dict(zip(PARTS, resumed, strict=True))
-    meta = load_checkpoint(tmp_path, **parts, config=CONFIG)
+    resumed = new_parts(scaled)
+    train(resumed, 2)  # other weights, moments and random states, all to be replaced
+    meta = load_checkpoint(tmp_path, **resumed)
     assert (meta["step"], meta["tokens"], meta["config"]) == (5, 500, CONFIG)
-    assert train(*resumed, 3) == losses[5:]
-    for mine, theirs in zip(whole, resumed, strict=True):
-        assert same(mine.state_dict(), theirs.state_dict())
+    assert train(resumed, 3) == losses[5:]
+    for name in ("model", "optimizer", "scaler"):
+        assert same(whole[name].state_dict(), resumed[name].state_dict())
 
 
 def test_optimizer_settings_are_the_callers(tmp_path):
     save(tmp_path)
-    model = TiedModel()
-    optimizer = build_optimizer(model, OptimConfig(lr=0.5, weight_decay=0.3))
-    load_checkpoint(tmp_path, model=model, optimizer=optimizer, scaler=None, config=CONFIG)
-    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [
-        (0.5, 0.3),
-        (0.5, 0.0),
-    ]
+    parts = new_parts()
+    own = OptimConfig(lr=0.5, weight_decay=0.3)
+    parts["optimizer"] = optimizer = build_optimizer(parts["model"], own)
+    load_checkpoint(tmp_path, **parts)
+    settings = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    assert settings == [(0.5, 0.3), (0.5, 0.0)]
 
 
 def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
-    model, optimizer, scaler = build()
+    model, other = TiedModel(), TiedModel()
     save(tmp_path, model=model)
     stored = load_file(tmp_path / "checkpoint/model.safetensors")
     assert stored.keys() == model.state_dict().keys() - {"output.weight"}
-    other = TiedModel()
     assert load_model_state(tmp_path, other)["vocab_size"] == 11
     assert other.output.weight is other.embedding.weight
     assert torch.equal(other.output.weight, model.embedding.weight)
@@ -145,17 +137,11 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
 
 def refusal(run_dir: Path, model: nn.Module | None = None) -> str:
     """The one line with which loading refuses, having changed no weight."""
-    model = model or TiedModel()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    parts = new_parts() | ({"model": model} if model else {})
+    before = {name: tensor.clone() for name, tensor in parts["model"].state_dict().items()}
     with pytest.raises(CheckpointError) as caught:
-        load_checkpoint(
-            run_dir,
-            model=model,
-            optimizer=build_optimizer(model, OptimConfig(lr=1e-3)),
-            scaler=None,
-            config=CONFIG,
-        )
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+        load_checkpoint(run_dir, **parts)
+    assert same(before, {**parts["model"].state_dict()})
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -178,11 +164,9 @@ def alter(file: Path) -> None:
 
 def test_differing_weights_are_named(tmp_path):
     save(tmp_path)
-    for name, model in {
-        r"embedding.weight is \(11, 8\) .* \(12, 8\) now": TiedModel(vocab_size=12),
-        r"output.weight is None .* \(11, 8\)": TiedModel(tied=False),
-    }.items():
-        assert re.search(name, refusal(tmp_path, model))
+    said = refusal(tmp_path, TiedModel(vocab_size=12))
+    assert re.search(r"embedding.weight is \(11, 8\) .* \(12, 8\) now", said)
+    assert "output.weight is None" in refusal(tmp_path, TiedModel(tied=False))
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -369,12 +353,8 @@ def cut_off(moments: int, run_dir: Path) -> int:
     pid = os.fork()
     if pid == 0:
         try:
-            for owner, name in (
-                (Path, "rename"),
-                (Path, "mkdir"),
-                (os, "link"),
-                (shutil, "rmtree"),
-            ):
+            calls = ((Path, "rename"), (Path, "mkdir"), (os, "link"), (shutil, "rmtree"))
+            for owner, name in calls:
                 setattr(owner, name, cut(getattr(owner, name)))
             save_in(run_dir, {300: 0.5})
         finally:
@@ -432,7 +412,7 @@ def test_a_gpu_saves_behind_the_training(tmp_path):
     """The state of the moment, though the next steps are already queued; loaded bit for bit."""
     model = nn.Linear(4096, 4096).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    parts = {"model": model, "optimizer": optimizer, "scaler": None, "config": {}}
+    parts = {"model": model, "optimizer": optimizer, "scaler": None, "config": CONFIG}
 
     def step() -> None:
         model(torch.randn(64, 4096, device="cuda")).square().mean().backward()

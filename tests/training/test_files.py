@@ -6,7 +6,7 @@ import math
 import pytest
 
 from training.record.files import (
-    MetricsFile,
+    append_row,
     read_data,
     read_mapping,
     read_metrics,
@@ -22,12 +22,12 @@ def strict_loads(text: str):
 
 
 def test_nonfinite_values_become_null_and_are_named(tmp_path):
-    file = MetricsFile(tmp_path / "metrics.jsonl")
-    file.write({"step": 1, "train/loss": math.nan, "grad_norm": math.inf, "lr": 0.1})
-    row = strict_loads(file.path.read_text())
+    rows, path = tmp_path / "metrics.jsonl", tmp_path / "summary.json"
+    rows.touch()
+    append_row(rows, {"step": 1, "train/loss": math.nan, "grad_norm": math.inf, "lr": 0.1})
+    row = strict_loads(rows.read_text())
     null = {"train/loss": None, "grad_norm": None, "nonfinite": ["train/loss", "grad_norm"]}
     assert row == {"step": 1, "lr": 0.1} | null
-    path = tmp_path / "summary.json"
     write_json(path, {"oom": {"free": -math.inf}, "list": [1.0, math.nan]})
     null = {"oom": {"free": None}, "list": [1.0, None], "nonfinite": ["oom", "list"]}
     assert strict_loads(path.read_text()) == null
@@ -35,12 +35,10 @@ def test_nonfinite_values_become_null_and_are_named(tmp_path):
 
 def test_a_deleted_file_is_not_begun_again(tmp_path):
     """A regression test: the run went on with the later rows alone."""
-    file = MetricsFile(tmp_path / "metrics.jsonl")
-    file.write({"step": 1})
-    file.path.unlink()
-    with pytest.raises(OSError, match=rf"{file.path} .* lost"):
-        file.write({"step": 2})
-    assert not file.path.exists()
+    path = tmp_path / "metrics.jsonl"
+    with pytest.raises(OSError, match=f"{path} .* lost"):
+        append_row(path, {"step": 2})
+    assert not path.exists()
 
 
 def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):

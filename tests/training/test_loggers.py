@@ -36,14 +36,16 @@ needs_wandb = pytest.mark.skipif(
 PROGRAM = """
 import json, logging, os, sys, time
 from pathlib import Path
-from training.record.files import MetricsFile
+from training.record.files import append_row
 from training.record.loggers import LOGGERS, LoggedRun
 
 logging.basicConfig(format="%(levelname)s %(message)s")
 folder, name, first, last = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-metrics = MetricsFile(folder / "run/metrics.jsonl")
-if first:  # the rows of the checkpoint from which it goes on
-    metrics.path.write_text("".join(metrics.path.open().readlines()[:first]))
+metrics = folder / "run/metrics.jsonl"
+metrics.parent.mkdir(exist_ok=True)
+metrics.touch()
+# the rows of the checkpoint from which it goes on
+metrics.write_text("".join(metrics.open().readlines()[:first]))
 start = time.perf_counter()
 logger = LOGGERS[name]()
 logger.start(LoggedRun(
@@ -58,7 +60,7 @@ for step in range(first, last):
     row = {"step": step, "tokens": 256 * step, "train/loss": step + 0.125 * first, "mfu": None}
     if step == 20:
         row |= {"val/loss": 2.25, "val/loss_exact": 2.5}
-    metrics.write(row)
+    append_row(metrics, row)
     logger.log(row)
 assert logger.active
 if last < 40:

@@ -41,25 +41,19 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be used, with the reason in one line."""
 
 
-class MetricsFile:
-    """metrics.jsonl: one JSON object per line, passed to the operating system at once."""
+def append_row(path: Path, row: Row) -> None:
+    """Add a line to a metrics.jsonl; the operating system has it at once.
 
-    def __init__(self, path: Path):
-        self.path = path
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.touch()
-
-    def write(self, row: Row) -> None:
-        try:
-            # opened per row: a row costs microseconds, and no handle outlives a run that fails. A
-            # file that was deleted is not created again without its earlier rows
-            with open(os.open(self.path, os.O_WRONLY | os.O_APPEND), "a") as file:
-                file.write(json.dumps(strict(row)) + "\n")
-        except OSError as error:
-            raise OSError(
-                f"{self.path} cannot be written, so what the run did since its last checkpoint is "
-                f"lost: {error}"
-            ) from error
+    Raises OSError, also where the file was deleted: a new one would lack its earlier rows.
+    """
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_APPEND), "a") as file:
+            file.write(json.dumps(strict(row)) + "\n")
+    except OSError as error:
+        raise OSError(
+            f"{path} cannot be written, so what the run did since its last checkpoint is lost: "
+            f"{error}"
+        ) from error
 
 
 def read_metrics(path: Path) -> list[Row]:

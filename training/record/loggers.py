@@ -5,7 +5,6 @@ one warning, and then it is off. Tokens are the x axis everywhere, because the r
 differ in batch size and sequence length.
 """
 
-import functools
 import logging
 import os
 from collections.abc import Callable
@@ -116,7 +115,6 @@ def shortened(name: str) -> str:
 def quietly(method: Callable) -> Callable:
     """Turn the first failure of a logger into one warning and switch the logger off."""
 
-    @functools.wraps(method)
     def wrapper(self: "Logger", *args: Any, **kwargs: Any) -> None:
         if not self.active:
             return

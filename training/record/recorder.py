@@ -4,21 +4,18 @@ It receives numbers: steps, rows of figures, a diagnosis. It knows no model and 
 """
 
 import logging
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from time import monotonic
 
-from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
-
 from config import RunConfig
 from training.record.checkpoint import Checkpoints
 from training.record.clock import PHASES, WallClock, phase
-from training.record.files import MetricsFile, Row, write_json
+from training.record.files import Row, append_row, write_json
 from training.record.loggers import start_logger
 from training.record.names import attention_in_words, belies_exact
 from training.record.outcome import after_training, outcome_of, resume_command, save_summary
@@ -28,11 +25,11 @@ from training.record.text_table import printable
 
 log = logging.getLogger("tilegpt")
 
-EVERY = 15.0  # seconds from one line of progress to the next
+EVERY = 5.0  # seconds from one line of progress to the next
 
 
 class Recorder:
-    """Records one start of a run. A context manager that on exit writes how the run ended.
+    """Records one start of a run.
 
     `summary` is what summary.json will say, `overrides` repeat the settings, and `environment` is
     for env.json. Once this is built, the folder belongs to the run.
@@ -51,10 +48,9 @@ class Recorder:
     ) -> None:
         self.run_dir, self.config, self.start, self.summary = run_dir, config, start, summary
         self.checkpoints, self.writes = checkpoints, checkpoints.writes
-        self.metrics = MetricsFile(run_dir / "metrics.jsonl")
+        (run_dir / "metrics.jsonl").touch()
         self.tokens_per_step = config.sequences_per_step * config.seq_len
         self.wall = WallClock(seconds=stop_clock(start.starts))
-        self.next_line = 0.0  # when a line of progress is due
         self.called_inexact = False
         summary |= {"steps_done": start.step, "tokens": start.tokens, "starts": start.starts}
         write_settings(run_dir, asdict(config), overrides)
@@ -69,31 +65,23 @@ class Recorder:
         with phase("logging"):
             self.logger = start_logger(config, run_dir, summary, writes=self.writes)
 
-    def __enter__(self) -> "Recorder":
-        hidden = None if self.writes else True  # None hides it without a terminal
-        bar = tqdm(total=self.config.steps, initial=self.start.step, disable=hidden, unit="step")
-        with ExitStack() as stack:
-            stack.push(self._ended)  # last, so that it sees how the others end
-            stack.enter_context(self.checkpoints)
-            stack.enter_context(logging_redirect_tqdm())
-            self.bar = stack.enter_context(bar)
-            self._open = stack.pop_all()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._open.__exit__(*error)
-
-    def _ended(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Writes how this block ended: the training."""
         summary = self.summary
-        if error is not None:
+        try:
+            with self.checkpoints:
+                yield
+        except BaseException as error:
             summary |= outcome_of(error, self.run_dir, device=summary["device"])
-        elif summary["status"] == "interrupted":
-            done = summary["steps_done"]
-            log.warning(f"interrupted after step {done}; {resume_command(self.run_dir)}")
-        save_summary(self.run_dir, summary)  # what follows may take long, or be killed
-        if error is not None:  # else report() follows
+            save_summary(self.run_dir, summary)  # what follows may take long, or be killed
             with phase("logging"):
                 self.logger.finish(summary, [], None)
+            raise
+        if summary["status"] == "interrupted":
+            done = summary["steps_done"]
+            log.warning(f"interrupted after step {done}; {resume_command(self.run_dir)}")
+        save_summary(self.run_dir, summary)  # report() follows
 
     def tokens(self, step: int) -> int:
         return self.start.tokens + (step - self.start.step) * self.tokens_per_step
@@ -102,7 +90,9 @@ class Recorder:
         """Record the state before the first step, and start the clock."""
         if row:
             self._write(self.start.step, row)
+            log.info(self._line(self.start.step, row))
         self.wall.begin(self.start.tokens)
+        self.next_line = monotonic() + EVERY
         PHASES.change("other")
 
     def diverged(self, step: int, diagnosis: Row) -> Row:
@@ -112,11 +102,12 @@ class Recorder:
         return {"attention/max_score": diagnosis["max_score"]}
 
     def step(self, step: int, loss: float, row: Row, *, last: bool) -> None:
-        """Show the step, and write its row if there is one."""
+        """Write the row of a step if there is one, and a line of progress if one is due."""
         if row:
-            self._write(step, row, last=last)
-        self.bar.update(step - self.bar.n)
-        self.bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+            self._write(step, row)
+        if last or "val/loss" in row or monotonic() >= self.next_line:
+            self.next_line = monotonic() + EVERY
+            log.info(self._line(step, {"train/loss": loss} | row))
 
     def save(self, step: int, val_loss: float | None, *, due: bool, last: bool) -> None:
         """Save a checkpoint if it is due, the best so far, or the last."""
@@ -170,21 +161,15 @@ class Recorder:
         return text
 
     @phase("logging")
-    def _write(self, step: int, row: Row, *, last: bool = False) -> None:
-        """Write a row to disk, to the logger and, where one is due, as a line; the summary keeps
-        the newest figures.
-        """
+    def _write(self, step: int, row: Row) -> None:
+        """Write a row to disk and then to the logger; the summary keeps the newest figures."""
         tokens, summary = self.tokens(step), self.summary
         row = {"step": step, "tokens": tokens, **row, **self.wall.row(tokens)}
-        self.metrics.write(row)
+        append_row(self.run_dir / "metrics.jsonl", row)
         self.logger.log(row)
-        losses = {name: value for name, value in row.items() if name.startswith("val/")}
-        summary |= {"steps_done": step, "tokens": tokens, **losses}
-        summary["tokens_per_sec"] = self.wall.tokens_per_sec(tokens)
-        # beside a progress bar only what it does not show
-        if losses or last or (monotonic() >= self.next_line and self.bar.disable):
-            self.next_line = monotonic() + EVERY
-            log.info(self._line(row))
+        summary |= {name: value for name, value in row.items() if name.startswith("val/")}
+        speed = self.wall.tokens_per_sec(tokens)
+        summary |= {"steps_done": step, "tokens": tokens, "tokens_per_sec": speed}
         if belies_exact(summary) and not self.called_inexact:
             self.called_inexact = True
             log.warning(
@@ -193,19 +178,17 @@ class Recorder:
                 "weights under exact attention"
             )
 
-    def _line(self, row: Row) -> str:
-        """The progress: step, tokens, losses, the speed since the row before, and the time left at
-        that speed.
-        """
-        left = self.config.steps - row["step"]
-        parts = [f"step {row['step']:>5}/{self.config.steps}", f"{row['tokens']:,} tokens"]
+    def _line(self, step: int, row: Row) -> str:
+        """The progress: step, tokens, losses, the speed by the wall clock, and the time left."""
+        steps, tokens = self.config.steps, self.tokens(step)
+        parts = [f"step {step:>5}/{steps}", f"{tokens:,} tokens"]
         parts += [
             f"{name} {value:.4f}"
             for name, value in row.items()
             if name == "train/loss" or name.startswith("val/")
         ]
-        if speed := row.get("tokens_per_sec"):
-            parts.append(f"{speed:,.0f} tokens/s")
-            seconds = left * self.tokens_per_step / speed
-            parts += [f"{timedelta(seconds=round(seconds))} left"] if left else []
+        if speed := self.wall.tokens_per_sec(tokens):
+            seconds = round((steps - step) * self.tokens_per_step / speed)
+            left = f", {timedelta(seconds=seconds)} left" if step < steps else ""
+            parts.append(f"{speed:,.0f} tokens/s{left}")
         return "  ".join(parts)

@@ -112,20 +112,18 @@ def summary_table(rows: list[Row]) -> str:
     settings = differing_settings(rows)
     sizes = [key for key in ("seq_len", "seed") if any(key in setting for setting in settings)]
     table = [["variant", *sizes, *(title for title, _, _ in columns)]]
-    remarks = []
+    remarks: dict[str, None] = {}
     for row, name, setting in zip(rows, name_runs(rows), settings, strict=True):
         cells = [_cell(row, key, form) for _, key, form in columns]
         table.append([name.variant, *(setting.get(key, "-") for key in sizes), *cells])
         if text := remark(row):
             # what all seeds have in common is shown once
             who = name.variant if row["status"] == "completed" else name.run
-            bad_step = row.get("first_bad_step")
-            when = "" if bad_step is None else f" at step {bad_step}"
-            remarks.append(f"{who}: {row['status']}{when}: {text}")
+            when = f" at step {row['first_bad_step']}" if "first_bad_step" in row else ""
+            remarks[f"{who}: {row['status']}{when}: {text}"] = None
     # variant, settings and status are words
-    lines = text_table(table, words=len(sizes) + 2).splitlines()
-    lines.insert(1, "-" * len(lines[0]))
-    return "\n".join([*lines, *dict.fromkeys(remarks)])
+    head, *lines = text_table(table, words=len(sizes) + 2).splitlines()
+    return "\n".join([head, "-" * len(head), *lines, *remarks])
 
 
 def _cell(row: Row, key: str, form: str) -> str:
