@@ -217,7 +217,30 @@ def test_changed_data_are_refused(tmp_path, books):
     assert second["changed"] == {"data.path": [str(books), str(copy)], "steps": [4, 6]}
 
 
-@pytest.mark.parametrize("content", [b"", b"- steps=4\n- [", b"- stepz=4\n"])
+RUINS = {
+    "nested": b"[" * 100_000,
+    "expands": b"a: &a [1, 1]\nb: &b [*a, *a]\nc: [*b, *b]",
+    "no-utf-8": b"a: \xff\xfe",
+}
+
+
+@pytest.mark.parametrize("content", RUINS.values(), ids=RUINS)
+def test_ruined_files_are_each_named_in_one_sentence(run_dir, caplog, content):
+    """A regression test: some were a traceback, or hung. The checkpoint has what is needed."""
+    names = ("config.yaml", "env.json", "metrics.jsonl", "summary.json", ".hydra/config.yaml")
+    for name in names:
+        (run_dir / name).write_bytes(content)
+    report.main([str(run_dir)])
+    sample.main([f"run={run_dir}", "tokens=5"])
+    done = run(f"resume={run_dir}", "steps=5")
+    assert done.code == 0 and "Traceback" not in done.output, done.output
+    for name in names[:4]:
+        (said,) = [each for each in caplog.messages if each.startswith(str(run_dir / name))]
+        assert "\n" not in said
+    assert [row["step"] for row in metrics(run_dir)] == list(range(6))
+
+
+@pytest.mark.parametrize("content", [b"", b"- steps=4\n- [", b"- stepz=4\n", *RUINS.values()])
 def test_damaged_overrides_are_refused(run_dir, content):
     (run_dir / "overrides.yaml").write_bytes(content)
     before = contents(run_dir)

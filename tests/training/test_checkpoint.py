@@ -224,17 +224,13 @@ def steps(run_dir: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize("background", [False, True])
 def test_the_latest_the_one_before_and_the_best_stay(tmp_path, background):
-    save_in(tmp_path, {100: 3.0, 200: 2.0, 300: 2.5, 400: None, 500: 2.25}, background=background)
+    losses = {100: 3.0, 200: 2.0, 300: 2.5, 400: float("nan"), 500: None}
+    save_in(tmp_path, losses, background=background)
     assert steps(tmp_path) == {
         "checkpoint": 500,
         "checkpoint.previous": 400,
         "checkpoint.best": 200,
     }
-
-
-def test_without_an_evaluation_there_is_no_best(tmp_path):
-    save_in(tmp_path, {1: None, 2: float("nan"), 3: float("inf")})
-    assert steps(tmp_path) == {"checkpoint": 3, "checkpoint.previous": 2}
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -258,6 +254,7 @@ HARMS = [
     ("training.pt", alter),
     ("metrics.jsonl", alter),
     ("meta.json", truncate),
+    ("meta.json", alter),
     ("meta.json", foreign),
     ("meta.json", Path.unlink),
 ]
@@ -287,17 +284,6 @@ def test_a_newer_format_is_refused(tmp_path):
     meta = json.loads(path.read_text()) | {"version": 99}
     path.write_text(json.dumps(meta | {"sha256": meta_checksum(meta)}))
     assert "version 99" in refusal(tmp_path)
-
-
-@pytest.mark.parametrize("byte", range(0, 900, 300))
-def test_no_altered_byte_of_the_meta_file_goes_unseen(tmp_path, byte):
-    """A flipped bit in the number of the step, say, would be a wrong resume."""
-    path = save(tmp_path, step=123456) / "meta.json"
-    said, content = read_meta(tmp_path), bytearray(path.read_bytes())
-    content[byte % len(content)] ^= 1
-    path.write_bytes(content)
-    with contextlib.suppress(CheckpointError):
-        assert read_meta(tmp_path) == said  # only white space may differ
 
 
 def test_where_all_are_damaged_the_refusal_names_the_latest(tmp_path):

@@ -5,6 +5,7 @@ Each wandb case runs in a process of its own: wandb keeps settings, credentials 
 process for as long as one lives.
 """
 
+import contextlib
 import http.server
 import importlib.util
 import json
@@ -116,11 +117,9 @@ def test_an_offline_run_read_back_by_wandb_equals_the_metrics(tmp_path):
     logged = [
         {key: value for key, value in item.items() if not key.startswith("_")} for item in history
     ]
-    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    written = [json.loads(line) for line in lines]
+    rows = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
     assert logged[:-1] == [
-        {key: value for key, value in row.items() if value is not None and key != "step"}
-        for row in written
+        {key: x for key, x in row.items() if x is not None and key != "step"} for row in rows
     ]
     last = {"train/loss": "NaN", "grad_norm": "Infinity", "tokens": 10_000, "tokens_per_sec": 2}
     assert logged[-1] == last
@@ -134,12 +133,7 @@ def test_an_offline_run_read_back_by_wandb_equals_the_metrics(tmp_path):
     assert run["config"]["update"]["model"] == {"num_layers": 2} and run["job_type"] == "train"
     metrics = [record["metric"] for record in records if record["type"] == "metric"]
     axes = {each.get("name", each.get("glob_name")): each.get("step_metric") for each in metrics}
-    assert axes == {
-        "tokens": None,
-        "*": "tokens",
-        "val/loss": "tokens",
-        "val/loss_exact": "tokens",
-    }
+    assert axes == {"tokens": None} | dict.fromkeys(("*", "val/loss", "val/loss_exact"), "tokens")
     assert [record["exit"]["exit_code"] for record in records if record["type"] == "exit"] == [1]
 
     # a regression test: wandb's server takes no more
@@ -182,33 +176,27 @@ class WandbServer(http.server.BaseHTTPRequestHandler):
     """Knows the account, and refuses everything else."""
 
     def do_POST(self):
-        asked = self.rfile.read(int(self.headers.get("content-length", 0)))
-        known = b"query Viewer" in asked
+        known = b"query Viewer" in self.rfile.read(int(self.headers.get("content-length", 0)))
         viewer = {"id": "1", "entity": "me", "username": "me", "flags": "{}"}
-        answer = {"data": {"viewer": viewer | {"teams": {"edges": []}}}}
-        if not known:
-            answer = {"errors": [{"message": "permission denied"}]}
+        viewer["teams"] = {"edges": []}
+        refusal = {"errors": [{"message": "permission denied"}]}
         self.send_response(200 if known else 403)
         self.end_headers()
+        answer = {"data": {"viewer": viewer}} if known else refusal
         self.wfile.write(json.dumps(answer).encode())
 
     do_GET = do_POST
-
-    def log_message(self, *args):
-        pass
+    log_message = print  # to standard output, which is not looked at
 
 
 @needs_wandb
 def test_a_refusing_server_means_offline(tmp_path):
     """wandb's service keeps the id of the refused run, which the offline run must get."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), WandbServer)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), WandbServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         result, stderr = run_program(tmp_path, WANDB_BASE_URL=url, WANDB_API_KEY=KEY)
-    finally:
         server.shutdown()
-        server.server_close()
     (line,) = stderr.splitlines()
     assert line.startswith("WARNING wandb") and "permission denied" in line
     assert result["seconds"] < 30
@@ -219,22 +207,15 @@ def test_a_refusing_server_means_offline(tmp_path):
 def test_never_prompts_at_a_terminal(tmp_path):
     """At a terminal wandb would ask for a key and wait."""
     leader, terminal = pty.openpty()
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), "wandb", "0", "40"]
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(tmp_path), "wandb", "0", "40"],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        **streams,
-    )
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), **streams)
     os.close(terminal)
     printed = b""
-    try:
+    with contextlib.suppress(OSError):  # Linux reports the end of the other side as an error
         while chunk := os.read(leader, 4096):
             printed += chunk
-    except OSError:  # Linux reports the end of the other side as an error
-        pass
-    finally:
-        os.close(leader)
+    os.close(leader)
     assert process.wait(processes.SECONDS) == 0, printed.decode()
     assert b"wandb sync" in printed and b"account" not in printed
 
