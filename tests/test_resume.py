@@ -326,16 +326,6 @@ def test_a_run_that_saved_nothing_is_started_anew(tmp_path):
     assert "started anew" in run(f"resume={tmp_path}", "steps=5").complaint()
 
 
-def test_damaged_metrics_are_put_back(straight, monkeypatch, tmp_path):
-    """They are restored from the checkpoint, and equal those of an undisturbed run."""
-    send_at_step(monkeypatch, 6, signal.SIGTERM)
-    assert run(*tiny(tmp_path, *STATEFUL)).code == 130
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(path.read_bytes().replace(b'"lr": ', b'"lr": 1', 1)[:-40])
-    assert run(f"resume={tmp_path}").code == 0
-    assert computed(tmp_path) == computed(straight["fp32"])
-
-
 @pytest.mark.parametrize("gone", ["metrics.jsonl", ""])
 def test_a_run_whose_files_were_deleted_is_not_completed(monkeypatch, tmp_path, gone):
     """A regression test: it said completed, with a part of its rows or in a folder without its
