@@ -1,4 +1,4 @@
-"""Where the seconds of a run go, its speed by the wall clock, and the line of its progress."""
+"""Where the seconds of a run go, and the line of its progress."""
 
 import logging
 import re
@@ -10,7 +10,7 @@ import pytest
 
 from tests.command import ROOT, environment, run, summary, tiny
 from training.record import clock as clocks
-from training.record.clock import Phases, WallClock, in_words, phase
+from training.record.clock import Phases, in_words, phase
 
 
 class Clock:
@@ -25,7 +25,6 @@ def clock(monkeypatch) -> Clock:
     """A clock that a test moves."""
     clock = Clock()
     monkeypatch.setattr(clocks, "time", clock)
-    monkeypatch.setattr(clocks, "perf_counter", clock)
     return clock
 
 
@@ -132,22 +131,3 @@ def test_a_run_counts_its_imports_and_loads_no_compiler(tmp_path):
     assert done.returncode == 0, done.stderr
     took = float(done.stdout.split()[-1])
     assert 0.7 * took < summary(tmp_path)["wall_seconds"] < took
-
-
-def test_the_wall_clock_has_everything_in_it(clock):
-    """A run of four steps that goes on after 1,000 s of an earlier start: rows after steps 3 and 4,
-    the last with a checkpoint after it.
-    """
-    wall = WallClock(seconds=1000.0)
-    clock.now += 30  # the validation of step 0
-    assert wall.row(200) == {"seconds": 1030.0}
-    assert wall.tokens_per_sec(200) is None
-    clock.now += 5
-    wall.begin(200)
-    assert wall.tokens_per_sec(200) is None
-    clock.now += 60 + 1 + 1 + 8  # the first step compiles; the row's evaluation
-    assert wall.row(500) == {"seconds": 1105.0, "tokens_per_sec": 300 / 70}
-    clock.now += 3 + 1 + 1  # a checkpoint, a step and what the row looks at
-    assert wall.row(600) == {"seconds": 1110.0, "tokens_per_sec": 100 / 5}
-    clock.now += 25
-    assert wall.tokens_per_sec(600) == 400 / 100

@@ -5,13 +5,7 @@ import math
 
 import pytest
 
-from training.record.files import (
-    append_row,
-    read_data,
-    read_mapping,
-    read_metrics,
-    write_json,
-)
+from training.record.files import append_row, read_data, read_mapping, read_metrics, write_json
 
 
 def strict_loads(text: str):

@@ -5,12 +5,7 @@ import pytest
 from attention import BACKENDS
 from config import BACKEND_OPTIONS
 from training.launch.command_line import compose
-from training.record.names import (
-    attention_in_words,
-    attention_names,
-    belies_exact,
-    name_runs,
-)
+from training.record.names import attention_in_words, attention_names, belies_exact, name_runs
 
 
 @pytest.mark.parametrize(

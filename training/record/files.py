@@ -209,8 +209,8 @@ def no_run(folder: Path, lacks: str) -> str:
     """Why a folder without the file `lacks` is not a run directory, and which folder may be."""
     hint = ""
     # a run lies in outputs/DAY/TIME; pathlib raises errors for a name that is too long
-    found = (sorted(glob(f"{below}/{lacks}", root_dir=folder)) for below in ("*", "*/*"))
-    if runs := next(filter(None, found), None):
+    near, far = (sorted(glob(f"{below}/{lacks}", root_dir=folder)) for below in ("*", "*/*"))
+    if runs := near or far:
         hint = f"; it holds runs, such as {(folder / runs[0]).parent}"
     elif (run := run_of(folder)) != folder:
         hint = f"; it is a checkpoint of the run {run}"

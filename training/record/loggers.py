@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -165,16 +166,33 @@ class WandbLogger(Logger):
         run_id = id_file.read_text().strip() if run.resumes and id_file.exists() else None
         prepare_environment()
         mode = os.environ.get("WANDB_MODE", "online")
+        begin = partial(
+            wandb.init,
+            project=run.project,
+            dir=str(run.shared_dir),
+            id=run_id,
+            resume="allow" if run_id else None,
+            name=shortened(run.name),
+            group=run.group and shortened(run.group),
+            job_type="train",
+            tags=[tag[:LONGEST_TAG] for tag in run.tags],
+            config=run.settings,
+            # without this, a second run of the same process would continue the first
+            reinit="finish_previous",
+            settings=wandb.Settings(
+                init_timeout=INIT_TIMEOUT, finish_timeout=FINISH_TIMEOUT, console="off"
+            ),
+        )
         try:
             if mode == "online":
                 check_server()
-            self._run = _wandb_run(run, mode, run_id)
+            self._run = begin(mode=mode)
         except Exception as error:
             if mode != "online":
                 raise
             log.warning(f"wandb: {first_line(error)}; this run is logged offline")
             wandb.teardown()  # else the id would still be in use
-            self._run = _wandb_run(run, "offline", run_id)
+            self._run = begin(mode="offline")
         id_file.write_text(self._run.id + "\n")
         self._run.define_metric("tokens", hidden=True)
         self._run.define_metric("*", step_metric="tokens")
@@ -223,28 +241,6 @@ def check_server() -> None:
     base_url = wandb.setup().settings.base_url
     if not answers(base_url, PROBE_TIMEOUT):
         raise ConnectionError(f"the server {base_url} does not answer")
-
-
-def _wandb_run(run: LoggedRun, mode: str, run_id: str | None) -> Any:
-    import wandb
-
-    return wandb.init(
-        project=run.project,
-        dir=str(run.shared_dir),
-        id=run_id,
-        resume="allow" if run.resumes else None,
-        name=shortened(run.name),
-        group=run.group and shortened(run.group),
-        job_type="train",
-        tags=[tag[:LONGEST_TAG] for tag in run.tags],
-        config=run.settings,
-        mode=mode,
-        # without this, a second run of the same process would continue the first
-        reinit="finish_previous",
-        settings=wandb.Settings(
-            init_timeout=INIT_TIMEOUT, finish_timeout=FINISH_TIMEOUT, console="off"
-        ),
-    )
 
 
 class TensorboardLogger(Logger):
