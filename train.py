@@ -90,7 +90,6 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
             recorder.save(seen.step, row.get("val/loss"), due=due.save, last=last)
             if last:
                 break
-        recorder.end(seen.step)
 
     recorder.report(run.sample)
 

@@ -52,6 +52,7 @@ class Recorder:
         self.tokens_per_step = config.sequences_per_step * config.seq_len
         self.wall = WallClock(seconds=stop_clock(start.starts))
         self.called_inexact = False
+        self.done = start.step
         summary |= {"steps_done": start.step, "tokens": start.tokens, "starts": start.starts}
         write_settings(run_dir, asdict(config), overrides)
         write_json(run_dir / "env.json", environment)
@@ -67,7 +68,7 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Writes how this block ended: the training."""
+        """Notes how this block, the training, ended."""
         summary = self.summary
         try:
             with self.checkpoints:
@@ -78,9 +79,12 @@ class Recorder:
             with phase("logging"):
                 self.logger.finish(summary, [], None)
             raise
-        if summary["status"] == "interrupted":
-            done = summary["steps_done"]
-            log.warning(f"interrupted after step {done}; {resume_command(self.run_dir)}")
+        summary["tokens_per_sec"] = self.wall.tokens_per_sec(self.tokens(self.done))
+        if summary["status"] == "running" and self.done == self.config.steps:
+            summary["status"] = "completed"
+        elif summary["status"] == "running":
+            summary["status"] = "interrupted"
+            log.warning(f"interrupted after step {self.done}; {resume_command(self.run_dir)}")
         save_summary(self.run_dir, summary)  # report() follows
 
     def tokens(self, step: int) -> int:
@@ -103,6 +107,7 @@ class Recorder:
 
     def step(self, step: int, loss: float, row: Row, *, last: bool) -> None:
         """Write the row of a step if there is one, and a line of progress if one is due."""
+        self.done = step
         if row:
             self._write(step, row)
         if last or "val/loss" in row or monotonic() >= self.next_line:
@@ -113,13 +118,6 @@ class Recorder:
         """Save a checkpoint if it is due, the best so far, or the last."""
         if self.checkpoints.save(step, self.tokens(step), val_loss, due=due, last=last):
             self.summary.update(steps_done=step, tokens=self.tokens(step))
-
-    def end(self, step: int) -> None:
-        """Note how the loop ended; its last checkpoint is saved."""
-        summary = self.summary
-        summary["tokens_per_sec"] = self.wall.tokens_per_sec(self.tokens(step))
-        if summary["status"] != "diverged":
-            summary["status"] = "completed" if step == self.config.steps else "interrupted"
 
     def report(self, sample: Callable[[], str | None]) -> None:
         """After the run: draw its pictures, sample a text, and end the logger."""

@@ -126,8 +126,8 @@ def resumed_starts(meta: Row, config: Row, start: Row) -> list[Row]:
             "other data to go on with, such as data=text data.path=A_COPY_OF_THE_PRESENT_ONES"
         )
     *_, current = (name for begins, name in start["attention"] if begins <= step)
-    later = [(begins, name) for begins, name in start["attention"] if begins > step]
-    start |= {"step": step, "attention": [(step, current), *later], "changed": changed}
+    later = [[begins, name] for begins, name in start["attention"] if begins > step]
+    start |= {"step": step, "attention": [[step, current], *later], "changed": changed}
     if words := in_words(changed):
         log.info(f"going on at step {step} with {words}")
     return [*meta["starts"], start]
@@ -147,7 +147,7 @@ def new_start(chosen: AttentionConfig, environment: Row, init_from: Row | None) 
     entry = {
         "step": 0,
         "started": PHASES.began,
-        "attention": attention_names(chosen),
+        "attention": [list(each) for each in attention_names(chosen)],
         "changed": {},
         "data": environment["data_fingerprint"],
         "commit": environment["commit"],
