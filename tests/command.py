@@ -214,7 +214,7 @@ def checkpoint(run_dir: Path) -> dict[str, Any]:
 
 def begun_checkpoints(run_dir: Path, **parts: Any) -> Checkpoints:
     """Those of a run at its beginning. parts: what Checkpoints takes."""
-    (run_dir / "metrics.jsonl").touch()
+    (run_dir / "metrics.jsonl").write_text('{"step": 0}\n')
     checkpoints = Checkpoints(run_dir, **{"background": False} | parts)
     checkpoints.begin({"step": 0, "started": 0.0, "data": "text", "commit": None})
     return checkpoints

@@ -263,7 +263,6 @@ HARMS = [
 @pytest.mark.parametrize("name, harm", HARMS)
 def test_a_damaged_one_is_passed_over_for_the_one_before_in_one_line(tmp_path, caplog, name, harm):
     """Nothing is deleted, and the next save does not replace the one that was whole."""
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
     for step in (100, 200):
         save(tmp_path, step)
     harm(tmp_path / "checkpoint" / name)
