@@ -33,6 +33,7 @@ from tests.command import (
 )
 from training.loop.trained import read_run_config
 from training.record.files import read_meta
+from training.record.runs import read_run
 
 # everything that has state: two passes a step, dropout, and rows, evaluations and checkpoints out
 # of step with one another
@@ -376,6 +377,21 @@ def test_every_start_is_recorded(run_dir):
     assert [start["step"] for start in read_meta(run_dir)["starts"]] == [0, 4]
     assert run(f"resume={run_dir}", "steps=7").code == 0
     assert summary(run_dir)["attention"] == "sdpa"
+
+
+def test_a_resume_that_is_killed_is_unfinished(run_dir, monkeypatch):
+    """A regression test: it read as completed, with the figures of the start before."""
+    seen = []
+    monkeypatch.setattr("training.loop.step.update", lambda *_: seen.append(read_run(run_dir)))
+    assert run(f"resume={run_dir}", "steps=5").code == 0
+    assert [row["status"] for row in seen] == ["unfinished"]
+
+
+def test_settings_that_change_no_weight_may_change(tmp_path):
+    assert run(*tiny(tmp_path, "model.positions=rope")).code == 0
+    new = ("steps=5", "seq_len=64", "model.dropout=0.1", "model.name=other")
+    done = run(f"resume={tmp_path}", *new)
+    assert done.code == 0 and "model.max_seq_len=64 (32 before)" in done.output, done.output
 
 
 def test_a_switched_run_goes_on_under_a_third_attention(tmp_path):

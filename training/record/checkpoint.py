@@ -94,7 +94,7 @@ class Checkpoints:
         """
         self.starts = [entry]
         if not self.config.get("resume"):
-            return Start(0, 0, self.starts)
+            return Start(0, 0)
         if not self.writes:
             self.run_dir = Path(self.config["resume"])
         folder, meta = self.load()
@@ -103,7 +103,7 @@ class Checkpoints:
             for unfinished in self.run_dir.glob(f"{LATEST}*.tmp"):
                 shutil.rmtree(unfinished)
             write_file(self.run_dir / METRICS, (folder / METRICS).read_bytes())
-        return Start(meta["step"], meta["tokens"], self.starts)
+        return Start(meta["step"], meta["tokens"])
 
     @phase("saving")
     def save(

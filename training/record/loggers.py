@@ -53,9 +53,9 @@ def start_logger(config: RunConfig, run_dir: Path, summary: Row, *, writes: bool
     others = planned_jobs(sweep) if sweep else {}
     # a resume may have changed the attention
     own = others.pop(run_dir, {}) | summary
-    summary["variant"] = variant = name_runs([own, *others.values()])[0].variant
+    rows = [own, *others.values()]
+    summary["variant"] = variant = name_runs(rows)[0].variant
     curve = f"{variant} seq_len={config.seq_len}"
-    recipes = [each for each in summary["overrides"] if each.startswith("experiment=")]
     tags = (config.attention.name, config.attention.switch_to, config.model.name)
     logger = LOGGERS[config.logger.name if writes else "none"]()
     logger.start(
@@ -63,9 +63,9 @@ def start_logger(config: RunConfig, run_dir: Path, summary: Row, *, writes: bool
             config.logger.project,
             run_dir,
             shared_dir=sweep or run_dir,
-            # outside a sweep, by all that was typed
-            name=name_runs([own, *(others.values() or [{}])])[0].run,
-            group=group_name(sweep, recipes) if sweep else None,
+            # outside a sweep, it has all that was typed
+            name=name_runs(rows if others else [own, {}])[0].run,
+            group=group_name(sweep, summary["overrides"]) if sweep else None,
             tags=[*filter(None, tags), config.data.source, f"seq{config.seq_len}"],
             settings=asdict(config) | {"variant": variant, "curve": curve},
             resumes=config.resume is not None,
@@ -74,10 +74,10 @@ def start_logger(config: RunConfig, run_dir: Path, summary: Row, *, writes: bool
     return logger
 
 
-def group_name(sweep: Path, recipes: list[str]) -> str:
+def group_name(sweep: Path, overrides: list[str]) -> str:
     """2026-11-22_21-09-10 break_it: the folder of a sweep, and its recipe."""
-    names = [recipe.partition("=")[2] for recipe in recipes]
-    return " ".join([f"{sweep.parent.name}_{sweep.name}", *names])
+    recipes = [each.partition("=")[2] for each in overrides if each.startswith("experiment=")]
+    return " ".join([f"{sweep.parent.name}_{sweep.name}", *recipes])
 
 
 def check_logger(config: LoggerConfig) -> None:

@@ -49,11 +49,13 @@ class Recorder:
         self.run_dir, self.config, self.start, self.summary = run_dir, config, start, summary
         self.checkpoints, self.writes = checkpoints, checkpoints.writes
         (run_dir / "metrics.jsonl").touch()
+        # if this start is killed, the summary of an earlier one is not its result
+        (run_dir / "summary.json").unlink(missing_ok=True)
         self.tokens_per_step = config.sequences_per_step * config.seq_len
-        self.wall = WallClock(seconds=stop_clock(start.starts))
+        self.wall = WallClock(seconds=stop_clock(checkpoints.starts))
         self.called_inexact = False
         self.done = start.step
-        summary |= {"steps_done": start.step, "tokens": start.tokens, "starts": start.starts}
+        summary |= {"steps_done": start.step, "tokens": start.tokens, "starts": checkpoints.starts}
         write_settings(run_dir, asdict(config), overrides)
         write_json(run_dir / "env.json", environment)
         attention = attention_in_words(summary)

@@ -138,7 +138,6 @@ class Start(NamedTuple):
 
     step: int  # steps that are done
     tokens: int  # of those steps
-    starts: list[Row]  # the entries of all starts, this one last
 
 
 def new_start(chosen: AttentionConfig, environment: Row, init_from: Row | None) -> Row:
