@@ -36,7 +36,6 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
     from training.record.checkpoint import Checkpoints
     from training.record.files import read_metrics
     from training.record.recorder import Recorder
-    from training.record.runs import job_names
     from training.record.starts import new_start
 
     # Build. What can be refused is refused here.
@@ -45,16 +44,15 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
 
     # Begin at step 0, or where the checkpoint of resume= stopped.
     checkpoints = Checkpoints(run_dir, **run.state, config=run.settings, writes=run.ranks.first)
-    entry = new_start(summary["started"], config.attention, run.environment, run.init_from)
+    entry = new_start(config.attention, run.environment, run.init_from)
     start = checkpoints.begin(entry)
     rows = read_metrics(run_dir / "metrics.jsonl")  # of earlier starts of this run
     monitor = AttentionMonitor(run, rows, summary)
     stepper = Stepper(run, start.step, summary, stop=Interrupt())
-    job = {"overrides": job_overrides(), "names": job_names}
-    job["environment"] = run.environment
-    recorder = Recorder(run_dir, config, start, checkpoints, summary, **job)
+    repeat = {"overrides": job_overrides(), "environment": run.environment}
+    recorder = Recorder(run_dir, config, start, checkpoints, summary, **repeat)
 
-    with recorder, stepper:  # the recorder sees how the stepper ends
+    with recorder.recording(), stepper:  # the recorder sees how the stepper ends
         recorder.begin(run.evaluate() if start.step == 0 and config.eval_every else {})
         for step in range(start.step + 1, config.steps + 1):
             due = config.due(step)
@@ -92,7 +90,6 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
             recorder.save(seen.step, row.get("val/loss"), due=due.save, last=last)
             if last:
                 break
-        recorder.end(seen.step)
 
     recorder.report(run.sample)
 

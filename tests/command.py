@@ -212,9 +212,17 @@ def checkpoint(run_dir: Path) -> dict[str, Any]:
     }
 
 
+def begun_checkpoints(run_dir: Path, **parts: Any) -> Checkpoints:
+    """Those of a run at its beginning. parts: what Checkpoints takes."""
+    (run_dir / "metrics.jsonl").write_text('{"step": 0}\n')
+    checkpoints = Checkpoints(run_dir, **{"background": False} | parts)
+    checkpoints.begin({"step": 0, "started": 0.0, "data": "text", "commit": None})
+    return checkpoints
+
+
 def save_checkpoint(run_dir: Path, *, step: int, tokens: int, **parts: Any) -> Path:
     """RUN/checkpoint/, as a run writes it after this step. parts: what Checkpoints takes."""
-    with Checkpoints(run_dir, **parts, background=False) as checkpoints:
+    with begun_checkpoints(run_dir, **parts) as checkpoints:
         checkpoints.save(step, tokens)
     return run_dir / "checkpoint"
 

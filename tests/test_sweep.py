@@ -331,10 +331,7 @@ def test_wandb_names_and_shows_what_a_sweep_compares(tmp_path):
         assert config["curve"] == f"{variant} seq_len=32"
     assert set(variants) <= {line.split("  ")[0] for line in done.output.splitlines()}
 
-    # sorted by name, as wandb and leet sort: losses, memory, speed
     history = [each["history"]["item"] for each in tiled if each["type"] == "history"]
-    first = ["loss", "loss_exact", "memory_gib", "tokens_per_sec"]
-    assert sorted(history[-1])[:4] == [f"Compare/{name}" for name in first]
     assert history[-1]["sample._type"] == "table-file"
     assert history[-1]["loss_curve._type"] == "image-file"
     result = json.loads(inspect(offline_log(sweep / "2"), "--summary"))

@@ -38,7 +38,7 @@ def test_no_harm_goes_unseen(tmp_path, seed):
     with pytest.raises(CheckpointError):
         # everything is verified before anything of these is used
         load_checkpoint(Path(tmp_path), model=None, optimizer=None, scaler=None, config={})
-    files = r"model\.safetensors|training\.pt|meta\.json"
+    files = r"model\.safetensors|training\.pt|metrics\.jsonl|meta\.json"
     assert re.fullmatch(rf"({files}) (removed|(truncated|altered) at byte \d+)", said)
 
 

@@ -5,6 +5,7 @@ Each wandb case runs in a process of its own: wandb keeps settings, credentials 
 process for as long as one lives.
 """
 
+import contextlib
 import http.server
 import importlib.util
 import json
@@ -36,36 +37,38 @@ needs_wandb = pytest.mark.skipif(
 PROGRAM = """
 import json, logging, os, sys, time
 from pathlib import Path
-from config import LoggerConfig
-from training.record.files import MetricsFile
-from training.record.loggers import build_logger
+from training.record.files import append_row
+from training.record.loggers import LOGGERS, LoggedRun
 
 logging.basicConfig(format="%(levelname)s %(message)s")
 folder, name, first, last = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-metrics = MetricsFile(folder / "run/metrics.jsonl")
-if first:  # the rows of the checkpoint from which it goes on
-    metrics.path.write_text("".join(metrics.path.open().readlines()[:first]))
+metrics = folder / "run/metrics.jsonl"
+metrics.parent.mkdir(exist_ok=True)
+metrics.touch()
+# the rows of the checkpoint from which it goes on
+metrics.write_text("".join(metrics.open().readlines()[:first]))
 start = time.perf_counter()
-logger = build_logger(
-    LoggerConfig(name=name), run_dir=folder / "run", shared_dir=folder,
+logger = LOGGERS[name]()
+logger.start(LoggedRun(
+    project="tilegpt", run_dir=folder / "run", shared_dir=folder,
     name="tiled lr=0.1/2 " + "x" * 150 + " seed=7", group="a sweep of " + "y" * 150,
-    tags=["tiled", "z" * 100], run_config={"seed": 7, "model": {"num_layers": 2}},
-    resume=first > 0,
-)
+    tags=["tiled", "z" * 100], settings={"seed": 7, "model": {"num_layers": 2}},
+    resumes=first > 0,
+))
 print(json.dumps({"hint": logger.url_or_hint, "seconds": time.perf_counter() - start}))
 for step in range(first, last):
     # what is logged again is told from what was logged first
     row = {"step": step, "tokens": 256 * step, "train/loss": step + 0.125 * first, "mfu": None}
     if step == 20:
         row |= {"val/loss": 2.25, "val/loss_exact": 2.5}
-    metrics.write(row)
+    append_row(metrics, row)
     logger.log(row)
 assert logger.active
 if last < 40:
     sys.stdout.flush()
     os.kill(os.getpid(), 9)
 row = {"step": 99, "tokens": 10_000, "train/loss": float("nan"), "grad_norm": float("inf")}
-logger.log(row | {"tokens_per_sec": 2.0}, last=True)
+logger.log(row | {"tokens_per_sec": 2.0})
 logger.finish({"status": "diverged", "val/loss": 1.5, "tokens_per_sec": 7.0}, [], None)
 assert logger.active
 """
@@ -112,36 +115,25 @@ def test_an_offline_run_read_back_by_wandb_equals_the_metrics(tmp_path):
     history = [record["history"]["item"] for record in records if record["type"] == "history"]
     assert [item["_step"] for item in history] == [*range(40), 99]
     logged = [
-        {key: value for key, value in item.items() if not key.startswith(("_", "Compare/"))}
-        for item in history
+        {key: value for key, value in item.items() if not key.startswith("_")} for item in history
     ]
-    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    written = [json.loads(line) for line in lines]
+    rows = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
     assert logged[:-1] == [
-        {key: value for key, value in row.items() if value is not None and key != "step"}
-        for row in written
+        {key: x for key, x in row.items() if x is not None and key != "step"} for row in rows
     ]
     last = {"train/loss": "NaN", "grad_norm": "Infinity", "tokens": 10_000, "tokens_per_sec": 2}
     assert logged[-1] == last
-    assert history[20]["Compare/loss"] == 2.25
 
     # the run's own speed counts, not that of its last row
     results = [record["summary"]["update"] for record in records if record["type"] == "summary"]
     speeds = [each["tokens_per_sec"] for each in results if "tokens_per_sec" in each]
-    assert speeds == [2, 7] and {"status": "diverged", "Compare/loss": 1.5}.items() <= {
-        pair for each in results for pair in each.items() if not isinstance(pair[1], dict)
-    }
+    assert speeds == [2, 7] and "diverged" in [each.get("status") for each in results]
 
     run = next(each["run"] for each in records if "display_name" in each.get("run", {}))
     assert run["config"]["update"]["model"] == {"num_layers": 2} and run["job_type"] == "train"
     metrics = [record["metric"] for record in records if record["type"] == "metric"]
     axes = {each.get("name", each.get("glob_name")): each.get("step_metric") for each in metrics}
-    assert axes == {
-        "tokens": None,
-        "*": "tokens",
-        "val/loss": "tokens",
-        "val/loss_exact": "tokens",
-    }
+    assert axes == {"tokens": None} | dict.fromkeys(("*", "val/loss", "val/loss_exact"), "tokens")
     assert [record["exit"]["exit_code"] for record in records if record["type"] == "exit"] == [1]
 
     # a regression test: wandb's server takes no more
@@ -184,33 +176,27 @@ class WandbServer(http.server.BaseHTTPRequestHandler):
     """Knows the account, and refuses everything else."""
 
     def do_POST(self):
-        asked = self.rfile.read(int(self.headers.get("content-length", 0)))
-        known = b"query Viewer" in asked
+        known = b"query Viewer" in self.rfile.read(int(self.headers.get("content-length", 0)))
         viewer = {"id": "1", "entity": "me", "username": "me", "flags": "{}"}
-        answer = {"data": {"viewer": viewer | {"teams": {"edges": []}}}}
-        if not known:
-            answer = {"errors": [{"message": "permission denied"}]}
+        viewer["teams"] = {"edges": []}
+        refusal = {"errors": [{"message": "permission denied"}]}
         self.send_response(200 if known else 403)
         self.end_headers()
+        answer = {"data": {"viewer": viewer}} if known else refusal
         self.wfile.write(json.dumps(answer).encode())
 
     do_GET = do_POST
-
-    def log_message(self, *args):
-        pass
+    log_message = print  # to standard output, which is not looked at
 
 
 @needs_wandb
 def test_a_refusing_server_means_offline(tmp_path):
     """wandb's service keeps the id of the refused run, which the offline run must get."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), WandbServer)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), WandbServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         result, stderr = run_program(tmp_path, WANDB_BASE_URL=url, WANDB_API_KEY=KEY)
-    finally:
         server.shutdown()
-        server.server_close()
     (line,) = stderr.splitlines()
     assert line.startswith("WARNING wandb") and "permission denied" in line
     assert result["seconds"] < 30
@@ -221,22 +207,15 @@ def test_a_refusing_server_means_offline(tmp_path):
 def test_never_prompts_at_a_terminal(tmp_path):
     """At a terminal wandb would ask for a key and wait."""
     leader, terminal = pty.openpty()
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), "wandb", "0", "40"]
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(tmp_path), "wandb", "0", "40"],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        **streams,
-    )
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), **streams)
     os.close(terminal)
     printed = b""
-    try:
+    with contextlib.suppress(OSError):  # Linux reports the end of the other side as an error
         while chunk := os.read(leader, 4096):
             printed += chunk
-    except OSError:  # Linux reports the end of the other side as an error
-        pass
-    finally:
-        os.close(leader)
+    os.close(leader)
     assert process.wait(processes.SECONDS) == 0, printed.decode()
     assert b"wandb sync" in printed and b"account" not in printed
 
@@ -245,7 +224,7 @@ class Failing(Logger):
     calls = 0
 
     @loggers.quietly
-    def log(self, row, *, last=False):
+    def log(self, row):
         self.calls += 1
         raise OSError("server gone\nfor good")
 

@@ -76,7 +76,7 @@ def test_a_measured_step_counts_tensors_as_they_come_and_go():
 def test_limit_makes_an_oversized_tensor_an_error_and_the_process_lives_on():
     before = resource.getrlimit(resource.RLIMIT_AS)
     # more than the machine has, less than the addresses Linux would hand out without the limit
-    numel = memory.total_bytes() // 4
+    numel = memory.machine_memory()[1] // 4
     with cpu_memory_limit():
         with pytest.raises(RuntimeError) as caught:
             torch.empty(numel)
@@ -87,15 +87,6 @@ def test_limit_makes_an_oversized_tensor_an_error_and_the_process_lives_on():
     assert described["asked_gib"] == pytest.approx(numel * 4 / 1024**3)
     assert 0 < described["free_gib"] < described["total_gib"]
     assert "can't allocate memory" in described["message"]
-
-
-@limited
-def test_a_run_that_needs_more_than_the_machine_is_oom(tmp_path):
-    done = run(*tiny(tmp_path, "attention=naive", "seq_len=32768", "batch_size=512"))
-    assert "Traceback" not in done.output, done.output
-    ended = summary(tmp_path)
-    assert ended["status"] == "oom"
-    assert ended["oom"]["asked_gib"] > ended["oom"]["free_gib"] > 0
 
 
 @limited
@@ -115,34 +106,31 @@ def test_a_lower_limit_counts():
 @linux
 def test_the_limit_of_a_container_counts(tmp_path, monkeypatch):
     """Less what it holds that cannot be reclaimed."""
-    machine = memory.total_bytes()
+    machine = memory.machine_memory()
     monkeypatch.setattr(memory, "CONTAINER", tmp_path)
     (tmp_path / "memory.max").write_text(f"{3 * 2**20}\n")
     (tmp_path / "memory.current").write_text(f"{2**20}\n")
     (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {2**19}\nfile 7\n")
-    assert memory.available_bytes() == 3 * 2**20 - 2**19
-    assert memory.total_bytes() == 3 * 2**20
+    assert memory.machine_memory() == (3 * 2**20 - 2**20 + 2**19, 3 * 2**20)
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory.total_bytes() >= machine
+    assert memory.machine_memory()[1] == machine[1]
 
 
-OUT_OF_MEMORY = {
-    "cuda": torch.OutOfMemoryError(CUDA_MESSAGE),
-    "python": MemoryError(),
-    "windows": RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8"),
-    "cuda-driver": RuntimeError("CUDA error: out of memory"),
-    "cublas": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED in `cublasCreate(handle)`"),
-}
-OTHER_ERRORS = {
-    "illegal-access": RuntimeError("CUDA error: an illegal memory access was encountered"),
-    "value-error": ValueError("not enough memory of the past"),
-}
-
-
-@pytest.mark.parametrize("name", OUT_OF_MEMORY | OTHER_ERRORS)
-def test_what_counts_as_out_of_memory(name):
-    error = (OUT_OF_MEMORY | OTHER_ERRORS)[name]
-    assert is_out_of_memory(error) is (name in OUT_OF_MEMORY)
+@pytest.mark.parametrize(
+    ("error", "is_out"),
+    [
+        (torch.OutOfMemoryError(CUDA_MESSAGE), True),
+        (MemoryError(), True),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED in `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("not enough memory of the past"), False),
+    ],
+    ids=repr,
+)
+def test_what_counts_as_out_of_memory(error, is_out):
+    assert is_out_of_memory(error) is is_out
 
 
 def test_the_sizes_of_an_error(monkeypatch):

@@ -5,13 +5,7 @@ import pytest
 from attention import BACKENDS
 from config import BACKEND_OPTIONS
 from training.launch.command_line import compose
-from training.record.names import (
-    attention_in_words,
-    attention_names,
-    belies_exact,
-    name_run,
-    name_runs,
-)
+from training.record.names import attention_in_words, attention_names, belies_exact, name_runs
 
 
 @pytest.mark.parametrize(
@@ -73,9 +67,9 @@ def test_runs_are_named_by_what_differs():
         ("naive lr=0.01", "naive lr=0.01 seq_len=64 seed=0"),
     ]
     assert name_runs(rows[:1]) == [(small, small)]
-    # all that a single run asks for, except what does not change what it learns
-    alone = name_run(rows[0] | {"overrides": [*shared, "log_every=5", "logger=none", "seed=0"]})
-    assert alone == (small, f"{small} num_layers=1 seq_len=32 seed=0")
+    # beside nothing, all that a run asks for
+    alone = f"{small} num_layers=1 steps=20 device=cpu seq_len=32 seed=0"
+    assert name_runs([rows[0], {}])[0].run == alone
 
 
 def test_a_written_name_stays_and_is_added_to_where_sweeps_differ():

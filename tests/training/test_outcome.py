@@ -5,13 +5,12 @@ import json
 import math
 import pickle
 import re
-import time
 from pathlib import Path
 
 import pytest
 
 from training.record import outcome
-from training.record.outcome import Objective, close_run, outcome_outside_training
+from training.record.outcome import Objective, close_run, outcome_of
 
 
 @pytest.fixture
@@ -21,7 +20,7 @@ def run_dir(tmp_path):
 
 
 def closed(run_dir: Path, **summary) -> dict:
-    close_run(run_dir, {"status": "oom", "started": time.time(), "overrides": []} | summary)
+    close_run(run_dir, {"status": "oom", "overrides": []} | summary)
     return json.loads((run_dir / "summary.json").read_text())
 
 
@@ -34,7 +33,8 @@ def test_a_resume_that_was_refused_leaves_what_the_run_did(run_dir):
 
 def test_a_resume_that_began_says_how_it_ended(run_dir):
     """Before its first row too: config.yaml is that of the new start by then."""
-    assert closed(run_dir, overrides=[f"resume={run_dir}"], steps_done=60)["status"] == "oom"
+    starts = [{"started": 0.0}]
+    assert closed(run_dir, overrides=[f"resume={run_dir}"], starts=starts)["status"] == "oom"
 
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -57,7 +57,7 @@ def test_an_error_outside_the_loop(tmp_path, caplog, status, error, new, said):
     try:
         exec(compile("raise error", outcome.__file__, "exec"), {"error": error})
     except BaseException as raised:
-        found = outcome_outside_training(raised, status, tmp_path)
+        found = outcome_of(raised, tmp_path, status=status)
     assert ({"status": status} | found)["status"] == new
     assert len(caplog.messages[-1:]) == bool(said) and said in "".join(caplog.messages[-1:])
 
@@ -68,7 +68,7 @@ def test_an_error_in_a_users_file_is_located(tmp_path, caplog, error):
     try:
         raise error("not mine")
     except Exception as raised:
-        found = outcome_outside_training(raised, "running", tmp_path)
+        found = outcome_of(raised, tmp_path)
     said = rf"{error.__name__}: not mine \(.*test_outcome.py, line \d+\)"
     assert re.fullmatch(said, found["error"]) and found["error"] in caplog.messages[-1]
     assert "Traceback" in caplog.text

@@ -1,30 +1,8 @@
-"""What is said of a run in several starts."""
+"""In what the settings of two starts differ."""
 
 import math
 
-from training.record.starts import changes_in_words, differences
-
-
-def start(step: int, *attention: tuple[int, str], **changed: list) -> dict:
-    return {
-        "step": step,
-        "attention": [list(each) for each in attention],
-        "changed": {key.replace("__", "."): pair for key, pair in changed.items()},
-    }
-
-
-def test_changes_in_words():
-    starts = [
-        start(0, (0, "tiled")),
-        start(5, (5, "sdpa"), attention__name=["tiled", "sdpa"], optim__lr=[None, 0.1]),
-        start(8, (8, "sdpa"), log_every=[2, 3], logger__name=["wandb", "none"]),
-        start(9, (9, "sdpa"), deterministic=[False, True]),
-    ]
-    said = changes_in_words({"starts": starts})
-    for word in ("step 5", "attention.name=sdpa (tiled", "optim.lr=0.1 (null", "step 9"):
-        assert word in said
-    assert "deterministic=true (false" in said and "log_every" not in said and "step 8" not in said
-    assert changes_in_words({"starts": starts[:1]}) == changes_in_words({}) == ""
+from training.record.starts import differences
 
 
 def test_differences():

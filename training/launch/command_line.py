@@ -25,7 +25,7 @@ from config import RunConfig, register, setting_keys
 from training.launch.interrupt import Ending, reader_may_leave
 from training.loop.ranks import leave, of_environment
 from training.own_modules import ROOT
-from training.record.files import check_version, no_run
+from training.record.files import check_version, no_run, read_data
 from training.record.foreign_code import run_no_code_of
 
 CONF = ROOT / "conf"
@@ -243,15 +243,13 @@ def replay_overrides(arguments: list[str]) -> list[str]:
 
 def recorded_overrides(run_dir: Path) -> list[str]:
     """The list in a run's overrides.yaml. Raises ValueError if it is missing or damaged."""
-    import yaml
-
     path = run_dir / "overrides.yaml"
     if not os.path.isfile(path):  # pathlib raises an error for a name that is too long
         raise ValueError(f"resume={no_run(run_dir, path.name)}")
     try:
-        recorded = yaml.safe_load(path.read_bytes())
+        recorded = read_data(path, list)
         check_overrides(recorded)
-    except (ValueError, TypeError, yaml.YAMLError) as error:
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is no list of a run's settings: {in_one_line(error)}") from None
     return recorded
 

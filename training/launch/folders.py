@@ -37,7 +37,7 @@ def claim(folder: Path, key: str, *, goes_on: bool = False) -> IO:
                 way_out = f"go on with its run by {shlex.quote(f'resume={folder}')}, or {way_out}"
             names = ", ".join(sorted(held)[:3])
             raise Taken(f"error: {key}={folder} holds other files already ({names}); {way_out}")
-        try_folder(folder, 2**16)
+        try_folder(folder)
         file = (folder / LOCK).open("a")
     except OSError as error:
         raise SystemExit(

@@ -21,7 +21,7 @@ from training.launch.interrupt import Ending
 from training.loop.ranks import report
 from training.record.clock import PHASES
 from training.record.files import Row
-from training.record.outcome import close_run, outcome_outside_training
+from training.record.outcome import close_run, outcome_of
 
 Train = Callable[[Any, Path, Row], None]  # train(config, run_dir, summary)
 
@@ -46,7 +46,6 @@ def run_job(
         "seq_len": written["seq_len"],
         "seed": written["seed"],
         "overrides": task_overrides(),
-        "started": began,
     }
     with Ending() as ending:
         try:
@@ -56,7 +55,7 @@ def run_job(
         except BaseException as error:
             ending.held = True
             failure = error
-            summary |= outcome_outside_training(error, summary["status"], run_dir)
+            summary |= outcome_of(error, run_dir, status=summary["status"])
             report(error)
             # the frames would keep every tensor of this job alive
             traceback.clear_frames(error.__traceback__)

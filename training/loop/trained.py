@@ -59,7 +59,7 @@ def read_run_config(run: Path) -> RunConfig:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), settings))
     except (ValueError, OmegaConfBaseException) as error:
         raise ValueError(
-            f"{run} is a run of commit {commit_of(meta, run_dir)}, whose settings this version "
+            f"{run} is a run of commit {commit_of(meta)}, whose settings this version "
             f"does not take: {str(error).splitlines()[0]}"
         ) from error
     warn_of_edits(run_dir, differences(read_mapping(run_dir / "config.yaml"), meta["config"]))

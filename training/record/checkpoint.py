@@ -22,9 +22,7 @@ import os
 import random
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -47,20 +45,16 @@ from training.record.files import (
     latest,
     meta_of,
     newest_first,
-    read_mapping,
     whole_folder,
     write_file,
 )
 from training.record.memory import GIB
-from training.record.names import as_typed
-from training.record.starts import Start, differences, resumed_starts, stop_clock
+from training.record.starts import Start, resumed_starts, stop_clock
+from training.record.text_table import first_line
 
 log = logging.getLogger("tilegpt")
 
 WEIGHTS, TRAINING, METRICS = "model.safetensors", "training.pt", "metrics.jsonl"
-
-# settings of the model that change neither a tensor nor what the weights mean
-FREE_SETTINGS = ("model.name", "model.dropout", "model.checkpoint")
 
 
 class Checkpoints:
@@ -86,7 +80,7 @@ class Checkpoints:
         self.run_dir, self.config = run_dir, config
         self.writes = writes  # only one rank writes; all ranks load
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
-        self.starts: list[Row] = []  # see training/record/starts.py; saved with every checkpoint
+        self.starts: list[Row] = []  # see training/record/starts.py; filled by begin()
         self.background = next(model.parameters()).is_cuda if background is None else background
         self._former: Path | None = run_dir / PREVIOUS  # what the next save makes of the latest
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -99,8 +93,8 @@ class Checkpoints:
         which has no rows of later steps.
         """
         self.starts = [entry]
-        if not self.config["resume"]:
-            return Start(0, 0, self.starts)
+        if not self.config.get("resume"):
+            return Start(0, 0)
         if not self.writes:
             self.run_dir = Path(self.config["resume"])
         folder, meta = self.load()
@@ -109,67 +103,106 @@ class Checkpoints:
             for unfinished in self.run_dir.glob(f"{LATEST}*.tmp"):
                 shutil.rmtree(unfinished)
             write_file(self.run_dir / METRICS, (folder / METRICS).read_bytes())
-        return Start(meta["step"], meta["tokens"], self.starts)
-
-    @phase("saving")
-    def is_best(self, step: int, val_loss: float | None) -> bool:
-        """Whether val_loss is below that of all earlier checkpoints on the same data."""
-        if not self.writes or val_loss is None or not math.isfinite(val_loss):
-            return False
-        self._wait()
-        data = self.starts[-1]["data"] if self.starts else None
-        best = read_mapping(self.run_dir / BEST / META)
-        # a resumed run may have changed its data: losses on other data do not compare
-        compares = best and best["step"] < step and _data(best) == data
-        return val_loss < best["val_loss"] if compares else True
+        return Start(meta["step"], meta["tokens"])
 
     @phase("saving")
     def save(
-        self, step: int, tokens: int, val_loss: float | None = None, *, last: bool = False
-    ) -> None:
-        """Save the current state as the latest checkpoint.
+        self,
+        step: int,
+        tokens: int,
+        val_loss: float | None = None,
+        *,
+        due: bool = True,
+        last: bool = False,
+    ) -> bool:
+        """Save the current state as the latest checkpoint if one is due, or if it is the best yet.
 
         val_loss: of this step, or None. last: no step follows, so nothing changes the state.
+        Returns whether it saves.
         """
         if not self.writes:
-            return
+            return False
+        if val_loss is not None and not math.isfinite(val_loss):
+            val_loss = None  # NaN is not JSON
+        best = val_loss is not None and self._is_best(step, val_loss)
+        if not (due or last or best):
+            return False
         self._wait()
+        stop_clock(self.starts)
         meta = {
             "format": "tilegpt-checkpoint",
             "version": VERSION,
             "step": step,
             "tokens": tokens,
-            # NaN is not JSON
-            "val_loss": val_loss if val_loss is None or math.isfinite(val_loss) else None,
+            "val_loss": val_loss,
             "vocab_size": getattr(self.model, "vocab_size", None),
             "config": self.config,
+            "starts": copy.deepcopy(self.starts),
         }
-        rows = None
-        if self.starts:
-            stop_clock(self.starts)
-            meta["starts"] = copy.deepcopy(self.starts)
-            rows = (self.run_dir / METRICS).read_bytes()
-        best = self.is_best(step, val_loss)
-        write = partial(_write, self.run_dir, meta, rows, former=self._former, best=best)
-        self._former = self.run_dir / PREVIOUS
-        state = self._state()
+        parts = self._state(), meta, (self.run_dir / METRICS).read_bytes(), best
         if last or not self.background:
-            write(*state)
-            return
+            self._write(*parts)
+            return True
         # copies from a GPU are pinned, and go on while the host queues them
-        copied = tree_map_only(Tensor, lambda x: x.to("cpu", non_blocking=True, copy=True), state)
+        copied = tree_map_only(Tensor, lambda x: x.to("cpu", non_blocking=True, copy=True), parts)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # the next step changes what they copy
-        self._pending = self._writer.submit(write, *copied)
+        self._pending = self._writer.submit(self._write, *copied)
+        return True
 
-    def _state(self) -> tuple[dict[str, Tensor], Row]:
-        """The weights, and what else a resumed run needs."""
-        named = _named_tensors(self.model)
-        return {name: tensor.detach().contiguous() for name, tensor in named.items()}, {
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": {} if self.scaler is None else self.scaler.state_dict(),
-            "random": _random_state(),
+    def _is_best(self, step: int, val_loss: float) -> bool:
+        """Whether val_loss is below that of all earlier checkpoints on the same data."""
+        self._wait()
+        try:
+            best = meta_of(self.run_dir / BEST)
+        except CheckpointError:  # there is none, or it is damaged
+            return True
+        # a resumed run may have changed its data: losses on other data do not compare
+        same_data = best["starts"][-1]["data"] == self.starts[-1]["data"]
+        return not same_data or best["step"] >= step or val_loss < best["val_loss"]
+
+    def _state(self) -> Row:
+        """The weights by name, and what else a resumed run needs."""
+        return {
+            "weights": {name: x.detach().contiguous() for name, x in _named(self.model).items()},
+            "training": {
+                "optimizer": self.optimizer.state_dict(),
+                "scaler": {} if self.scaler is None else self.scaler.state_dict(),
+                "random": _random_state(),
+            },
         }
+
+    def _write(self, state: Row, meta: Row, rows: bytes, best: bool) -> None:
+        """Write a checkpoint and make it the latest, and also the best if `best` says so."""
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        try:
+            with whole_folder(self.run_dir / LATEST, former=self._former) as folder:
+                save_file(state["weights"], folder / WEIGHTS)
+                # SHA-256 finds what CRC-32 would
+                with serialization.patch("save.compute_crc32", False):
+                    torch.save(state["training"], folder / TRAINING)
+                # safetensors creates files that only their owner can read
+                shutil.copymode(folder / TRAINING, folder / WEIGHTS)
+                (folder / METRICS).write_bytes(rows)
+                meta["files"] = {
+                    path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+                    for path in sorted(folder.iterdir())
+                }
+                meta["sha256"] = meta_checksum(meta)
+                (folder / META).write_text(json.dumps(meta, indent=2))
+                if best:  # before it is the latest: a run that dies here writes both again
+                    with whole_folder(self.run_dir / BEST) as target:
+                        shutil.copytree(folder, target, copy_function=_link, dirs_exist_ok=True)
+            self._former = self.run_dir / PREVIOUS
+        # safetensors and PyTorch report a full disk with errors of their own
+        except (OSError, SafetensorError, RuntimeError) as error:
+            free = shutil.disk_usage(self.run_dir).free if self.run_dir.is_dir() else 0
+            raise OSError(
+                f"cannot write a checkpoint to {self.run_dir} ({free / GIB:.2f} GiB free on that "
+                f"disk): {first_line(error)}"
+            ) from error
 
     def load(self) -> tuple[Path, Row]:
         """Restore model, optimizer, scaler and random numbers from the newest whole checkpoint.
@@ -180,7 +213,6 @@ class Checkpoints:
         """
         # all files are verified before anything is changed
         folder, meta = _newest_whole(self.run_dir)
-        _check_settings(meta["config"], self.config, folder)
         state = torch.load(folder / TRAINING, map_location="cpu", weights_only=True)
         _load_weights(folder, self.model)
         settings = [dict(group) for group in self.optimizer.param_groups]
@@ -216,60 +248,11 @@ class Checkpoints:
             self._writer.shutdown()
 
 
-def _write(
-    run_dir: Path,
-    meta: Row,
-    rows: bytes | None,
-    tensors: dict[str, Tensor],
-    state: Row,
-    *,
-    former: Path | None,
-    best: bool,
-) -> None:
-    """Write a checkpoint and make it the latest, and the best where `best` says so."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
+def _link(source: str, target: str) -> None:
     try:
-        with whole_folder(run_dir / LATEST, former=former) as folder:
-            save_file(tensors, folder / WEIGHTS)
-            # SHA-256 finds what CRC-32 would
-            with serialization.patch("save.compute_crc32", False):
-                torch.save(state, folder / TRAINING)
-            # safetensors creates files that only their owner can read
-            shutil.copymode(folder / TRAINING, folder / WEIGHTS)
-            if rows is not None:
-                (folder / METRICS).write_bytes(rows)
-            meta["files"] = {
-                path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-                for path in sorted(folder.iterdir())
-            }
-            meta["sha256"] = meta_checksum(meta)
-            (folder / META).write_text(json.dumps(meta, indent=2))
-            if best:  # before it is the latest: a run that dies here writes both again
-                _link(folder, run_dir / BEST)
-    # safetensors and PyTorch report a full disk with errors of their own
-    except (OSError, SafetensorError, RuntimeError) as error:
-        free = shutil.disk_usage(run_dir).free if run_dir.is_dir() else 0
-        raise OSError(
-            f"cannot write a checkpoint to {run_dir} ({free / GIB:.2f} GiB free on that disk): "
-            f"{str(error).splitlines()[0]}"
-        ) from error
-
-
-def _link(folder: Path, target: Path) -> None:
-    """Make `target` a checkpoint of the same files."""
-    with whole_folder(target) as fresh:
-        for file in folder.iterdir():
-            try:
-                os.link(file, fresh / file.name)
-            except OSError:  # a file system without hard links
-                shutil.copy2(file, fresh / file.name)
-
-
-def _data(meta: Row) -> str | None:
-    """The fingerprint of the data that a checkpoint was trained and evaluated on."""
-    return meta["starts"][-1]["data"] if "starts" in meta else None
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copy2(source, target)
 
 
 def load_model_state(run_dir: Path, model: nn.Module) -> Row:
@@ -290,8 +273,7 @@ def _newest_whole(run_dir: Path) -> tuple[Path, Row]:
     for folder in newest_first(run_dir):
         try:
             meta = meta_of(folder)
-            for name in meta["files"]:
-                _verify(folder, meta, name)
+            _verify(folder, meta, *meta["files"])
         except CheckpointError as error:
             problems.append(error)
             continue
@@ -306,60 +288,41 @@ def _newest_whole(run_dir: Path) -> tuple[Path, Row]:
     raise problems[0]
 
 
-def _verify(folder: Path, meta: Row, name: str) -> None:
-    """Raise CheckpointError unless the file has the bytes that were written."""
-    path = folder / name
-    try:
-        if sha256_of(path) != meta["files"][name]["sha256"]:
+def _verify(folder: Path, meta: Row, *names: str) -> None:
+    """Raise CheckpointError unless these files have the bytes that were written."""
+    for path in map(folder.joinpath, names):
+        try:
+            found = sha256_of(path)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        if found != meta["files"][path.name]["sha256"]:
             raise CheckpointError(f"{path} is damaged: it has not the SHA-256 in {META}")
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _load_weights(folder: Path, model: nn.Module) -> None:
     from safetensors.torch import load_file
 
-    stored, current = load_file(folder / WEIGHTS), _named_tensors(model)
-    then, now = (
-        {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        for tensors in (stored, current)
-    )
-    for name in sorted(then | now):
-        if then.get(name) != now.get(name):
-            keep = "the model, the attention with its options, the tokenizer and seq_len of the run"
-            raise _unfit(folder, f"the shape of {name}", then.get(name), now.get(name), keep)
+    stored, current = load_file(folder / WEIGHTS), _named(model)
+    for name in sorted(stored | current):
+        then, now = (
+            tuple(tensors[name].shape) if name in tensors else None for tensors in (stored, current)
+        )
+        if then != now:
+            raise CheckpointError(
+                f"{folder}: the shape of {name} is {then} in the checkpoint and {now} now; keep "
+                "the model, the attention with its options, the tokenizer and seq_len of the run, "
+                "or start a new run"
+            )
     with torch.no_grad():
         for name, tensor in current.items():
             tensor.copy_(stored[name])
 
 
-def _check_settings(then: Row, now: Row, folder: Path) -> None:
-    """Raise CheckpointError for the first setting under which the weights would mean another
-    model, or the state be of another optimizer.
-    """
-    for key, (before, present) in differences(then, now).items():
-        length = key == "model.max_seq_len"
-        # only learned positions have a table of max_seq_len rows; other models run at any length
-        free = key in FREE_SETTINGS or (length and now["model"]["positions"] in ("rope", "alibi"))
-        if key == "optim.name" or (key.startswith("model.") and not free):
-            # a longer sequence asks for a longer table
-            keep = "seq_len" if length else key.removesuffix(".name")
-            raise _unfit(folder, key, before, present, f"{keep}={as_typed(before)}")
-
-
-def _unfit(folder: Path, what: str, then: Any, now: Any, keep: str) -> CheckpointError:
-    return CheckpointError(
-        f"{folder}: {what} is {then} in the checkpoint and {now} now; keep {keep}, or start a new "
-        "run"
-    )
-
-
-def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
+def _named(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name; a tensor with several names gets its first."""
     named: dict[int, tuple[str, Tensor]] = {}
     # keep_vars returns the tensors themselves, so tied weights are found and filled in place
     for name, tensor in model.state_dict(keep_vars=True).items():
-        assert "_orig_mod." not in name, "pass the module itself, not the result of torch.compile"
         named.setdefault(id(tensor), (name, tensor))
     return dict(named.values())
 

@@ -24,9 +24,9 @@ train.py imports this module first, and it imports nothing that takes long.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from time import perf_counter, time
 from typing import Any
 
@@ -48,21 +48,21 @@ class Phases:
 
     def begin(self, began: float) -> None:
         """A run starts, or did at `began`."""
-        self.spent: dict[str, float] = {}
-        self._name, self._since = "starting", began
+        self.began = self._since = began
+        self.spent: Counter[str] = Counter()
+        self._name = "starting"
 
     def change(self, name: str) -> str:
         """From here on, count for the phase `name`. Returns the phase that was counted."""
         now, before = time(), self._name
-        self.spent[before] = self.spent.get(before, 0.0) + now - self._since
+        self.spent[before] += now - self._since
         self._name, self._since = name, now
         return before
 
     def seconds(self) -> dict[str, float]:
         """Seconds by phase so far, the largest first."""
         self.change(self._name)
-        by_size = sorted(self.spent.items(), key=lambda item: -item[1])
-        return {name: round(seconds, 3) for name, seconds in by_size}
+        return {name: round(seconds, 3) for name, seconds in self.spent.most_common()}
 
 
 PHASES = Phases()  # of the run in this process
@@ -108,9 +108,6 @@ def in_words(seconds: dict[str, float]) -> str:
     return f"{sum(seconds.values()):.1f} s: {', '.join(parts)}"
 
 
-Mark = tuple[int, float]  # tokens that were trained by some time
-
-
 class WallClock:
     """The time that a user waits. A run has two speeds, in every row of metrics after the first
     step and in summary.json:
@@ -132,22 +129,17 @@ class WallClock:
                                                     trained `tokens`
     for step in ...:
         train(); row |= clock.row(tokens)
-        if clock.line_is_due(): print(clock.line(step, tokens, row))
 
     Only tokens of steps whose loss the host has waited for count, not those of a queued step.
     """
 
-    EVERY = 15.0  # seconds from line to line
-
-    def __init__(self, *, seconds: float, steps: int, tokens_per_step: int) -> None:
-        self.steps, self.tokens_per_step = steps, tokens_per_step
+    def __init__(self, seconds: float) -> None:
         self._zero = perf_counter() - seconds  # when the run would have begun without a break
-        self._began: Mark | None = None
-        self._row: Mark | None = None  # when the last row was written
-        self._line: Mark | None = None  # and the last line
+        self._began: tuple[int, float] | None = None  # tokens, and the time
+        self._row: tuple[int, float] | None = None  # when the last row was written
 
     def begin(self, tokens: int) -> None:
-        self._began = self._row = self._line = tokens, perf_counter()
+        self._began = self._row = tokens, perf_counter()
 
     def row(self, tokens: int) -> dict[str, float]:
         """seconds and, once the training has begun, tokens_per_sec of a row that is written now."""
@@ -160,34 +152,6 @@ class WallClock:
 
     def tokens_per_sec(self, tokens: int) -> float | None:
         """The speed of all steps so far; None before the first is done."""
-        return _speed(self._began, tokens)
-
-    def line_is_due(self) -> bool:
-        """Whether the last line was printed EVERY seconds ago."""
-        return self._line is None or perf_counter() - self._line[1] >= self.EVERY
-
-    def line(self, step: int, tokens: int, row: dict[str, Any]) -> str:
-        """The progress: step, tokens, the losses in `row`, the speed since the last line, and from
-        the second line on the time left at that speed. The first step may have compiled.
-        """
-        parts = [f"step {step:>5}/{self.steps}", f"{tokens:,} tokens"]
-        parts += [
-            f"{name} {value:.4f}"
-            for name, value in row.items()
-            if name == "train/loss" or name.startswith("val/")
-        ]
-        if speed := _speed(self._line, tokens):
-            parts.append(f"{speed:,.0f} tokens/s")
-            if self._line != self._began and step < self.steps:
-                seconds = (self.steps - step) * self.tokens_per_step / speed
-                parts.append(f"{timedelta(seconds=round(seconds))} left")
-        if self._line:
-            self._line = tokens, perf_counter()
-        return "  ".join(parts)
-
-
-def _speed(since: Mark | None, tokens: int) -> float | None:
-    """Tokens per second since then; None if there were none."""
-    if since is None or tokens == since[0]:
-        return None
-    return (tokens - since[0]) / (perf_counter() - since[1])
+        if self._began is None or tokens == self._began[0]:
+            return None
+        return (tokens - self._began[0]) / (perf_counter() - self._began[1])

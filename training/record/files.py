@@ -9,14 +9,14 @@ Every file is strict JSON. NaN and infinity, which JSON lacks, become null, and 
 values are listed beside them as "nonfinite". Nothing here imports torch.
 """
 
-import contextlib
 import json
-import math
+import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache, partial
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from typing import Any
 import yaml
 
 from data.token_file import meta_checksum, sync
+
+log = logging.getLogger("tilegpt")
 
 Row = dict[str, Any]  # an object of a JSON file
 
@@ -39,56 +41,83 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be used, with the reason in one line."""
 
 
-class MetricsFile:
-    """metrics.jsonl: one JSON object per line, passed to the operating system at once."""
+def append_row(path: Path, row: Row) -> None:
+    """Add a line to a metrics.jsonl; the operating system has it at once.
 
-    def __init__(self, path: Path):
-        self.path = path
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.touch()
-
-    def write(self, row: Row) -> None:
-        if not self.path.is_file():  # opening would create it again, without the earlier rows
-            raise OSError(
-                f"{self.path} was deleted while the run wrote to it: what the run did since its "
-                "last checkpoint is lost"
-            )
-        # opened per row: a row costs microseconds, and no handle outlives a run that fails
-        try:
-            with self.path.open("a") as file:
-                file.write(json.dumps(strict(row), allow_nan=False) + "\n")
-        except OSError as error:
-            raise OSError(f"{self.path} cannot be written: {error}") from error
+    Raises OSError, also where the file was deleted: a new one would lack its earlier rows.
+    """
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_APPEND), "a") as file:
+            file.write(json.dumps(strict(row)) + "\n")
+    except OSError as error:
+        raise OSError(
+            f"{path} cannot be written, so what the run did since its last checkpoint is lost: "
+            f"{error}"
+        ) from error
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """The rows of a metrics.jsonl, without torn or damaged lines; [] if the file is missing."""
-    try:
-        lines = Path(path).read_text(errors="replace").splitlines()
-    except FileNotFoundError:
-        return []
-    return [row for row in parse_rows(lines) if isinstance(row.get("step"), int)]
+    """The rows of a metrics.jsonl; see read_lines()."""
+    return [row for row in read_lines(path) if isinstance(row.get("step"), int)]
 
 
-def parse_rows(lines: Iterable[str]) -> Iterator[Row]:
-    """The JSON object of each line; torn or damaged lines are skipped."""
+def read_lines(path: Path) -> list[Row]:
+    """The object on each line of a .jsonl file; [] if there is no such file.
+
+    Torn or damaged lines are left out, with a warning that names the file.
+    """
+    # pathlib raises errors for a name that is too long
+    lines = path.read_bytes().splitlines() if os.path.isfile(path) else []
+    rows = []
     for line in lines:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict):
-            yield row
+        with suppress(ValueError, RecursionError):
+            rows.append(json.loads(line))
+    rows = [row for row in rows if isinstance(row, dict)]
+    if len(rows) < len(lines):
+        _warn(f"{path}: {len(lines) - len(rows)} of {len(lines)} lines are torn or damaged")
+    return rows
 
 
 def read_mapping(path: Path) -> Row:
-    """The mapping in a .json or .yaml file; {} if it is damaged or missing."""
+    """The mapping in a .json or .yaml file; {} if there is no such file.
+
+    Also {} for a damaged file, with a warning that names it.
+    """
     try:
-        content = path.read_bytes()
-        value = json.loads(content) if path.suffix == ".json" else yaml.safe_load(content)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return read_data(path) if os.path.exists(path) else {}
+    except ValueError as error:
+        _warn(str(error))
         return {}
-    return value if isinstance(value, dict) else {}
+
+
+def read_data(path: Path, kind: type = dict) -> Any:
+    """What a .json or .yaml file holds: one object of this kind.
+
+    Raises ValueError, in one sentence that names the file, for anything else.
+    """
+    try:
+        content = path.read_text("utf-8")
+        found = json.loads(content) if path.suffix == ".json" else yaml.load(content, PlainYaml)
+        if not isinstance(found, kind):
+            raise ValueError(f"it holds {type(found).__name__} instead of {kind.__name__}")
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    return found
+
+
+class PlainYaml(yaml.SafeLoader):
+    """YAML without aliases, by which a few lines can stand for gigabytes."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it has an alias")
+        return super().compose_node(parent, index)
+
+
+@cache
+def _warn(sentence: str) -> None:
+    """Log a warning, once: a file may be read several times."""
+    log.warning(sentence)
 
 
 def newest_first(run_dir: Path) -> list[Path]:
@@ -104,9 +133,11 @@ def newest_first(run_dir: Path) -> list[Path]:
 
 
 def step_of(folder: Path) -> int:
-    """The step of a checkpoint; -1 if its meta.json does not tell it."""
-    step = read_mapping(folder / META).get("step")
-    return step if isinstance(step, int) else -1
+    """The step of a checkpoint; -1 if its meta.json is damaged."""
+    try:
+        return meta_of(folder)["step"]
+    except CheckpointError:
+        return -1
 
 
 def latest(run_dir: Path) -> Path:
@@ -130,36 +161,43 @@ def read_meta(run_dir: Path) -> Row:
 
 def meta_of(folder: Path) -> Row:
     """The meta.json of a checkpoint. Raises CheckpointError unless it is as it was written."""
-    meta = read_mapping(folder / META)
-    if meta.get("version", 0) > VERSION:
+    path = folder / META
+    try:
+        meta = read_data(path)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    if meta.get("sha256") != meta_checksum(meta):
+        raise CheckpointError(f"{path} is damaged or another program's: its SHA-256 differs")
+    if meta["version"] > VERSION:
         raise CheckpointError(
             f"{folder} has version {meta['version']} of the format; this program reads versions up "
             f"to {VERSION}"
         )
-    if meta.get("sha256") != meta_checksum(meta):
-        raise CheckpointError(
-            f"{folder / META} is missing, damaged or another program's: it has not the SHA-256 "
-            "that it names"
-        )
     return meta
+
+
+def newest_meta(run_dir: Path) -> Row:
+    """The meta.json of the newest checkpoint that has a whole one; {} if none has."""
+    for folder in newest_first(run_dir):
+        with suppress(CheckpointError):
+            return meta_of(folder)
+    return {}
 
 
 def check_version(run_dir: Path) -> None:
     """Raise CheckpointError if an older version of this program trained the run."""
-    for folder in newest_first(run_dir)[:1]:
-        meta = read_mapping(folder / META)
-        if meta.get("version", VERSION) != VERSION:
-            raise CheckpointError(
-                f"resume={run_dir}: it is a run of commit {commit_of(meta, run_dir)}, which has "
-                "other settings; check out that commit to resume it. scripts.sample, report and "
-                "cross_eval read it as it is"
-            )
+    meta = newest_meta(run_dir)
+    if meta and meta["version"] < VERSION:
+        raise CheckpointError(
+            f"resume={run_dir}: it is a run of commit {commit_of(meta)}, which has other "
+            "settings; check out that commit to resume it. scripts.sample, report and cross_eval "
+            "read it as it is"
+        )
 
 
-def commit_of(meta: Row, run_dir: Path) -> str | None:
-    """The commit that wrote a checkpoint, by its last start or by RUN/env.json."""
-    starts = meta.get("starts") or [{}]
-    return starts[-1].get("commit") or read_mapping(run_dir / "env.json").get("commit")
+def commit_of(meta: Row) -> str | None:
+    """The commit that wrote a checkpoint."""
+    return meta["starts"][-1]["commit"]
 
 
 def run_of(folder: Path) -> Path:
@@ -171,8 +209,8 @@ def no_run(folder: Path, lacks: str) -> str:
     """Why a folder without the file `lacks` is not a run directory, and which folder may be."""
     hint = ""
     # a run lies in outputs/DAY/TIME; pathlib raises errors for a name that is too long
-    found = (sorted(glob(f"{below}/{lacks}", root_dir=folder)) for below in ("*", "*/*"))
-    if runs := next(filter(None, found), None):
+    near, far = (sorted(glob(f"{below}/{lacks}", root_dir=folder)) for below in ("*", "*/*"))
+    if runs := near or far:
         hint = f"; it holds runs, such as {(folder / runs[0]).parent}"
     elif (run := run_of(folder)) != folder:
         hint = f"; it is a checkpoint of the run {run}"
@@ -181,32 +219,21 @@ def no_run(folder: Path, lacks: str) -> str:
 
 def write_json(path: Path, obj: Row) -> None:
     """Write one JSON object so that a reader finds the old file or the new one, whole."""
-    write_file(path, json.dumps(strict(obj), indent=1, allow_nan=False, default=str) + "\n")
+    write_file(path, json.dumps(strict(obj), indent=1) + "\n")
 
 
 def strict(obj: Row) -> Row:
-    """`obj` with null for every NaN and infinity, and a list "nonfinite" of their names.
+    """`obj` with null for every NaN and infinity, and "nonfinite": the keys that hold any.
 
     {"loss": nan, "oom": {"free": inf}} -> {"loss": None, "oom": {"free": None}, "nonfinite":
-    ["loss", "oom.free"]}
+    ["loss", "oom"]}
     """
-    nonfinite: list[str] = []
-
-    def clean(value: Any, name: str) -> Any:
-        if isinstance(value, dict):
-            return {
-                key: clean(item, f"{name}.{key}" if name else str(key))
-                for key, item in value.items()
-            }
-        if isinstance(value, (list, tuple)):
-            return [clean(item, f"{name}[{i}]") for i, item in enumerate(value)]
-        if isinstance(value, float) and not math.isfinite(value):
-            nonfinite.append(name)
-            return None
-        return value
-
-    cleaned = clean(obj, "")
-    return cleaned | {"nonfinite": nonfinite} if nonfinite else cleaned
+    cleaned, nonfinite = {}, []
+    for key, value in obj.items():
+        # json calls `null` for each of them
+        null = partial(lambda key, constant: nonfinite.append(key), key)
+        cleaned[key] = json.loads(json.dumps(value, default=str), parse_constant=null)
+    return cleaned | {"nonfinite": [*dict.fromkeys(nonfinite)]} if nonfinite else cleaned
 
 
 def write_file(path: Path, content: str | bytes) -> None:
@@ -221,7 +248,7 @@ def write_file(path: Path, content: str | bytes) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             temporary.unlink()
         raise OSError(f"{path} cannot be written: {error.strerror or error}") from error
 
@@ -252,11 +279,11 @@ def whole_folder(target: Path, *, former: Path | None = None) -> Iterator[Path]:
         raise
 
 
-def try_folder(folder: Path, size: int = 4096) -> None:
-    """Create the folder, and write and remove a file of `size` bytes in it. Raises OSError."""
+def try_folder(folder: Path) -> None:
+    """Create the folder, and write and remove a file in it. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder) as file:  # buffered: a raw write may end early
-        file.write(bytes(size))
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"a full disk raises its error here")
 
 
 def check_writable(path: Path, ending: str = ".json") -> None:

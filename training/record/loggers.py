@@ -5,17 +5,20 @@ one warning, and then it is off. Tokens are the x axis everywhere, because the r
 differ in batch size and sequence length.
 """
 
-import functools
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from config import LoggerConfig
+from config import LoggerConfig, RunConfig
 from data.network import answers
 from training.record.files import Row, read_metrics
+from training.record.names import name_runs
+from training.record.runs import planned_jobs, sweep_of
 from training.record.text_table import first_line
 
 log = logging.getLogger("tilegpt")
@@ -28,23 +31,53 @@ MODES = ("online", "offline", "disabled")
 
 
 class LoggedRun(NamedTuple):
-    """What a logger is told about a run."""
+    """What a logger is told about a run, besides its metrics."""
 
-    config: LoggerConfig
+    project: str
     run_dir: Path
     shared_dir: Path  # the runs of a sweep log below it; of a run outside a sweep, its own folder
     name: str
     group: str | None
     tags: list[str]
-    run_config: Row
-    resume: bool
+    settings: Row
+    resumes: bool
 
 
-def build_logger(config: LoggerConfig, **run: Any) -> "Logger":
-    """Build and start the logger that `config` names. run: the other fields of LoggedRun."""
-    logger = LOGGERS[config.name]()
-    logger.start(LoggedRun(config, **run))
+def start_logger(config: RunConfig, run_dir: Path, summary: Row, *, writes: bool) -> "Logger":
+    """Start the logger of a run, or none on a rank that does not write.
+
+    Writes the run's variant to `summary`. Runs with the same `curve` differ only in their seed; a
+    chart shows their mean as one line.
+    """
+    sweep = sweep_of(run_dir)
+    others = planned_jobs(sweep) if sweep else {}
+    # a resume may have changed the attention
+    own = others.pop(run_dir, {}) | summary
+    rows = [own, *others.values()]
+    summary["variant"] = variant = name_runs(rows)[0].variant
+    curve = f"{variant} seq_len={config.seq_len}"
+    tags = (config.attention.name, config.attention.switch_to, config.model.name)
+    logger = LOGGERS[config.logger.name if writes else "none"]()
+    logger.start(
+        LoggedRun(
+            config.logger.project,
+            run_dir,
+            shared_dir=sweep or run_dir,
+            # outside a sweep, it has all that was typed
+            name=name_runs(rows if others else [own, {}])[0].run,
+            group=group_name(sweep, summary["overrides"]) if sweep else None,
+            tags=[*filter(None, tags), config.data.source, f"seq{config.seq_len}"],
+            settings=asdict(config) | {"variant": variant, "curve": curve},
+            resumes=config.resume is not None,
+        )
+    )
     return logger
+
+
+def group_name(sweep: Path, overrides: list[str]) -> str:
+    """2026-11-22_21-09-10 break_it: the folder of a sweep, and its recipe."""
+    recipes = [each.partition("=")[2] for each in overrides if each.startswith("experiment=")]
+    return " ".join([f"{sweep.parent.name}_{sweep.name}", *recipes])
 
 
 def check_logger(config: LoggerConfig) -> None:
@@ -83,7 +116,6 @@ def shortened(name: str) -> str:
 def quietly(method: Callable) -> Callable:
     """Turn the first failure of a logger into one warning and switch the logger off."""
 
-    @functools.wraps(method)
     def wrapper(self: "Logger", *args: Any, **kwargs: Any) -> None:
         if not self.active:
             return
@@ -107,8 +139,8 @@ class Logger:
     def start(self, run: LoggedRun) -> None:
         """Begin to log."""
 
-    def log(self, row: Row, *, last: bool = False) -> None:
-        """Log the numbers of a row of metrics. finish() adds pictures to the last one."""
+    def log(self, row: Row) -> None:
+        """Log the numbers of a row of metrics."""
 
     def finish(self, summary: Row, pictures: list[Path], sample: str | None) -> None:
         """Log how the run ended, its pictures and its sample of text, and end the logging."""
@@ -116,18 +148,6 @@ class Logger:
 
 # metrics whose lowest value wandb's summary keeps beside the last
 BEST = ("val/loss", "val/loss_exact")
-# wandb's default workspace and `wandb leet` sort metrics by name, capital letters first. These
-# copies put what a comparison looks at on their first page
-COMPARED = {
-    "val/loss": "Compare/loss",
-    "val/loss_exact": "Compare/loss_exact",
-    "memory/peak_gib": "Compare/memory_gib",
-    "step_tokens_per_sec": "Compare/tokens_per_sec",
-}
-
-
-def compared(values: Row) -> Row:
-    return {name: values[key] for key, name in COMPARED.items() if key in values}
 
 
 class WandbLogger(Logger):
@@ -142,21 +162,37 @@ class WandbLogger(Logger):
     def start(self, run: LoggedRun) -> None:
         import wandb
 
-        self._row_is_open = False
         id_file = run.run_dir / "wandb_id.txt"
-        run_id = id_file.read_text().strip() if run.resume and id_file.exists() else None
+        run_id = id_file.read_text().strip() if run.resumes and id_file.exists() else None
         prepare_environment()
         mode = os.environ.get("WANDB_MODE", "online")
+        begin = partial(
+            wandb.init,
+            project=run.project,
+            dir=str(run.shared_dir),
+            id=run_id,
+            resume="allow" if run_id else None,
+            name=shortened(run.name),
+            group=run.group and shortened(run.group),
+            job_type="train",
+            tags=[tag[:LONGEST_TAG] for tag in run.tags],
+            config=run.settings,
+            # without this, a second run of the same process would continue the first
+            reinit="finish_previous",
+            settings=wandb.Settings(
+                init_timeout=INIT_TIMEOUT, finish_timeout=FINISH_TIMEOUT, console="off"
+            ),
+        )
         try:
             if mode == "online":
                 check_server()
-            self._run = _wandb_run(run, mode, run_id)
+            self._run = begin(mode=mode)
         except Exception as error:
             if mode != "online":
                 raise
             log.warning(f"wandb: {first_line(error)}; this run is logged offline")
             wandb.teardown()  # else the id would still be in use
-            self._run = _wandb_run(run, "offline", run_id)
+            self._run = begin(mode="offline")
         id_file.write_text(self._run.id + "\n")
         self._run.define_metric("tokens", hidden=True)
         self._run.define_metric("*", step_metric="tokens")
@@ -166,11 +202,11 @@ class WandbLogger(Logger):
         self.url_or_hint = self._run.url or offline
 
     @quietly
-    def log(self, row: Row, *, last: bool = False) -> None:
+    def log(self, row: Row) -> None:
         values = numbers(row)
         step = values.pop("step")
-        self._run.log(values | compared(values), step=step, commit=not last)
-        self._row_is_open = last
+        # wandb sends a step when the next one begins, so finish() can add to the last one
+        self._run.log(values, step=step)
 
     @quietly
     def finish(self, summary: Row, pictures: list[Path], sample: str | None) -> None:
@@ -179,18 +215,14 @@ class WandbLogger(Logger):
         media: Row = {picture.stem: wandb.Image(str(picture)) for picture in pictures}
         if sample is not None:
             media["sample"] = wandb.Table(columns=["run", "text"], data=[[self._run.name, sample]])
-        if media or self._row_is_open:
-            self._run.log(media)
+        self._run.log(media)
         # last, as the last row of metrics overwrites the whole run's speeds with its own. wandb
         # itself keeps the lowest and the last value of the metrics in BEST
-        result = {key: value for key, value in summary.items() if key not in BEST}
-        self._run.summary.update(result | compared(summary))
-        status = summary["status"]
-        if status != "completed":
-            self._run.tags = (*self._run.tags, status)
-            reason = summary.get("oom") or summary.get("diagnosis") or {}
-            self._run.notes = summary.get("error") or reason.get("message")
-        self._run.finish(exit_code=int(status != "completed"))
+        self._run.summary.update({key: x for key, x in summary.items() if key not in BEST})
+        failed = summary["status"] != "completed"
+        if failed:
+            self._run.tags = (*self._run.tags, summary["status"])
+        self._run.finish(exit_code=int(failed))
 
 
 def prepare_environment() -> None:
@@ -209,28 +241,6 @@ def check_server() -> None:
     base_url = wandb.setup().settings.base_url
     if not answers(base_url, PROBE_TIMEOUT):
         raise ConnectionError(f"the server {base_url} does not answer")
-
-
-def _wandb_run(run: LoggedRun, mode: str, run_id: str | None) -> Any:
-    import wandb
-
-    return wandb.init(
-        project=run.config.project,
-        dir=str(run.shared_dir),
-        id=run_id,
-        resume="allow" if run.resume else None,
-        name=shortened(run.name),
-        group=run.group and shortened(run.group),
-        job_type="train",
-        tags=[tag[:LONGEST_TAG] for tag in run.tags],
-        config=run.run_config,
-        mode=mode,
-        # without this, a second run of the same process would continue the first
-        reinit="finish_previous",
-        settings=wandb.Settings(
-            init_timeout=INIT_TIMEOUT, finish_timeout=FINISH_TIMEOUT, console="off"
-        ),
-    )
 
 
 class TensorboardLogger(Logger):
@@ -252,7 +262,7 @@ class TensorboardLogger(Logger):
         self._writer = SummaryWriter(str(folder / name), purge_step=purge_step)
 
     @quietly
-    def log(self, row: Row, *, last: bool = False) -> None:
+    def log(self, row: Row) -> None:
         for key, value in numbers(row).items():
             self._writer.add_scalar(key, value, global_step=row["tokens"])
         # TensorBoard's own thread writes every two minutes, too late for a killed run

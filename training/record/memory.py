@@ -120,7 +120,7 @@ def cpu_memory_limit(at_most: float = math.inf) -> Iterator[None]:
     if not LINUX or torch.cuda.is_initialized():
         yield
         return
-    room = max(0, min(available_bytes() - MARGIN, at_most))
+    room = max(0, min(machine_memory()[0] - MARGIN, at_most))
     limit = _proc_field("/proc/self/status", "VmSize") + int(room)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:  # a lower limit that the user has set stays
@@ -132,14 +132,19 @@ def cpu_memory_limit(at_most: float = math.inf) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def available_bytes() -> int:
-    """Memory that this process can still take on Linux, in its container if it runs in one."""
-    limit, used = _container()
-    return int(min(_proc_field("/proc/meminfo", "MemAvailable"), limit - used))
-
-
-def total_bytes() -> int:
-    return int(min(_proc_field("/proc/meminfo", "MemTotal"), _container()[0]))
+def machine_memory() -> tuple[int, int]:
+    """Bytes that this process can still take on Linux, and bytes in all: those of its container if
+    it runs in one.
+    """
+    free, total = (_proc_field("/proc/meminfo", name) for name in ("MemAvailable", "MemTotal"))
+    # without a container there are no such files; without a limit it is "max"
+    with contextlib.suppress(OSError, ValueError):
+        limit = int((CONTAINER / "memory.max").read_text())
+        used = int((CONTAINER / "memory.current").read_text())
+        words = (CONTAINER / "memory.stat").read_text().split()
+        reclaimable = int(words[words.index("inactive_file") + 1])
+        return min(free, limit - used + reclaimable), min(total, limit)
+    return free, total
 
 
 def _proc_field(path: str, name: str) -> int:
@@ -147,17 +152,6 @@ def _proc_field(path: str, name: str) -> int:
     match = re.search(rf"^{name}:\s*(\d+) kB", Path(path).read_text(), re.MULTILINE)
     assert match, f"{path} has no {name}"
     return int(match[1]) * 1024
-
-
-def _container() -> tuple[float, int]:
-    """The limit of this container, infinite without one, and the bytes that it cannot reclaim."""
-    # without a container there are no such files; without a limit it is "max"
-    with contextlib.suppress(OSError, ValueError):
-        limit = int((CONTAINER / "memory.max").read_text())
-        used = int((CONTAINER / "memory.current").read_text())
-        words = (CONTAINER / "memory.stat").read_text().split()
-        return limit, used - int(words[words.index("inactive_file") + 1])
-    return math.inf, 0
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -178,14 +172,15 @@ def describe_out_of_memory(error: BaseException, device: torch.device | str) -> 
     """The first line of the error, and three sizes in GiB: what was asked for, what is free, and
     what the device has. None for a size that is not known.
     """
-    asked, free, total = None, None, None
+    asked, sizes = None, (None, None)
     size = r"(?:[Tt]ried|Unable) to allocate ([\d.]+) (bytes|[KMGTP]iB)"
     if found := re.search(size, str(error)):
         asked = float(found[1]) * 1024.0 ** ("bKMGTP".index(found[2][0]) - 3)
     if torch.device(device).type == "cuda":
-        free, total = (count / GIB for count in torch.cuda.mem_get_info(device))
+        sizes = torch.cuda.mem_get_info(device)
     elif LINUX:
-        free, total = available_bytes() / GIB, total_bytes() / GIB
+        sizes = machine_memory()
+    free, total = (size and size / GIB for size in sizes)
     said = first_line(error)
     return {"asked_gib": asked, "free_gib": free, "total_gib": total, "message": said}
 

@@ -9,7 +9,9 @@ run. Where runs of several sweeps are shown together, the settings in which thes
 Nothing here imports torch.
 """
 
+import json
 import re
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,15 +63,11 @@ def attention_name(name: str, options: Mapping[str, Any]) -> str:
 
 def as_typed(value: Any) -> str:
     """[16,null] for [16, None], and 50 for 50.0, as a command line has them."""
-    if isinstance(value, list):
-        return f"[{','.join(map(as_typed, value))}]"
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
+    if isinstance(value, str):
+        return value
     if isinstance(value, float):
         return str(value).removesuffix(".0")
-    return str(value)
+    return json.dumps(value, separators=(",", ":"))
 
 
 def unescaped(text: str) -> str:
@@ -85,18 +83,11 @@ def apart(overrides: Iterable[str], shared: Container[str]) -> str:
 def name_runs(rows: Sequence[Row]) -> list[Names]:
     """The names of runs that are shown together, given their summaries or index lines."""
     names = list(map(_named, rows, differing_settings(rows)))
-    runs = [name.run for name in names]
+    often = Counter(name.run for name in names)
     return [
-        name if runs.count(name.run) == 1 else Names(name.variant, f"{name.run} ({_folder(row)})")
+        name if often[name.run] == 1 else Names(name.variant, f"{name.run} ({_folder(row)})")
         for name, row in zip(names, rows, strict=True)
     ]
-
-
-def name_run(row: Row) -> Names:
-    """The names of a run outside a sweep, with all its settings that change what it learns."""
-    beside = (*WATCHING, "logger", "device", "steps")
-    settings = {key: x for key, x in _settings(row).items() if not key.startswith(beside)}
-    return Names(_named(row, {}).variant, _named(row, settings).run)
 
 
 def differing_settings(rows: Sequence[Row]) -> list[dict[str, str]]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from attention.look.blame import is_foreign, with_place
 from training.record.clock import PHASES, in_words
-from training.record.files import Row, write_json
+from training.record.files import LATEST, Row, write_json
 from training.record.memory import describe_out_of_memory, is_out_of_memory, release_memory
 from training.record.starts import stop_clock
 from training.record.text_table import first_line
@@ -43,53 +43,46 @@ class Objective(float):
         return objective
 
 
-def outcome_of(error: BaseException, device: str, run_dir: Path, *, status: str = "running") -> Row:
-    """The entries of summary.json for a run that `error` ended; logs it in one line.
+def outcome_of(
+    error: BaseException, run_dir: Path, *, status: str = "running", device: str = "cpu"
+) -> Row:
+    """The entries of summary.json for an error by which a run ended; logs it in one line.
 
-    `status` is completed or diverged if the training was over, and only its last checkpoint was
-    still being written.
+    `status` is "running" until the training is over and saved. {} if it ended with this error, so
+    that it is noted already.
     """
-    if isinstance(error, KeyboardInterrupt):
-        if status != "running":
-            return _stopped_after(status)
-        log.warning("stopped at once: the steps since the last checkpoint are lost")
-        return {"status": "interrupted"}
-    if is_out_of_memory(error):
-        oom = describe_out_of_memory(error, device)
-        log.error(f"out of memory: {oom['message']}")
-        return {"status": "oom", "oom": oom}
+    stopped = isinstance(error, KeyboardInterrupt)
+    if status in ("oom", "failed") or (stopped and status == "interrupted"):
+        return {}
+    if status == "running":
+        if stopped:
+            log.warning("stopped at once: the steps since the last checkpoint are lost")
+            return {"status": "interrupted"}
+        if is_out_of_memory(error):
+            oom = describe_out_of_memory(error, device)
+            log.error(f"out of memory: {oom['message']}")
+            return {"status": "oom", "oom": oom}
+        return {"status": "failed", "error": _failure(error, run_dir)}
+    if stopped:
+        log.warning(
+            f"stopped after the training, which is {status} and saved; the loss curve or the "
+            "sample may be missing"
+        )
+        return {"stopped": True}
+    log.error(f"error after the training: {first_line(error)}")
+    return {"error": first_line(error)}
+
+
+def _failure(error: BaseException, run_dir: Path) -> str:
+    """Log why a run failed; returns it in one line."""
     reason = str(error) or type(error).__name__
     # the message of our ValueError or OSError tells users what to fix; other errors are bugs
     if not isinstance(error, (ValueError, OSError)) or is_foreign(error):
         log.error("".join(traceback.format_exception(error)))
         reason = with_place(error)
-    saved = isinstance(error, OSError) and (run_dir / "checkpoint").exists()
+    saved = isinstance(error, OSError) and (run_dir / LATEST).exists()
     log.error(f"error: {reason}" + (f"; {resume_command(run_dir)}" if saved else ""))
-    return {"status": "failed", "error": reason}
-
-
-def outcome_outside_training(error: BaseException, status: str, run_dir: Path) -> Row:
-    """outcome_of() for an error before the training began, or after it ended and was saved.
-
-    Returns nothing where the training itself ended with an error.
-    """
-    if status == "running":
-        return outcome_of(error, "cpu", run_dir)
-    stopped = isinstance(error, KeyboardInterrupt)
-    if status in ("oom", "failed") or (status == "interrupted" and stopped):
-        return {}
-    if stopped:
-        return _stopped_after(status)
-    log.error(f"error after the training: {first_line(error)}")
-    return {"error": first_line(error)}
-
-
-def _stopped_after(status: str) -> Row:
-    log.warning(
-        f"stopped after the training, which is {status} and saved; the loss curve or the sample "
-        "may be missing"
-    )
-    return {"stopped": True}
+    return reason
 
 
 @contextmanager
@@ -115,24 +108,18 @@ def save_summary(run_dir: Path, summary: Row) -> None:
     close_run() reports a summary that cannot be written.
     """
     with suppress(OSError):
-        written = {key: value for key, value in summary.items() if key != "started"}
-        write_json(run_dir / "summary.json", written)
+        write_json(run_dir / "summary.json", summary | {"seconds_by_phase": PHASES.seconds()})
 
 
 def close_run(run_dir: Path, summary: Row) -> None:
     """Release the memory and write summary.json. If that cannot be written, the run has failed."""
-    started = summary.pop("started")
     release_memory(summary.get("device", "cpu"))
-    # the time of all starts, unless the training never began
-    starts = summary.get("starts")
-    summary["wall_seconds"] = stop_clock(starts) if starts else time.time() - started
-    summary["seconds_by_phase"] = PHASES.seconds()
-    if starts:
-        log.info(in_words(summary["seconds_by_phase"]))
-    # a refused resume leaves the summary of the run as it was
-    resumes = any(override.startswith("resume=") for override in summary["overrides"])
-    if resumes and "steps_done" not in summary:
-        return
+    seconds = summary["seconds_by_phase"] = PHASES.seconds()
+    if starts := summary.get("starts"):
+        log.info(in_words(seconds))
+    elif any(override.startswith("resume=") for override in summary["overrides"]):
+        return  # a refused resume leaves the summary of the run as it was
+    summary["wall_seconds"] = stop_clock(starts) if starts else time.time() - PHASES.began
     try:
         write_json(run_dir / "summary.json", summary)
     except OSError as error:

@@ -66,14 +66,14 @@ def draw_max_scores(run_dir: Path, *, title: str) -> Path | None:
     import numpy as np
 
     rows = read_metrics(run_dir / "metrics.jsonl")
-    rows = [row for row in rows if row.get("attention/max_score_by_head")]
-    if len(rows) < 2:
+    by_tokens = {row["tokens"]: row.get("attention/max_score_by_head") for row in rows}
+    by_tokens = {tokens: scores for tokens, scores in by_tokens.items() if scores}
+    if len(by_tokens) < 2:
         return None
-    by_head = [row["attention/max_score_by_head"] for row in rows]
-    layers, heads = len(by_head[0]), len(by_head[0][0])
-    scores = np.array(by_head, dtype=float).reshape(len(rows), -1).T  # (layers * heads, rows)
-    # a row of metrics covers the time since the row before it
-    tokens = [0, *(row["tokens"] for row in rows)]
+    by_head = np.array([*by_tokens.values()], dtype=float)
+    count, layers, heads = by_head.shape
+    scores = by_head.reshape(count, -1).T  # (layers * heads, count)
+    tokens = [0, *by_tokens]  # a row of metrics covers the time since the row before it
     figure, axes = new_figure(size=(7, 4))
     image = axes.pcolormesh(tokens, np.arange(layers * heads + 1), scores)
     bar = figure.colorbar(image, label="largest score of the step")

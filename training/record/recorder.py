@@ -4,19 +4,19 @@ It receives numbers: steps, rows of figures, a diagnosis. It knows no model and 
 """
 
 import logging
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from time import monotonic
 
-from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
-
-from config import LoggerConfig, RunConfig
+from config import RunConfig
 from training.record.checkpoint import Checkpoints
 from training.record.clock import PHASES, WallClock, phase
-from training.record.files import MetricsFile, Row, write_json
-from training.record.loggers import build_logger
+from training.record.files import Row, append_row, write_json
+from training.record.loggers import start_logger
 from training.record.names import attention_in_words, belies_exact
 from training.record.outcome import after_training, outcome_of, resume_command, save_summary
 from training.record.plot import draw_loss_curve, draw_max_scores
@@ -25,12 +25,14 @@ from training.record.text_table import printable
 
 log = logging.getLogger("tilegpt")
 
+EVERY = 5.0  # seconds from one line of progress to the next
+
 
 class Recorder:
-    """Records one start of a run. A context manager that on exit writes how the run ended.
+    """Records one start of a run.
 
-    `summary` is what summary.json will say, `overrides` repeat the settings, `environment` is for
-    env.json, and `names` are for the logger. Once this is built, the folder belongs to the run.
+    `summary` is what summary.json will say, `overrides` repeat the settings, and `environment` is
+    for env.json. Once this is built, the folder belongs to the run.
     """
 
     def __init__(
@@ -43,19 +45,17 @@ class Recorder:
         *,
         overrides: list[str],
         environment: Row,
-        names: Callable[[Path, Row, RunConfig], Row],
     ) -> None:
         self.run_dir, self.config, self.start, self.summary = run_dir, config, start, summary
         self.checkpoints, self.writes = checkpoints, checkpoints.writes
-        self.metrics = MetricsFile(run_dir / "metrics.jsonl")
+        (run_dir / "metrics.jsonl").touch()
+        # if this start is killed, the summary of an earlier one is not its result
+        (run_dir / "summary.json").unlink(missing_ok=True)
         self.tokens_per_step = config.sequences_per_step * config.seq_len
-        self.wall = WallClock(
-            seconds=stop_clock(start.starts),
-            steps=config.steps,
-            tokens_per_step=self.tokens_per_step,
-        )
+        self.wall = WallClock(seconds=stop_clock(checkpoints.starts))
         self.called_inexact = False
-        summary |= {"steps_done": start.step, "tokens": start.tokens, "starts": start.starts}
+        self.done = start.step
+        summary |= {"steps_done": start.step, "tokens": start.tokens, "starts": checkpoints.starts}
         write_settings(run_dir, asdict(config), overrides)
         write_json(run_dir / "env.json", environment)
         attention = attention_in_words(summary)
@@ -66,35 +66,28 @@ class Recorder:
             f"{config.sequences_per_step} x {config.seq_len} tokens a step{ranks}, in {run_dir}"
         )
         with phase("logging"):
-            chosen = config.logger if self.writes else LoggerConfig(name="none")
-            self.logger = build_logger(chosen, run_dir=run_dir, **names(run_dir, summary, config))
+            self.logger = start_logger(config, run_dir, summary, writes=self.writes)
 
-    def __enter__(self) -> "Recorder":
-        hidden = None if self.writes else True  # None hides it without a terminal
-        bar = tqdm(total=self.config.steps, initial=self.start.step, disable=hidden, unit="step")
-        with ExitStack() as stack:
-            stack.push(self._ended)  # last, so that it sees how the others end
-            stack.enter_context(self.checkpoints)
-            stack.enter_context(logging_redirect_tqdm())
-            self.bar = stack.enter_context(bar)
-            self._open = stack.pop_all()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._open.__exit__(*error)
-
-    def _ended(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        summary, status = self.summary, self.summary["status"]
-        if error is not None:
-            summary |= outcome_of(error, summary["device"], self.run_dir, status=status)
-        elif status == "interrupted":
-            done = summary["steps_done"]
-            log.warning(f"interrupted after step {done}; {resume_command(self.run_dir)}")
-        summary["seconds_by_phase"] = PHASES.seconds()  # so far
-        save_summary(self.run_dir, summary)  # what follows may take long, or be killed
-        if error is not None:  # else report() follows
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Notes how this block, the training, ended."""
+        summary = self.summary
+        try:
+            with self.checkpoints:
+                yield
+        except BaseException as error:
+            summary |= outcome_of(error, self.run_dir, device=summary["device"])
+            save_summary(self.run_dir, summary)  # what follows may take long, or be killed
             with phase("logging"):
                 self.logger.finish(summary, [], None)
+            raise
+        summary["tokens_per_sec"] = self.wall.tokens_per_sec(self.tokens(self.done))
+        if summary["status"] == "running" and self.done == self.config.steps:
+            summary["status"] = "completed"
+        elif summary["status"] == "running":
+            summary["status"] = "interrupted"
+            log.warning(f"interrupted after step {self.done}; {resume_command(self.run_dir)}")
+        save_summary(self.run_dir, summary)  # report() follows
 
     def tokens(self, step: int) -> int:
         return self.start.tokens + (step - self.start.step) * self.tokens_per_step
@@ -103,8 +96,9 @@ class Recorder:
         """Record the state before the first step, and start the clock."""
         if row:
             self._write(self.start.step, row)
-            log.info(self.wall.line(self.start.step, self.start.tokens, row))
+            log.info(self._line(self.start.step, row))
         self.wall.begin(self.start.tokens)
+        self.next_line = monotonic() + EVERY
         PHASES.change("other")
 
     def diverged(self, step: int, diagnosis: Row) -> Row:
@@ -114,28 +108,18 @@ class Recorder:
         return {"attention/max_score": diagnosis["max_score"]}
 
     def step(self, step: int, loss: float, row: Row, *, last: bool) -> None:
-        """Show the step, and write its row if there is one."""
-        # no line beside a progress bar
-        say = self.wall.line_is_due() and self.bar.disable
-        if say or last or "val/loss" in row:
-            log.info(self.wall.line(step, self.tokens(step), {"train/loss": loss} | row))
+        """Write the row of a step if there is one, and a line of progress if one is due."""
+        self.done = step
         if row:
-            self._write(step, row, last=last)
-        self.bar.update(step - self.bar.n)
-        self.bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+            self._write(step, row)
+        if last or "val/loss" in row or monotonic() >= self.next_line:
+            self.next_line = monotonic() + EVERY
+            log.info(self._line(step, {"train/loss": loss} | row))
 
     def save(self, step: int, val_loss: float | None, *, due: bool, last: bool) -> None:
         """Save a checkpoint if it is due, the best so far, or the last."""
-        if last or due or self.checkpoints.is_best(step, val_loss):
+        if self.checkpoints.save(step, self.tokens(step), val_loss, due=due, last=last):
             self.summary.update(steps_done=step, tokens=self.tokens(step))
-            self.checkpoints.save(step, self.tokens(step), val_loss, last=last)
-
-    def end(self, step: int) -> None:
-        """Note how the loop ended; its last checkpoint is saved."""
-        summary = self.summary
-        summary["tokens_per_sec"] = self.wall.tokens_per_sec(self.tokens(step))
-        if summary["status"] != "diverged":
-            summary["status"] = "completed" if step == self.config.steps else "interrupted"
 
     def report(self, sample: Callable[[], str | None]) -> None:
         """After the run: draw its pictures, sample a text, and end the logger."""
@@ -157,13 +141,15 @@ class Recorder:
             f"{attention_in_words(summary)} model={config.model.name} "
             f"seq_len={config.seq_len} seed={config.seed}: {summary['status']}"
         )
-        with after_training("loss curve", summary), phase("drawing"):
-            curve = draw_loss_curve(self.run_dir, title=title, attention=summary["attention"])
-            log.info(f"loss curve: {curve or 'no loss was recorded'}")
-            pictures += [curve] if curve else []
-        with after_training("picture of the largest scores", summary), phase("drawing"):
-            scores = draw_max_scores(self.run_dir, title=title)
-            pictures += [scores] if scores else []
+        draws = {
+            "loss curve": partial(draw_loss_curve, attention=summary["attention"]),
+            "picture of the largest scores": draw_max_scores,
+        }
+        for what, draw in draws.items():
+            with after_training(what, summary), phase("drawing"):
+                if picture := draw(self.run_dir, title=title):
+                    log.info(f"{what}: {picture}")
+                    pictures.append(picture)
 
     def _sampled(self, sample: Callable[[], str | None]) -> str | None:
         text = None
@@ -175,12 +161,12 @@ class Recorder:
         return text
 
     @phase("logging")
-    def _write(self, step: int, row: Row, *, last: bool = False) -> None:
+    def _write(self, step: int, row: Row) -> None:
         """Write a row to disk and then to the logger; the summary keeps the newest figures."""
         tokens, summary = self.tokens(step), self.summary
         row = {"step": step, "tokens": tokens, **row, **self.wall.row(tokens)}
-        self.metrics.write(row)
-        self.logger.log(row, last=last)
+        append_row(self.run_dir / "metrics.jsonl", row)
+        self.logger.log(row)
         summary |= {name: value for name, value in row.items() if name.startswith("val/")}
         speed = self.wall.tokens_per_sec(tokens)
         summary |= {"steps_done": step, "tokens": tokens, "tokens_per_sec": speed}
@@ -191,3 +177,18 @@ class Recorder:
                 f"{summary['val/loss']:.4f}, and {summary['val/loss_exact']:.4f} of the same "
                 "weights under exact attention"
             )
+
+    def _line(self, step: int, row: Row) -> str:
+        """The progress: step, tokens, losses, the speed by the wall clock, and the time left."""
+        steps, tokens = self.config.steps, self.tokens(step)
+        parts = [f"step {step:>5}/{steps}", f"{tokens:,} tokens"]
+        parts += [
+            f"{name} {value:.4f}"
+            for name, value in row.items()
+            if name == "train/loss" or name.startswith("val/")
+        ]
+        if speed := self.wall.tokens_per_sec(tokens):
+            seconds = round((steps - step) * self.tokens_per_step / speed)
+            left = f", {timedelta(seconds=seconds)} left" if step < steps else ""
+            parts.append(f"{speed:,.0f} tokens/s{left}")
+        return "  ".join(parts)

@@ -4,16 +4,13 @@ SWEEP/index.jsonl is the plan of a sweep, a line a job: its folder, its override
 it. How a job went is told by its own folder alone.
 """
 
-import os
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
-from config import RunConfig
-from training.record.files import Row, parse_rows, read_mapping, read_metrics
-from training.record.names import differing_settings, name_run, name_runs
-from training.record.starts import changes_in_words
+from training.record.files import Row, read_lines, read_mapping, read_metrics
+from training.record.names import differing_settings, name_runs
+from training.record.starts import changes_in_words, flat
 from training.record.text_table import text_table
 
 RUN_FILES = ("summary.json", "metrics.jsonl", "config.yaml")
@@ -50,11 +47,8 @@ def sweep_of(run_dir: Path) -> Path | None:
 
 def planned_jobs(sweep: Path) -> dict[Path, Row]:
     """The lines of a sweep's index.jsonl by the folders of the jobs."""
-    path = sweep / INDEX
-    # pathlib would raise an error if the name is too long
-    lines = path.read_text(errors="replace").splitlines() if os.path.isfile(path) else []
     # earlier versions named a job that had not begun by its number alone
-    return {sweep / str(row.get("dir", row.get("job"))): row for row in parse_rows(lines)}
+    return {sweep / str(row.get("dir", row.get("job"))): row for row in read_lines(sweep / INDEX)}
 
 
 def not_started(sweep: Path) -> list[Row]:
@@ -84,22 +78,17 @@ def in_order(name: str) -> list[int | str]:
 
 def read_run(run_dir: Path) -> Row:
     """One run directory as a dictionary; never fails on a half-written one."""
-    try:
-        rows = read_metrics(run_dir / "metrics.jsonl")
-    except OSError:  # a folder of that name, say
-        rows = []
+    rows = read_metrics(run_dir / "metrics.jsonl")
     evaluated_step = max((row["step"] for row in rows if "val/loss" in row), default=None)
     own = {"evaluated_step": evaluated_step, "dir": str(run_dir)}
     summary = read_mapping(run_dir / "summary.json")
     if "status" in summary:
         return summary | own
     # the last values of the metrics, and the settings that name it
-    run = {key: value for row in rows for key, value in row.items() if value is not None}
-    config = read_mapping(run_dir / "config.yaml")
-    attention = config.get("attention")
-    run["attention"] = attention.get("name") if isinstance(attention, dict) else None
-    run |= {key: config.get(key) for key in ("seq_len", "seed")}
-    run |= {"status": "unfinished", "steps_done": run.pop("step", None)} | own
+    run = {key: value for row in rows for key, value in row.items()}
+    settings = flat(read_mapping(run_dir / "config.yaml"))
+    run |= {"attention": settings.get("attention.name"), "steps_done": run.pop("step", None)}
+    run |= {key: settings.get(key) for key in ("seq_len", "seed")} | {"status": "unfinished"} | own
     return {key: value for key, value in run.items() if value is not None}
 
 
@@ -115,25 +104,26 @@ def summary_table(rows: list[Row]) -> str:
     training.record.clock.WallClock.
     """
     # only the synthetic tasks have an accuracy
-    has_accuracy = any(row.get("val/accuracy") is not None for row in rows)
-    columns = [each for each in COLUMNS.items() if has_accuracy or "accuracy" not in each[1][0]]
+    columns = [
+        (title, key, form)
+        for title, (key, form) in COLUMNS.items()
+        if "accuracy" not in key or any(row.get(key) is not None for row in rows)
+    ]
     settings = differing_settings(rows)
     sizes = [key for key in ("seq_len", "seed") if any(key in setting for setting in settings)]
-    table = [["variant", *sizes, *(title for title, _ in columns)]]
-    remarks = []
+    table = [["variant", *sizes, *(title for title, _, _ in columns)]]
+    remarks: dict[str, None] = {}
     for row, name, setting in zip(rows, name_runs(rows), settings, strict=True):
-        cells = [_cell(row, *column) for _, column in columns]
+        cells = [_cell(row, key, form) for _, key, form in columns]
         table.append([name.variant, *(setting.get(key, "-") for key in sizes), *cells])
         if text := remark(row):
             # what all seeds have in common is shown once
             who = name.variant if row["status"] == "completed" else name.run
-            bad_step = row.get("first_bad_step")
-            when = "" if bad_step is None else f" at step {bad_step}"
-            remarks.append(f"{who}: {row['status']}{when}: {text}")
+            when = f" at step {row['first_bad_step']}" if "first_bad_step" in row else ""
+            remarks[f"{who}: {row['status']}{when}: {text}"] = None
     # variant, settings and status are words
-    lines = text_table(table, words=len(sizes) + 2).splitlines()
-    lines.insert(1, "-" * len(lines[0]))
-    return "\n".join([*lines, *dict.fromkeys(remarks)])
+    head, *lines = text_table(table, words=len(sizes) + 2).splitlines()
+    return "\n".join([head, "-" * len(head), *lines, *remarks])
 
 
 def _cell(row: Row, key: str, form: str) -> str:
@@ -154,35 +144,3 @@ def remark(row: Row) -> str:
     found = row.get("diagnosis") or row.get("oom") or {}
     reason = str(found.get("message") or row.get("error") or "")
     return "; ".join(filter(None, [reason.strip().split("\n")[0], changes_in_words(row)]))
-
-
-def job_names(run_dir: Path, summary: Row, config: RunConfig) -> Row:
-    """What a logger is told of a run, besides its metrics: names, folder, tags and settings.
-
-    Writes the run's variant to `summary`. Runs with the same `curve` differ only in their seed; a
-    chart shows their mean as one line.
-    """
-    sweep = sweep_of(run_dir)
-    jobs = planned_jobs(sweep) if sweep else {}
-    names = name_run(summary)
-    if run_dir in jobs:
-        jobs[run_dir] |= summary  # a resume may have changed the attention
-        names = dict(zip(jobs, name_runs(list(jobs.values())), strict=True))[run_dir]
-    summary["variant"] = names.variant
-    chosen = config.attention
-    own = (chosen.name, chosen.switch_to, config.model.name, config.data.source)
-    return {
-        "name": names.run,
-        "group": group_name(sweep, summary["overrides"]) if sweep else None,
-        "shared_dir": sweep or run_dir,
-        "tags": [*filter(None, own), f"seq{config.seq_len}"],
-        "run_config": asdict(config)
-        | {"variant": names.variant, "curve": f"{names.variant} seq_len={config.seq_len}"},
-        "resume": config.resume is not None,
-    }
-
-
-def group_name(sweep: Path, overrides: list[str]) -> str:
-    """2026-11-22_21-09-10 break_it: the folder of a sweep, and its recipe."""
-    recipes = [each.partition("=")[2] for each in overrides if each.startswith("experiment=")]
-    return " ".join([f"{sweep.parent.name}_{sweep.name}", *recipes])

@@ -78,12 +78,11 @@ class Throughput:
 
     def step(self, tokens: int) -> None:
         """Count one optimizer step; the clock starts after the warm-up."""
-        if not self._cold:
+        if self._cold:
+            self._cold -= 1
+            self.resume()
+        else:
             self.tokens += tokens
-            return
-        self._cold -= 1
-        if not self._cold:
-            self._since = stamp(self.device)
 
     def warm_up(self) -> None:
         """Do not count the next steps. They are slow like the first ones, for example because

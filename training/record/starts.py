@@ -19,8 +19,6 @@ Steps taken after the checkpoint that a later start resumed from are not recorde
 import logging
 import math
 import time
-from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,23 +26,21 @@ from typing import Any, NamedTuple
 import yaml
 
 from config import BACKEND_OPTIONS, AttentionConfig, RunConfig
-from training.record.files import (
-    CheckpointError,
-    Row,
-    meta_of,
-    newest_first,
-    read_mapping,
-    write_file,
-)
+from training.record.clock import PHASES
+from training.record.files import CheckpointError, Row, newest_meta, read_mapping, write_file
 from training.record.names import WATCHING, as_typed, attention_names
 
 log = logging.getLogger("tilegpt")
 
+# settings of the model that change neither a tensor nor what the weights mean
+FREE_SETTINGS = ("model.name", "model.dropout", "model.checkpoint")
+
 
 def check_resume(config: RunConfig, *, asked: set[str]) -> None:
-    """Raise ValueError for a resume under settings that nobody asked for.
+    """Raise ValueError for a resume under settings that do not fit the checkpoint, or that nobody
+    asked for.
 
-    They would change silently if overrides.yaml has lost a line, or conf/ was edited since.
+    The latter would change silently if overrides.yaml has lost a line, or conf/ was edited since.
     `asked` are the keys of this command line.
     """
     if config.resume is None:
@@ -57,7 +53,8 @@ def check_resume(config: RunConfig, *, asked: set[str]) -> None:
         )
     if "seq_len" in asked:
         asked = asked | {"model.max_seq_len"}  # which follows it
-    saved = _saved_settings(run_dir)
+    saved = newest_meta(run_dir).get("config", {})
+    _check_fit(run_dir, saved, now)
     written = read_mapping(run_dir / "config.yaml") or saved
     edited, changed = (
         {key: pair for key, pair in differences(then, now).items() if not _asked_for(key, asked)}
@@ -74,23 +71,28 @@ def check_resume(config: RunConfig, *, asked: set[str]) -> None:
     warn_of_edits(run_dir, edited)
 
 
+def _check_fit(run_dir: Path, saved: Row, now: Row) -> None:
+    """Raise CheckpointError for the first setting under which the weights would mean another
+    model, or the state be of another optimizer.
+    """
+    for key, (before, present) in differences(saved, now).items():
+        length = key == "model.max_seq_len"
+        # only learned positions have a table of max_seq_len rows; other models run at any length
+        free = key in FREE_SETTINGS or (length and now["model"]["positions"] in ("rope", "alibi"))
+        if key == "optim.name" or (key.startswith("model.") and not free):
+            # a longer sequence asks for a longer table
+            keep = "seq_len" if length else key.removesuffix(".name")
+            raise CheckpointError(
+                f"resume={run_dir}: {key} is {before} in the checkpoint and {present} now; keep "
+                f"{keep}={as_typed(before)}, or start a new run"
+            )
+
+
 def warn_of_edits(run_dir: Path, edited: dict[str, list[Any]]) -> None:
     """Name the settings in which RUN/config.yaml is not what the run has: {key: [there, here]}."""
     if edited:
-        there, here = (
-            " ".join(f"{key}={as_typed(pair[i])}" for key, pair in edited.items()) for i in (0, 1)
-        )
-        log.warning(
-            f"{run_dir}/config.yaml says {there}; the settings in its checkpoint count: {here}"
-        )
-
-
-def _saved_settings(run_dir: Path) -> Row:
-    """The settings of the newest checkpoint whose meta.json is whole."""
-    for folder in newest_first(run_dir):
-        with suppress(CheckpointError):
-            return meta_of(folder)["config"]
-    return {}
+        there = in_words(edited, "there")
+        log.warning(f"the settings in the checkpoint count, not {run_dir}/config.yaml: {there}")
 
 
 def resumed_starts(meta: Row, config: Row, start: Row) -> list[Row]:
@@ -136,17 +138,14 @@ class Start(NamedTuple):
 
     step: int  # steps that are done
     tokens: int  # of those steps
-    starts: list[Row]  # the entries of all starts, this one last
 
 
-def new_start(
-    started: float, chosen: AttentionConfig, environment: Row, init_from: Row | None
-) -> Row:
+def new_start(chosen: AttentionConfig, environment: Row, init_from: Row | None) -> Row:
     """The entry of a first start; for a resume, resumed_starts() completes it."""
     hardware = environment["hardware"]
     entry = {
         "step": 0,
-        "started": started,
+        "started": PHASES.began,
         "attention": [list(each) for each in attention_names(chosen)],
         "changed": {},
         "data": environment["data_fingerprint"],
@@ -180,11 +179,11 @@ def changes_in_words(summary: Row) -> str:
     return "; ".join(resumes)
 
 
-def in_words(changed: dict[str, list[Any]]) -> str:
+def in_words(changed: dict[str, list[Any]], where: str = "before") -> str:
     """attention.name=sdpa (tiled before), steps=600 (500 before)"""
     pairs = changed.items()
     return ", ".join(
-        f"{key}={as_typed(now)} ({as_typed(then)} before)" for key, (then, now) in pairs
+        f"{key}={as_typed(now)} ({as_typed(then)} {where})" for key, (then, now) in pairs
     )
 
 
@@ -194,23 +193,27 @@ def differences(then: Row, now: Row) -> dict[str, list[Any]]:
     Leaves out settings that only one version of the program has, and options of an attention that
     are at their defaults.
     """
-    before = dict(_flat(then))
+    before = flat(then)
     return {
         key: [before[key], value]
-        for key, value in _flat(now)
+        for key, value in flat(now).items()
         # as strings: a NaN does not differ from itself
         if key in before and key != "resume" and repr(before[key]) != repr(value)
     }
 
 
-def _flat(settings: Row, prefix: str = "") -> Iterable[tuple[str, Any]]:
+def flat(settings: Row, prefix: str = "") -> Row:
+    """Nested settings by keys such as attention.name; None for an option at its default."""
+    found = {}
     for name, value in settings.items():
+        key = f"{prefix}{name}"
         # the options of an attention have no fixed names, so they count as one value
-        if isinstance(value, dict) and not name.endswith("options"):
-            yield from _flat(value, f"{prefix}{name}.")
+        if isinstance(value, dict) and not key.endswith("options"):
+            found |= flat(value, f"{key}.")
         else:
             is_default = prefix == "attention." and value == BACKEND_OPTIONS.get(name)
-            yield prefix + name, None if is_default else value
+            found[key] = None if is_default else value
+    return found
 
 
 def _asked_for(key: str, asked: set[str]) -> bool:
