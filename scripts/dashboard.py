@@ -25,7 +25,8 @@ from scripts.arguments import command, default
 from scripts.runs import runs_below
 from training.record.files import read_mapping
 from training.record.loggers import check_server, prepare_environment, shortened
-from training.record.runs import group_name, sweep_of
+from training.record.loggers import group_name
+from training.record.runs import sweep_of
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
