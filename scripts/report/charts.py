@@ -200,7 +200,8 @@ def curve_chart(
     data = _curve_data(curves, looks, highest)
     if not data["points"]:
         return []
-    x_scale = alt.Scale(nice=False, zero=True, padding=10)
+    last = max(row["tokens"][-1] for row in data["points"]) or 1
+    x_scale = alt.Scale(domain=[-0.02 * last, 1.02 * last], nice=False)
     x = alt.X("tokens:Q", title="tokens", scale=x_scale, axis=alt.Axis(format=".3~s"))
     # without clamp: a clamped axis prints the names of ticks that lie beyond it at its edge
     y_scale = alt.Scale(domain=domain, nice=False, **{"type": "log"} if is_log else {"zero": False})

@@ -148,21 +148,25 @@ function setHidden(names) {
 }
 
 // Both axes in one run: Vega-Lite drops a range of which it knows one axis.
-function zoomTo({ view, kind, seq_len: length }) {
-  const zoom = zooms.get(length);
-  const values = zoom && (zoom[kind] ?? view.scale("y").domain());
-  view.signal("zoom_tokens", zoom?.tokens ?? null).signal("zoom_value", values ?? null).runAsync();
+async function zoomTo(chart) {
+  const zoom = zooms.get(chart.seq_len);
+  const values = zoom && (zoom[chart.kind] ?? chart.view.scale("y").domain());
+  chart.follows = true;
+  chart.view.signal("zoom_tokens", zoom?.tokens ?? null).signal("zoom_value", values ?? null);
+  await chart.view.runAsync();
+  chart.follows = false;
 }
 
 // Charts of one length follow the one that was dragged.
 function zoomed(chart, range) {
+  if (chart.follows) return;
   const before = zooms.get(chart.seq_len);
-  const now = range?.tokens && { ...before, tokens: range.tokens, [chart.kind]: range.value };
-  if (JSON.stringify(now) === JSON.stringify(before)) return;
-  if (now) zooms.set(chart.seq_len, now);
-  else zooms.delete(chart.seq_len);
-  for (const other of charts)
+  if (range?.tokens) {
+    zooms.set(chart.seq_len, { ...before, tokens: range.tokens, [chart.kind]: range.value });
+  } else zooms.delete(chart.seq_len);
+  for (const other of charts) {
     if (other !== chart && other.kind && other.seq_len === chart.seq_len) zoomTo(other);
+  }
   press(zooms.size ? null : "whole");
 }
 

@@ -41,13 +41,12 @@ COLUMNS = {
 def render(runs: list[Run], rankings: list[Ranking], doubts: list[str], *, folder: str) -> str:
     """The page about `runs`, which are in the order of its rows. folder: the name of theirs."""
     looks = looks_of(runs)
-    lengths = grouped(runs, lambda run: run.seq_len)
-    verdicts = [verdict(ranking, at_length=len(lengths) > 1) for ranking in rankings]
+    several = len({ranking.seq_len for ranking in rankings}) > 1
+    verdicts = [verdict(ranking, at_length=several) for ranking in rankings]
     verdicts = verdicts or [("No result", "No run was completed.")]
     here = Path(__file__).parent
     script = (here / "page.js").read_text(encoding="utf-8")
     vega = _vega()
-    several = len(looks) > 1
     return Template((here / "page.html").read_text(encoding="utf-8")).substitute(
         policy=" ".join(map(_checksum, (script, vega))),
         title=escape(f"{verdicts[0][0]}: {folder}"),
@@ -58,8 +57,8 @@ def render(runs: list[Run], rankings: list[Ranking], doubts: list[str], *, folde
         ),
         doubts="".join(f"<li>{escape(text)}</li>" for text in doubts),
         variants=_variants(runs, rankings, looks),
-        legend="".join(_button(*item) for item in looks.items()) if several else "",
-        charts=_charts(lengths, rankings, looks),
+        legend="".join(_button(*item) for item in looks.items()) if len(looks) > 1 else "",
+        charts=_charts(runs, rankings, looks),
         endings=_endings(runs),
         sources=_sources(runs),
         script=script,
@@ -79,9 +78,8 @@ def _checksum(script: str) -> str:
 
 def _summary(runs: list[Run], folder: str) -> str:
     variants, seeds = {run.variant for run in runs}, {run.seed for run in runs}
-    lengths = ", ".join(f"{length:,}" for length in sorted({run.seq_len for run in runs}))
-    words = [f"variants {len(variants)}", f"seeds {len(seeds)}", f"seq_len {lengths}"]
-    return " · ".join([_statuses(runs), *words, folder])
+    words = [_statuses(runs), f"variants {len(variants)}", f"seeds {len(seeds)}", folder]
+    return " · ".join(words)
 
 
 def _statuses(runs: list[Run]) -> str:
@@ -110,14 +108,11 @@ def _variants(runs: list[Run], rankings: list[Ranking], looks: Looks) -> str:
     columns = {name: each for name, each in COLUMNS.items() if measured(completed(runs), name)}
     if len({run.data for run in runs}) == 1:  # bits per byte are the loss times a constant
         columns = {name: each for name, each in columns.items() if "bpb" not in name}
-    several = len({run.seq_len for run in runs}) > 1
-    compared = any(len(ranking.losses) > 1 and ranking.baseline for ranking in rankings)
-    heads = ["variant", *["seq_len"] * several, "status", *["beside baseline"] * compared]
+    heads = ["variant", "seq_len", "status", "beside baseline"]
     heads += [head for head, *_ in columns.values()]
     body = ""
     for (seq_len, variant), own in grouped(runs, lambda run: (run.seq_len, run.variant)).items():
-        cells = [f"{seq_len:,}"] * several + [escape(_statuses(own))]
-        cells += [_beside(rankings, own[0])] * compared
+        cells = [f"{seq_len:,}", escape(_statuses(own)), _beside(rankings, own[0])]
         for name, (_, form, spread) in columns.items():
             cells.append(_mean(measured(completed(own), name), form, spread))
         note = "<small>broken on purpose</small>" if looks[variant].is_defect else ""
@@ -152,17 +147,17 @@ def _beside(rankings: list[Ranking], run: Run) -> str:
     return "–"
 
 
-def _charts(lengths: dict[int, list[Run]], rankings: list[Ranking], looks: Looks) -> str:
+def _charts(runs: list[Run], rankings: list[Ranking], looks: Looks) -> str:
     baselines = {ranking.seq_len: ranking.baseline for ranking in reversed(rankings)}
-    parts, scores, everything = [], [], []
-    for seq_len, runs in lengths.items():
+    parts, scores = [], []
+    lengths = grouped(runs, lambda run: run.seq_len)
+    for seq_len, own in lengths.items():
         where = f" at seq_len={seq_len:,}" if len(lengths) > 1 else ""
-        charts, note = loss_charts(runs, looks, baselines.get(seq_len))
+        charts, note = loss_charts(own, looks, baselines.get(seq_len))
         parts.append(_grid(f"Loss{where}", charts, note))
-        scores += score_chart(runs, looks, f"Largest score{where}")
-        everything += runs
-    if len(everything) > 1:
-        parts.append(_grid("Memory and speed", cost_charts(everything, looks), kind="small"))
+        scores += score_chart(own, looks, f"Largest score{where}")
+    if len(runs) > 1:
+        parts.append(_grid("Memory and speed", cost_charts(runs, looks), kind="small"))
     return "".join([*parts, _grid("Largest scores", scores)])
 
 

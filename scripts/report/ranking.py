@@ -88,13 +88,13 @@ def rank(runs: list[Run], baseline: str | None = None) -> list[Ranking]:
     for _, group in sorted(grouped(judged, lambda run: run.compares_by).items()):
         softmax = [run for run in group if run.is_softmax]
         others = [run for run in group if not run.is_softmax]
-        first = softmax and _ranking("val/loss_exact", softmax, softmax, baseline)
+        first = _ranking("val/loss_exact", softmax, baseline) if softmax else None
         if first:
             rankings.append(first)
         if others:
             # for exact attention, the own loss is the exact loss
             reference = [run for run in softmax if first and run.variant == first.baseline]
-            rankings.append(_ranking("val/loss", others + reference, reference, baseline))
+            rankings.append(_ranking("val/loss", others + reference, baseline))
     return rankings
 
 
@@ -110,11 +110,11 @@ def best_first(runs: list[Run], rankings: list[Ranking]) -> list[Run]:
     return sorted(runs, key=place)
 
 
-def _ranking(metric: str, runs: list[Run], exact: list[Run], baseline: str | None) -> Ranking:
+def _ranking(metric: str, runs: list[Run], baseline: str | None) -> Ranking:
     runs = [run for run in runs if run.figure(metric) is not None]
     losses = {}
     for variant, own in grouped(runs, lambda run: run.variant).items():
-        by_seed = grouped(own, lambda run: str(run.summary.get("seed")))
+        by_seed = grouped(own, lambda run: run.seed)
         losses[variant] = {seed: fmean(measured(each, metric)) for seed, each in by_seed.items()}
     seeds = common_seeds(losses)
     ranked = [
@@ -123,7 +123,8 @@ def _ranking(metric: str, runs: list[Run], exact: list[Run], baseline: str | Non
         if seeds <= own.keys()
     ]
     ranked = dict(sorted(ranked, key=lambda item: (fmean(item[1].values()), item[0])))
-    exact = [run for run in exact if run.claims_exact and run.variant in ranked]
+    exact = [run for run in runs if run.is_softmax and not run.is_defect]
+    exact = [run for run in exact if run.variant in ranked]
     return Ranking(
         metric,
         runs[0].seq_len,

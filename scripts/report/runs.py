@@ -52,16 +52,11 @@ class Run:
         return bool(self.summary.get("defect"))
 
     @property
-    def claims_exact(self) -> bool:
-        """Whether it claims to be exact. A run that failed at once does not record this; only its
-        defect counts.
-        """
-        return not self.is_defect and self.summary.get("exact") is not False
-
-    @property
     def is_softmax(self) -> bool:
-        """Whether it computes softmax attention, or is a defect of it."""
-        return self.is_defect or self.claims_exact
+        """Whether it computes softmax attention, or is a defect of it. A run that failed at once
+        does not record this, and passes for one.
+        """
+        return self.is_defect or self.summary.get("exact") is not False
 
     @property
     def judged_by(self) -> str:
