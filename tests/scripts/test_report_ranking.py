@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.report.ranking import Difference, best_first, common_seeds, rank, verdict
+from scripts.report.ranking import best_first, common_seeds, rank, verdict
 from scripts.report.runs import load_runs
 from tests.scripts.fabricated import write_run, write_seeds
 
@@ -13,56 +13,42 @@ def orders(folder: Path) -> list[tuple[str, list[str]]]:
     return [(ranking.metric, list(ranking.losses)) for ranking in rank(load_runs([folder]))]
 
 
-def told(folder: Path) -> tuple[str, str]:
-    """The headline and the sentence of the only ranking."""
-    (ranking,) = rank(load_runs([folder]))
-    return verdict(ranking, at_length=False)
+SAID = {
+    # seeds differ by far more than variants do: only pairs by seed show it
+    "a winner": (
+        {"naive": (2.0, 2.5, 3.0), "tiled": (1.89, 2.4, 2.91)},
+        ("tiled is best", "2.400", "0.100", "+0.075 to +0.125"),
+    ),
+    "the baseline wins": (
+        {"no_rescale": (2.31, 2.80, 3.29), "naive": (2.0, 2.5, 3.0)},
+        ("naive is best", "no_rescale", "0.300", "+0.275 to +0.325"),
+    ),
+    "seeds do not tell": (
+        {"naive": (2.0, 2.5, 3.0), "tiled": (1.9, 2.59, 2.99), "sdpa": (2.5, 3.09, 3.6)},
+        ("No winner", "tiled from naive."),
+    ),
+    "one seed": ({"naive": (2.0,), "tiled": (1.0,)}, ("One seed: no winner", "1.000 of tiled")),
+    "one variant": ({"naive": (2.0, 2.5)}, ("naive", "2.250 ± 0.354")),
+}
 
 
-def test_pairs_by_seed_tell_variants_apart(tmp_path):
-    """Seeds differ by far more than variants do: only pairs by seed show it."""
+@pytest.mark.parametrize(("losses", "said"), SAID.values(), ids=SAID)
+def test_the_verdict(tmp_path, losses, said):
+    for variant, own in losses.items():
+        write_seeds(tmp_path, variant, *own)
+    (ranking,) = rank(load_runs([tmp_path]))
+    head, sentence = verdict(ranking, at_length=False)
+    assert head == said[0]
+    assert [fact for fact in said[1:] if fact not in sentence] == []
+
+
+def test_a_difference_is_paired_by_seed(tmp_path):
     write_seeds(tmp_path, "naive", 2.0, 2.5, 3.0)
     write_seeds(tmp_path, "tiled", 1.89, 2.4, 2.91)
     (ranking,) = rank(load_runs([tmp_path]))
-    assert (ranking.best, ranking.baseline, ranking.level) == ("tiled", "naive", [])
     # Student's t of two degrees of freedom
     found = ranking.difference("tiled", "naive")
-    assert found == pytest.approx((-0.1, 4.303 * 0.01 / 3**0.5))
-    head, sentence = told(tmp_path)
-    assert head == "tiled is best"
-    assert all(fact in sentence for fact in ("2.400", "0.100", "+0.075 to +0.125"))
-
-
-def test_the_baseline_may_win(tmp_path):
-    write_seeds(tmp_path, "no_rescale", 2.31, 2.80, 3.29)
-    write_seeds(tmp_path, "naive", 2.0, 2.5, 3.0)
-    head, sentence = told(tmp_path)
-    assert head == "naive is best"
-    assert all(fact in sentence for fact in ("no_rescale", "0.300", "+0.275 to +0.325"))
-
-
-def test_variants_that_seeds_do_not_tell_apart_have_no_winner(tmp_path):
-    write_seeds(tmp_path, "naive", 2.0, 2.5, 3.0)
-    write_seeds(tmp_path, "tiled", 1.9, 2.59, 2.99)
-    write_seeds(tmp_path, "sdpa", 2.5, 3.09, 3.6)
-    (ranking,) = rank(load_runs([tmp_path]))
-    assert ranking.best == "tiled" and ranking.level == ["naive"]
-    assert told(tmp_path)[0] == "No winner"
-
-
-def test_one_seed_names_no_winner(tmp_path):
-    write_seeds(tmp_path, "naive", 2.0)
-    write_seeds(tmp_path, "tiled", 1.0)
-    assert orders(tmp_path) == [("val/loss_exact", ["tiled", "naive"])]
-    (ranking,) = rank(load_runs([tmp_path]))
-    assert not ranking.difference("tiled", "naive").is_clear
-    assert "no winner" in told(tmp_path)[0]
-
-
-def test_one_variant_has_nothing_to_compare_with(tmp_path):
-    write_seeds(tmp_path, "naive", 2.0, 2.5)
-    head, sentence = told(tmp_path)
-    assert head == "naive" and "2.250 ± 0.354" in sentence
+    assert found == pytest.approx((-0.1, 4.303 * 0.01 / 3**0.5)) and found.is_clear
 
 
 def test_a_defect_is_judged_under_exact_attention(tmp_path):
@@ -125,7 +111,7 @@ def test_a_variant_without_the_seeds_of_the_others_is_left_out_by_name(tmp_path)
     write_run(tmp_path / "diverged", "no_max", loss=1.0, seed=1, status="diverged")
     (ranking,) = rank(load_runs([tmp_path]))
     assert "no_max" not in ranking.losses and ranking.unranked == ["no_max"]
-    assert "no_max" in told(tmp_path)[1]
+    assert "no_max" in verdict(ranking, at_length=False)[1]
 
 
 def test_seeds_in_common():
@@ -143,11 +129,6 @@ def test_the_same_seed_twice_is_one_pair(tmp_path):
     write_seeds(tmp_path, "naive", 2.2)
     (ranking,) = rank(load_runs([tmp_path]))
     assert ranking.losses["naive"] == pytest.approx({"0": 2.1, "1": 2.5})
-
-
-def test_a_difference_is_clear_where_its_interval_leaves_zero_out():
-    assert Difference(-0.1, 0.05).is_clear and not Difference(0.1, 0.2).is_clear
-    assert not Difference(0.0, 0.0).is_clear and not Difference(5.0, None).is_clear
 
 
 def test_the_baseline(tmp_path):
