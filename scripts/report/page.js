@@ -37,7 +37,7 @@ function theme() {
     view: { stroke: null },
     padding: { left: 4, right: 12, top: 12, bottom: 4 }, // crosses stand on the edges
     axis: { ...text, gridColor: grid, domain: false, ticks: false, labelPadding: 8, title: null },
-    axisX: { grid: false, tickCount: 5, labelOverlap: "greedy" },
+    axisX: { grid: false, tickCount: 5, labelOverlap: "greedy", labelSeparation: 8 },
     axisY: { tickCount: 6, labelOverlap: "greedy", labelSeparation: 6 },
     text: { color: soft, fontSize: 11.5 },
     rule: { color: soft },

@@ -108,11 +108,13 @@ def _variants(runs: list[Run], rankings: list[Ranking], looks: Looks) -> str:
     columns = {name: each for name, each in COLUMNS.items() if measured(completed(runs), name)}
     if len({run.data for run in runs}) == 1:  # bits per byte are the loss times a constant
         columns = {name: each for name, each in columns.items() if "bpb" not in name}
-    heads = ["variant", "seq_len", "status", "beside baseline"]
+    several = len({run.seq_len for run in runs}) > 1
+    heads = ["variant", *["seq_len"] * several, "status", "beside baseline"]
     heads += [head for head, *_ in columns.values()]
     body = ""
     for (seq_len, variant), own in grouped(runs, lambda run: (run.seq_len, run.variant)).items():
-        cells = [f"{seq_len:,}", escape(_statuses(own)), _beside(rankings, own[0])]
+        cells = [f"{seq_len:,}"] * several
+        cells += [escape(_statuses(own)), _beside(rankings, own[0])]
         for name, (_, form, spread) in columns.items():
             cells.append(_mean(measured(completed(own), name), form, spread))
         note = "<small>broken on purpose</small>" if looks[variant].is_defect else ""
@@ -143,7 +145,8 @@ def _beside(rankings: list[Ranking], run: Run) -> str:
             if run.variant == baseline:
                 return "baseline"
             found = ranking.difference(run.variant, baseline)
-            return f"{found.mean:+.3f}" + (_small(f"{found.half:.3f}") if found.half else "")
+            half = "" if found.half is None else _small(f"{found.half:.3f}")
+            return f"{found.mean:+.3f}{half}"
     return "–"
 
 
