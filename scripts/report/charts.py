@@ -20,11 +20,7 @@ from training.record.palette import HUES, variant_places
 from training.record.runs import in_order
 
 OWN, EXACT, TRAIN, SCORE = "val/loss", "val/loss_exact", "train/loss", "attention/max_score"
-ACCURACY, PEAK = "val/accuracy", "memory/peak_gib"
-SPEEDS = {
-    "step_tokens_per_sec": "Tokens per second, the steps alone",
-    "tokens_per_sec": "Tokens per second",
-}
+ACCURACY, PEAK, SPEED = "val/accuracy", "memory/peak_gib", "step_tokens_per_sec"
 OVERFLOWS = [
     {"name": "exp overflows float16", "value": min(LIMITS.values())},
     {"name": "exp overflows float32 and bfloat16", "value": max(LIMITS.values())},
@@ -57,6 +53,7 @@ ZOOM = alt.selection_interval(
     translate="[pointerdown[event.pointerType !== 'touch'], window:pointerup]"
     " > window:pointermove!",
 )
+VALUE = alt.Tooltip("value:Q", title="value", format=",.4~r")
 HIDDEN, FOCUS = alt.param(name="hidden", value=[]), alt.param(name="focus", value=None)
 
 
@@ -242,31 +239,29 @@ def curve_chart(
 
 def cost_charts(runs: list[Run], looks: Looks) -> list[dict]:
     """Memory and speed: against the length if there are several, else by variant."""
-    speed = next((name for name in SPEEDS if measured(runs, name)), "tokens_per_sec")
-    titles = {PEAK: "Peak memory, GiB", speed: SPEEDS[speed]}
+    titles = {PEAK: "Peak memory, GiB", SPEED: "Tokens per second, the steps alone"}
     lengths = sorted({run.seq_len for run in runs} - {0})
     if len(lengths) < 2:
         titles = {EXACT: "Final loss, exact attention"} | titles
     charts = []
     for metric, title in titles.items():
-        data: dict[str, list[Row]] = {"dots": [], "words": []}
+        dots, words = [], []
         for (variant, seq_len), own in grouped(runs, lambda x: (x.variant, x.seq_len)).items():
             row = {"variant": variant, "seq_len": seq_len}
             values = [(run.seed, value) for run in own for value in measured([run], metric)]
-            data["dots"] += [row | {"seed": seed, "value": value} for seed, value in values]
+            dots += [row | {"seed": seed, "value": value} for seed, value in values]
             if not values:
-                ended = ", ".join(sorted({run.status for run in own}))
-                data["words"].append(row | {"ended": ended})
-        axis = alt.Axis(format=".3~s" if metric in SPEEDS else "~r", tickCount=4)
-        if not data["dots"]:
-            continue
+                words.append(row | {"ended": ", ".join(sorted({run.status for run in own}))})
+        axis = alt.Axis(format=".3~s" if metric == SPEED else "~r", tickCount=4)
         if len(lengths) > 1:
             layers, height = _by_length(looks, axis, lengths), 300
         else:
             layers, height = _by_variant(looks, axis, zero=metric != EXACT), 26 * len(looks)
-        # without words their layer would have an axis without ends
-        layers = layers if data["words"] else layers[:-1]
-        charts.append(_spec(layers, data, title, height))
+        # without words their layer has no axis, and a speed that is missing is at no edge
+        if not words or (metric == SPEED and len(lengths) > 1):
+            layers = layers[:-1]
+        if dots:
+            charts.append(_spec(layers, {"dots": dots, "words": words}, title, height))
     return charts
 
 
@@ -279,7 +274,7 @@ def _by_variant(looks: Looks, axis: alt.Axis, *, zero: bool) -> list[alt.Chart]:
     points = dots.mark_point(size=60, filled=True, fillOpacity=0.8)
     return [
         dots.mark_rule(strokeWidth=2).encode(x="min(value):Q", x2="max(value):Q"),
-        points.encode(x, _shape(looks), tooltip=["variant:N", "seed:N", "value:Q"]),
+        points.encode(x, _shape(looks), tooltip=["variant:N", "seed:N", VALUE]),
         _visible("words").mark_text(align="left").encode(y, text="ended:N", x=alt.value(6)),
     ]
 
@@ -297,7 +292,7 @@ def _by_length(looks: Looks, axis: alt.Axis, lengths: list[int]) -> list[alt.Cha
     tooltip = ["variant:N", "seq_len:Q"]
     return [
         dots.mark_line(strokeWidth=2.2).encode(_dash(looks), y="mean(value):Q"),
-        points.encode(y, _shape(looks), tooltip=[*tooltip, "seed:N", "value:Q"]),
+        points.encode(y, _shape(looks), tooltip=[*tooltip, "seed:N", VALUE]),
         crosses.encode(x, y=alt.value(0), tooltip=[*tooltip, "ended:N"]),
     ]
 

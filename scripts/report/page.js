@@ -28,20 +28,22 @@ function color(value) {
 }
 
 function theme() {
-  const swatch = (variant) => rows.find((row) => row.dataset.variant === variant).querySelector("svg");
+  const rowOf = (variant) => rows.find((row) => row.dataset.variant === variant);
+  const colorOf = (variant) => getComputedStyle(rowOf(variant).querySelector("svg")).stroke;
   const [soft, grid] = [color("var(--soft)"), color("var(--line)")];
-  const text = { labelColor: soft, titleColor: soft, labelFontSize: 11.5, titleFontWeight: "normal" };
+  const text = { labelColor: soft, titleColor: soft, labelFontSize: 11.5 };
   return {
     background: color("var(--paper)"), // not transparent: saved pictures would be unreadable
     font: getComputedStyle(document.body).fontFamily,
     view: { stroke: null },
     padding: { left: 4, right: 12, top: 12, bottom: 4 }, // crosses stand on the edges
-    axis: { ...text, gridColor: grid, domain: false, ticks: false, labelPadding: 8, title: null },
-    axisX: { grid: false, tickCount: 5, labelOverlap: "greedy", labelSeparation: 8 },
-    axisY: { tickCount: 6, labelOverlap: "greedy", labelSeparation: 6 },
+    axis: { ...text, gridColor: grid, domain: false, ticks: false, labelPadding: 8 },
+    axisX: { grid: false, tickCount: 5, title: null, titleFontWeight: "normal" },
+    axisY: { tickCount: 6, title: null },
+    axisQuantitative: { labelOverlap: "greedy", labelSeparation: 6 },
     text: { color: soft, fontSize: 11.5 },
     rule: { color: soft },
-    range: { category: variants.map((variant) => getComputedStyle(swatch(variant)).stroke) },
+    range: { category: variants.map(colorOf) },
   };
 }
 
@@ -68,8 +70,8 @@ async function draw() {
   const config = theme();
   for (const [number, box] of all("[data-chart]").entries()) {
     const chart = { box, ...specs[number].usermeta };
-    const datasets = Object.entries(specs[number].datasets).map(([name, rows]) => [name, spread(rows)]);
-    const spec = { ...structuredClone(specs[number]), datasets: Object.fromEntries(datasets) };
+    const spec = structuredClone(specs[number]);
+    for (const [name, rows] of Object.entries(spec.datasets)) spec.datasets[name] = spread(rows);
     const drawn = await vegaEmbed(box, spec, {
       config,
       renderer: "canvas", // thousands of points wait for the pointer
@@ -117,7 +119,7 @@ function showTip(event, value) {
   tip.hidden = !value;
   if (!value) return;
   const cell = (tag, textContent) => Object.assign(document.createElement(tag), { textContent });
-  const pairs = Object.entries(value).filter(([, text]) => text !== undefined && text !== "undefined");
+  const pairs = Object.entries(value).filter(([, text]) => text && text !== "undefined");
   tip.replaceChildren(...pairs.flatMap(([name, text]) => [cell("dt", name), cell("dd", text)]));
   const beside = (at, size, most) => Math.max(8, at + 16 + size > most ? at - size - 16 : at + 16);
   tip.style.left = `${beside(event.clientX, tip.offsetWidth, innerWidth - 8)}px`;
@@ -178,16 +180,17 @@ function press(view) {
 
 // The half in which many variants come apart.
 function zoomToLastHalf() {
-  for (const spec of specs) {
-    const { kind, seq_len: length } = spec.usermeta;
-    if (!kind) continue;
-    const curves = spec.datasets.points.filter((row) => !hidden.has(row.variant));
-    const last = Math.max(...curves.flatMap((row) => row.tokens));
-    const late = curves.flatMap(({ tokens, value }) => value.filter((_, i) => tokens[i] >= last / 2));
-    const zoom = zooms.get(length) ?? {};
-    const [low, high] = [Math.min(...late, ...(zoom[kind] ?? [])), Math.max(...late, ...(zoom[kind] ?? []))];
+  for (const { usermeta, datasets } of specs) {
+    const { kind, seq_len: length } = usermeta;
+    const curves = (datasets.points ?? []).filter((row) => !hidden.has(row.variant));
+    const last = Math.max(...curves.map((row) => row.tokens.at(-1)));
+    const isLate = (row) => (_, i) => row.tokens[i] >= last / 2;
+    const late = curves.flatMap((row) => row.value.filter(isLate(row)));
     if (late.length === 0) continue;
-    zooms.set(length, { ...zoom, tokens: [last / 2, last * 1.01], [kind]: [low, high] });
+    const zoom = zooms.get(length) ?? {};
+    const values = late.concat(zoom[kind] ?? []);
+    const ends = [Math.min(...values), Math.max(...values)];
+    zooms.set(length, { ...zoom, tokens: [last / 2, last * 1.01], [kind]: ends });
   }
 }
 
@@ -218,9 +221,11 @@ function sort(head) {
 const specs = all("[data-chart] script").map((script) => JSON.parse(script.textContent));
 for (const button of all(".variant")) {
   const name = button.dataset.variant;
-  const others = () => [...hidden].filter((each) => each !== name);
-  button.addEventListener("click", () => setHidden(hidden.has(name) ? others() : [...hidden, name]));
-  button.addEventListener("dblclick", () => setHidden(variants.filter((each) => each !== name)));
+  const without = (names) => [...names].filter((each) => each !== name);
+  button.addEventListener("click", () => {
+    setHidden(hidden.has(name) ? without(hidden) : [...hidden, name]);
+  });
+  button.addEventListener("dblclick", () => setHidden(without(variants)));
   button.addEventListener("pointerenter", () => setFocus(name));
   button.addEventListener("pointerleave", () => setFocus(null));
 }

@@ -131,11 +131,12 @@ def load_runs(dirs: Sequence[Path]) -> list[Run]:
 def _load(path: Path, summary: Row) -> Run:
     metrics, config = read_metrics(path / "metrics.jsonl"), read_mapping(path / "config.yaml")
     env = read_mapping(path / "env.json")
+    damages = list(_unreadable(path, summary))
     try:
-        damages = [*_unreadable(path, summary), *_contradictions(summary, metrics, config)]
         name_runs([summary]), remark(summary), belies_exact(summary)
+        damages += _contradictions(summary, metrics, config)
     except MISTYPED:
-        damages = ["summary.json has values of another type"]
+        damages.append("values in its files are of another type")
         summary = {"status": "unreadable", "dir": str(path)}
     # only a completed run has evaluated its last step
     if summary["status"] != "completed" and is_stale(summary):
@@ -174,8 +175,9 @@ def _contradictions(summary: Row, metrics: list[Row], config: Row) -> Iterator[s
         last = [row[name] for row in metrics if row.get(name) is not None][-1:]
         told = summary.get(name)
         if ran and last and told is not None and last != [told]:
-            yield f"{name} is {told:.4f} in summary.json, and {last[0]:.4f} in metrics.jsonl"
+            yield f"{name} is {told:.6g} in summary.json, and {last[0]:.6g} in metrics.jsonl"
     was = config | {"attention": config.get("attention", {}).get("name")}
     for key in ("attention", "seq_len", "seed"):
-        if key in summary and was.get(key) not in (None, summary[key]):
+        # no other type: a few lines of YAML can hold billions of values
+        if isinstance(was.get(key), (str, int)) and was[key] != summary.get(key, was[key]):
             yield f"{key} is {summary[key]} in summary.json, and {was[key]} in config.yaml"
