@@ -10,7 +10,7 @@ from typing import Any
 from scripts.runs import runs_below
 from scripts.tables import Row
 from training.record.files import read_mapping, read_metrics
-from training.record.names import belies_exact, name_runs
+from training.record.names import belies_exact, name_run, name_runs
 from training.record.runs import is_stale, remark
 
 Curve = dict[float, float]  # values by tokens
@@ -129,11 +129,16 @@ def load_runs(dirs: Sequence[Path]) -> list[Run]:
 
 
 def _load(path: Path, summary: Row) -> Run:
-    metrics, config = read_metrics(path / "metrics.jsonl"), read_mapping(path / "config.yaml")
-    env = read_mapping(path / "env.json")
+    file = path / "metrics.jsonl"
+    metrics = read_metrics(file) if file.is_file() else []
+    config, env = read_mapping(path / "config.yaml"), read_mapping(path / "env.json")
     damages = list(_unreadable(path, summary))
+    lines = file.read_bytes().count(b"\n") if metrics else 0
+    if lines > len(metrics):
+        damages.append(f"{lines - len(metrics)} lines of metrics.jsonl are torn or no rows")
     try:
-        name_runs([summary]), remark(summary), belies_exact(summary)
+        for reader in (name_run, remark, belies_exact):
+            reader(summary)
         damages += _contradictions(summary, metrics, config)
     except MISTYPED:
         damages.append("values in its files are of another type")
@@ -155,10 +160,6 @@ def _unreadable(path: Path, summary: Row) -> Iterator[str]:
         exists = (path / name).exists()
         if (began or exists) and not read_mapping(path / name):
             yield f"{name} is {'unreadable' if exists else 'missing'}"
-    file = path / "metrics.jsonl"
-    lines = file.read_bytes().count(b"\n") if file.is_file() else 0
-    if lines > (rows := len(read_metrics(file))):
-        yield f"{lines - rows} of {lines} lines of metrics.jsonl are torn or no rows"
 
 
 def _contradictions(summary: Row, metrics: list[Row], config: Row) -> Iterator[str]:

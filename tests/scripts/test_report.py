@@ -275,6 +275,15 @@ def test_a_damaged_run_is_named_and_the_others_are_whole(tmp_path, name):
     assert DAMAGES[name][-1] in damaged.status + "; ".join(damaged.damages)
 
 
+def test_a_folder_in_the_place_of_a_file_is_named(tmp_path):
+    run = write_run(tmp_path / "0", "tiled")
+    for name in ("metrics.jsonl", "env.json"):
+        (run / name).unlink()
+        (run / name).mkdir()
+    (found,) = load_runs([tmp_path])
+    assert all(name in "; ".join(found.damages) for name in ("metrics.jsonl", "env.json"))
+
+
 def test_a_report_on_damaged_runs(tmp_path):
     write_seeds(tmp_path, "naive", *[2.6] * len(DAMAGES))
     for number, name in enumerate(DAMAGES):
