@@ -266,15 +266,6 @@ def damage(run: Path, name: str) -> None:
         (run / file).write_text(re.sub(was, lambda _: now, text, count=1, flags=re.DOTALL))
 
 
-@pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_run_is_named_and_the_others_are_whole(tmp_path, name):
-    write_seeds(tmp_path, "tiled", 1.6, 1.7)
-    damage(tmp_path / "1", name)
-    whole, damaged = load_runs([tmp_path])
-    assert whole.damages == []
-    assert DAMAGES[name][-1] in damaged.status + "; ".join(damaged.damages)
-
-
 def test_a_folder_in_the_place_of_a_file_is_named(tmp_path):
     run = write_run(tmp_path / "0", "tiled")
     for name in ("metrics.jsonl", "env.json"):
@@ -284,12 +275,16 @@ def test_a_folder_in_the_place_of_a_file_is_named(tmp_path):
     assert all(name in "; ".join(found.damages) for name in ("metrics.jsonl", "env.json"))
 
 
-def test_a_report_on_damaged_runs(tmp_path):
+def test_damaged_runs_are_named_and_the_others_reported(tmp_path):
     write_seeds(tmp_path, "naive", *[2.6] * len(DAMAGES))
     for number, name in enumerate(DAMAGES):
         damage(tmp_path / str(number), name)
     write_seeds(tmp_path, "tiled", 1.6, 1.7)
     write_run(tmp_path / "mistyped", "sdpa", env={"hardware": 3, "versions": [1]})
+    *damaged, first, second, mistyped = load_runs([tmp_path])
+    for run, name in zip(damaged, DAMAGES, strict=True):
+        assert DAMAGES[name][-1] in run.status + "; ".join(run.damages), name
+    assert first.damages == second.damages == mistyped.damages == []
     page = report_on(tmp_path)
     assert [row["val/loss"][:5] for row in page.rows if row["variant"] == "tiled"] == ["1.650"]
     # a run without a summary is unfinished
