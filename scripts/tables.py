@@ -53,17 +53,5 @@ def spread(name: str, form: str) -> Cell:
     return lambda rows: mean_and_deviation(values(rows, name), form)
 
 
-def mean(name: str) -> Cell:
-    return lambda rows: f"{fmean(values(rows, name)):.1e}"
-
-
-def listed(name: str) -> Cell:
-    return lambda rows: "/".join(map(str, values(rows, name)))
-
-
-def least(name: str) -> Cell:
-    return lambda rows: f"{min(values(rows, name)):.1e}"
-
-
 def most(name: str) -> Cell:
     return lambda rows: f"{max(values(rows, name)):.1e}"

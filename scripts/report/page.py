@@ -1,129 +1,217 @@
-"""Write a report's blocks as one self-contained HTML page.
+"""The page of a report as one HTML file: verdict, table, charts, endings and sources.
 
-The page needs no network. It works on a phone and a large screen, in light and dark mode, and in
-print. All text is escaped.
+A policy in the page forbids network and eval, and only its own two scripts run, by their checksums:
+the files of somebody else's run can do no harm. All text is escaped.
 """
 
-import re
-from dataclasses import dataclass, field
+import json
+from base64 import b64encode
+from collections import Counter
+from collections.abc import Iterable
+from functools import cache
+from hashlib import sha256
 from html import escape
 from pathlib import Path
+from statistics import fmean, stdev
+from string import Template
 
-from training.record.palette import ON_DARK, mixed
+import vl_convert
 
+from scripts.report.charts import Look, Looks, cost_charts, looks_of, loss_charts, score_chart
+from scripts.report.ranking import Ranking, verdict
+from scripts.report.runs import Run, completed, measured
+from scripts.tables import grouped
+from training.record.palette import HUES
+from training.record.runs import remark
 
-@dataclass
-class Text:
-    text: str
-    warning: bool = False
-
-
-@dataclass
-class Figure:
-    title: str  # description for readers who cannot see it
-    caption: str
-    panels: list[str]  # as SVG
-    legend: dict[str, str] = field(default_factory=dict)  # SVG samples by their labels
-
-
-@dataclass
-class Table:
-    head: list[str]
-    rows: list[list[str]]
-    words: int = 1  # how many columns at the left are words; the others are numbers
-    notes: bool = False  # whether the last column is a sentence
-
-    def kind(self, column: int) -> str:
-        """The HTML class of a column: a sentence, words, or numbers."""
-        if self.notes and column == len(self.head) - 1:
-            return ' class="note"'
-        return ' class="word"' if column < self.words else ""
+# what stands above a column, the format of its means, and of their spread
+COLUMNS = {
+    "val/loss": ("val/loss", ".3f", ".3f"),
+    "val/loss_exact": ("val/loss_exact", ".3f", ".3f"),
+    "val/bpb": ("val/bpb", ".3f", ".3f"),
+    "val/bpb_exact": ("val/bpb_exact", ".3f", ".3f"),
+    "val/accuracy": ("accuracy", ".1%", ".1%"),
+    "val/accuracy_exact": ("accuracy, exact", ".1%", ".1%"),
+    "memory/peak_gib": ("peak GiB", ".3g", ".1g"),
+    "tokens_per_sec": ("tokens/s", ",.0f", ",.0f"),
+    "step_tokens_per_sec": ("steps alone", ",.0f", ",.0f"),
+}
 
 
-@dataclass
-class Card:
-    title: str
-    sentence: str
-    facts: dict[str, str]
-    figure: Figure | None = None
-
-
-@dataclass
-class Section:
-    title: str
-    blocks: list[Text | Figure | Table | Card] = field(default_factory=list)
-
-
-def _style(body: str) -> str:
-    """page.css, with the figures' colours as variables, for light and for dark mode."""
-    colors = sorted(set(re.findall(r"var\(--c-([0-9a-f]{6})\)", body)))
-    light = " ".join(f"--c-{color}: #{color};" for color in colors)
-    dark = " ".join(f"--c-{color}: {mixed(f'#{color}', ON_DARK)};" for color in colors)
-    rules = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-    on_dark = f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
-    return f"{rules}:root {{ {light} }}\n{on_dark}\n"
-
-
-def render_html(title: str, sections: list[Section]) -> str:
-    body = "".join(
-        (f"<section><h2>{escape(section.title)}</h2>" if section.title else "<section>")
-        + "".join(map(_html, section.blocks))
-        + "</section>\n"
-        for section in sections
+def render(runs: list[Run], rankings: list[Ranking], doubts: list[str], *, folder: str) -> str:
+    """The page about `runs`, which are in the order of its rows. folder: the name of theirs."""
+    looks = looks_of(runs)
+    several = len({ranking.seq_len for ranking in rankings}) > 1
+    verdicts = [verdict(ranking, at_length=several) for ranking in rankings]
+    verdicts = verdicts or [("No result", "No run was completed.")]
+    here = Path(__file__).parent
+    script = (here / "page.js").read_text(encoding="utf-8")
+    vega = _vega()
+    return Template((here / "page.html").read_text(encoding="utf-8")).substitute(
+        policy=" ".join(map(_checksum, (script, vega))),
+        title=escape(f"{verdicts[0][0]}: {folder}"),
+        css=(here / "page.css").read_text(encoding="utf-8"),
+        summary=escape(_summary(runs, folder)),
+        verdicts="".join(
+            f"<h1>{escape(head)}</h1><p class=lead>{escape(text)}</p>" for head, text in verdicts
+        ),
+        doubts="".join(f"<li>{escape(text)}</li>" for text in doubts),
+        variants=_variants(runs, rankings, looks),
+        legend="".join(_button(*item) for item in looks.items()) if len(looks) > 1 else "",
+        charts=_charts(runs, rankings, looks),
+        endings=_endings(runs),
+        sources=_sources(runs),
+        script=script,
+        vega=vega,
     )
+
+
+@cache
+def _vega() -> str:
+    """The script that draws: a megabyte, which takes a second to make."""
+    return vl_convert.javascript_bundle()
+
+
+def _checksum(script: str) -> str:
+    return f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'"
+
+
+def _summary(runs: list[Run], folder: str) -> str:
+    variants, seeds = {run.variant for run in runs}, {run.seed for run in runs}
+    words = [_statuses(runs), f"variants {len(variants)}", f"seeds {len(seeds)}", folder]
+    return " · ".join(words)
+
+
+def _statuses(runs: list[Run]) -> str:
+    statuses = Counter(run.status for run in runs)
+    return ", ".join(f"{count} {status}" for status, count in statuses.items())
+
+
+def _button(variant: str, look: Look) -> str:
+    """A variant's name, with its line and its marker as the charts draw them."""
+    light, dark = HUES[look.hue]
+    dash = " ".join(map(str, look.dash))
+    name = escape(variant)
     return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_style(body)}</style></head>"
-        f"<body>\n<h1>{escape(title)}</h1>\n{body}</body></html>\n"
+        f'<button class="variant" data-variant="{name}" aria-pressed="true" title="{name}">'
+        f'<svg style="--light:{light};--dark:{dark}" viewBox="0 0 34 12" aria-hidden="true">'
+        f'<path d="M1 6H33" stroke-dasharray="{dash if look.dash[1] else "none"}"/>'
+        f'<path class="mark" d="{look.shape}" transform="translate(17 6) scale(4.2)"/></svg>'
+        f"<span>{name}</span></button>"
     )
 
 
-def _html(block: Text | Figure | Table | Card) -> str:
-    match block:
-        case Text():
-            return f"<p{' class=warn' * block.warning}>{escape(block.text)}</p>"
-        case Figure():
-            caption = f"<figcaption>{escape(block.caption)}</figcaption>" if block.caption else ""
-            return f"<figure>{_panels(block)}{caption}</figure>"
-        case Table():
-            return _html_table(block)
-        case Card():
-            facts = "".join(
-                f"<div><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>"
-                for key, value in block.facts.items()
-            )
-            text = f"<h3>{escape(block.title)}</h3><p>{escape(block.sentence)}</p>" + (
-                f"<dl>{facts}</dl>" if facts else ""
-            )
-            figure = _panels(block.figure) if block.figure else ""
-            return f'<div class="card"><div>{text}</div>{figure}</div>'
+def _variants(runs: list[Run], rankings: list[Ranking], looks: Looks) -> str:
+    """A row for each variant and length, best first: means over its completed runs with the
+    standard deviation over seeds, and the difference to the baseline.
+    """
+    columns = {name: each for name, each in COLUMNS.items() if measured(completed(runs), name)}
+    if len({run.data for run in runs}) == 1:  # bits per byte are the loss times a constant
+        columns = {name: each for name, each in columns.items() if "bpb" not in name}
+    several = len({run.seq_len for run in runs}) > 1
+    heads = ["variant", *["seq_len"] * several, "status", "beside baseline"]
+    heads += [head for head, *_ in columns.values()]
+    body = ""
+    for (seq_len, variant), own in grouped(runs, lambda run: (run.seq_len, run.variant)).items():
+        cells = [f"{seq_len:,}"] * several
+        cells += [escape(_statuses(own)), _beside(rankings, own[0])]
+        for name, (_, form, spread) in columns.items():
+            cells.append(_mean(measured(completed(own), name), form, spread))
+        note = "<small>broken on purpose</small>" if looks[variant].is_defect else ""
+        row = f"<th>{_button(variant, looks[variant])}{note}</th>"
+        for head, cell in zip(heads[1:], cells, strict=True):
+            row += f'<td data-label="{head}">{cell}</td>'
+        body += f'<tr data-variant="{escape(variant)}">{row}</tr>'
+    head = "".join(f"<th><button>{head}</button></th>" for head in heads)
+    return f"<table class=sortable><thead><tr>{head}</tr></thead>{body}</table>"
 
 
-def _panels(figure: Figure) -> str:
-    """The panels and the legend. In a narrow window the panels stand below one another."""
-    panels = []
-    for number, svg in enumerate(figure.panels, 1):
-        # never larger than drawn, so that text keeps its size
-        width = re.search(r'width="([\d.]+)pt"', svg)[1]
-        title = figure.title + (f", panel {number}" if len(figure.panels) > 1 else "")
-        shown = f'role="img" aria-label="{escape(title)}" style="max-width: {width}pt"'
-        panels.append(svg.replace("<svg", f"<svg {shown}", 1))
-    samples = "".join(
-        f"<li>{svg.replace('<svg', '<svg aria-hidden=true', 1)}{escape(words)}</li>"
-        for words, svg in figure.legend.items()
-    )
-    legend = f'<ul class="legend">{samples}</ul>' if samples else ""
-    return f'<div class="panels">{"".join(panels)}</div>{legend}'
+def _mean(values: list[float], form: str, spread: str) -> str:
+    if not values:
+        return "–"
+    mean = f"{fmean(values):{form}}"
+    return mean + (_small(f"{stdev(values):{spread}}") if len(values) > 1 else "")
 
 
-def _html_table(table: Table) -> str:
-    head = "".join(
-        f'<th scope="col"{table.kind(i)}>{escape(text)}</th>' for i, text in enumerate(table.head)
-    )
-    lines = []
-    for row in table.rows:
-        cells = (f"<td{table.kind(i)}>{escape(text)}</td>" for i, text in enumerate(row))
-        lines.append(f"<tr>{''.join(cells)}</tr>")
-    body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody>"
-    return f'<div class="wide"><table>{body}</table></div>'
+def _small(spread: str) -> str:
+    return f" <small>±&nbsp;{spread}</small>"
+
+
+def _beside(rankings: list[Ranking], run: Run) -> str:
+    """How much higher a variant's loss is than the baseline's, with half of its 95% interval."""
+    for ranking in rankings:
+        baseline, ranked = ranking.baseline, ranking.losses
+        if ranking.seq_len == run.seq_len and run.variant in ranked and baseline in ranked:
+            if run.variant == baseline:
+                return "baseline"
+            found = ranking.difference(run.variant, baseline)
+            half = "" if found.half is None else _small(f"{found.half:.3f}")
+            return f"{found.mean:+.3f}{half}"
+    return "–"
+
+
+def _charts(runs: list[Run], rankings: list[Ranking], looks: Looks) -> str:
+    baselines = {ranking.seq_len: ranking.baseline for ranking in reversed(rankings)}
+    parts, scores = [], []
+    lengths = grouped(runs, lambda run: run.seq_len)
+    for seq_len, own in lengths.items():
+        where = f" at seq_len={seq_len:,}" if len(lengths) > 1 else ""
+        charts, note = loss_charts(own, looks, baselines.get(seq_len))
+        parts.append(_grid(f"Loss{where}", charts, note))
+        scores += score_chart(own, looks, f"Largest score{where}")
+    if len(runs) > 1:
+        parts.append(_grid("Memory and speed", cost_charts(runs, looks), kind="small"))
+    return "".join([*parts, _grid("Largest scores", scores)])
+
+
+def _grid(title: str, charts: list[dict], note: str = "", kind: str = "") -> str:
+    if not charts:
+        return ""
+    figures = ""
+    for chart in charts:
+        spec = json.dumps(chart, allow_nan=False).replace("<", "\\u003c")
+        figures += (
+            f"<figure><figcaption>{escape(chart['description'])}</figcaption><div data-chart>"
+            f'<script type="application/json">{spec}</script></div></figure>'
+        )
+    note = f"<p class=hint>{escape(note)}</p>" if note else ""
+    return f'<h2>{escape(title)}</h2>{note}<div class="charts {kind}">{figures}</div>'
+
+
+def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
+    lines = ["".join(f"<td>{escape(text)}</td>" for text in row) for row in rows]
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<table class=plain><thead><tr>{head}</tr></thead>{body}</table>"
+
+
+def _endings(runs: list[Run]) -> str:
+    """How each run ended that was not completed, with what was found out."""
+    rows = []
+    for run in runs:
+        found = run.summary.get("diagnosis") or run.summary.get("oom") or {}
+        facts = [
+            f"{key.replace('_', ' ')} {f'{value:.4g}' if isinstance(value, float) else value}"
+            for key, value in found.items()
+            if key not in ("message", "history") and value is not None
+        ]
+        if run.status != "completed":
+            rows.append([run.name, run.ending, remark(run.summary), ", ".join(facts)])
+    heads = ["run", "ended", "why", "details"]
+    return f"<h2>How runs ended</h2>{_table(heads, rows)}" if rows else ""
+
+
+def _sources(runs: list[Run]) -> str:
+    """Every run, and where it ran."""
+    rows = [[run.place, run.name, run.ending, "; ".join(run.damages)] for run in runs]
+    parts = [_table(["folder", "run", "ended", "what is wrong"], rows)]
+    for facts, own in grouped(runs, _where).items():
+        names = ", ".join(run.name for run in own) if len(own) < len(runs) else "All runs"
+        parts.append(f"<p>{escape(names)}</p><pre>{escape(facts)}</pre>")
+    return "".join(parts)
+
+
+def _where(run: Run) -> str:
+    facts = {key: run.summary.get(key) for key in ("device", "dtype", "compiled")} | run.env
+    # the command line may hold paths of a machine, and reports are passed on
+    return "\n".join(f"{key}: {value}" for key, value in facts.items() if key != "command")

@@ -5,13 +5,12 @@ can be the lowest and mean nothing. A function that does not claim softmax is ra
 loss. Runs are compared only if length, trained tokens, held-out data and seeds are equal.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-from scripts.report.runs import Run, ended, measured
+from scripts.report.runs import Run, completed, measured
 from scripts.tables import grouped
 from training.record.runs import in_order
 
@@ -38,11 +37,9 @@ class Difference(NamedTuple):
     def is_clear(self) -> bool:
         return self.half is not None and abs(self.mean) > self.half
 
-    def interval(self, *, sign: int = 1) -> str:
-        if self.half is None:
-            return "one seed"
-        ends = sorted(sign * self.mean + end for end in (-self.half, self.half))
-        return " to ".join(f"{end:+.3f}" for end in ends)
+    def interval(self) -> str:
+        """Of several seeds."""
+        return f"{self.mean - self.half:+.3f} to {self.mean + self.half:+.3f}"
 
 
 @dataclass
@@ -79,46 +76,45 @@ class Ranking:
         return Difference(fmean(values), student(len(values)) * stdev(values) / sqrt(len(values)))
 
 
-def rank(runs: Iterable[Run], baseline: str | None = None) -> list[Ranking]:
+def rank(runs: list[Run], baseline: str | None = None) -> list[Ranking]:
     """One ranking for each set of comparable runs: short lengths first, and for each length softmax
-    attention first.
+    attention first. Raises ValueError for a baseline that is no variant.
     """
-    judged = [run for run in ended(runs, "completed") if run.figure(run.judged_by) is not None]
+    names = ", ".join(dict.fromkeys(run.variant for run in runs))
+    if baseline not in {None, *(run.variant for run in runs)}:
+        raise ValueError(f"baseline={baseline} is no variant of these runs; they are: {names}")
+    judged = [run for run in completed(runs) if run.figure(run.judged_by) is not None]
     rankings = []
     for _, group in sorted(grouped(judged, lambda run: run.compares_by).items()):
         softmax = [run for run in group if run.is_softmax]
         others = [run for run in group if not run.is_softmax]
-        first = softmax and _ranking("val/loss_exact", softmax, softmax, baseline)
+        first = _ranking("val/loss_exact", softmax, baseline) if softmax else None
         if first:
             rankings.append(first)
         if others:
             # for exact attention, the own loss is the exact loss
             reference = [run for run in softmax if first and run.variant == first.baseline]
-            rankings.append(_ranking("val/loss", others + reference, reference, baseline))
+            rankings.append(_ranking("val/loss", others + reference, baseline))
     return rankings
 
 
-def best_first(runs: list[Run], rankings: list[Ranking], order: list[str]) -> list[Run]:
-    """The runs sorted by length, then by the rank of their variant. Unranked variants follow, in
-    `order`.
-    """
-    places: dict[tuple[int, str], int] = {}
-    for ranking in rankings:
-        for variant in ranking.losses:
-            places.setdefault((ranking.seq_len, variant), len(places))
+def best_first(runs: list[Run], rankings: list[Ranking]) -> list[Run]:
+    """The runs sorted by length, then by the rank of their variant. Unranked variants follow."""
+    pairs = [(ranking.seq_len, variant) for ranking in rankings for variant in ranking.losses]
 
-    def place(run: Run) -> tuple[int, int, int]:
-        own = places.get((run.seq_len, run.variant), len(places))
-        return run.seq_len, own, order.index(run.variant)
+    def place(run: Run) -> tuple:
+        pair = run.seq_len, run.variant
+        own = pairs.index(pair) if pair in pairs else len(pairs)
+        return run.seq_len, own, run.is_defect, in_order(run.variant)
 
     return sorted(runs, key=place)
 
 
-def _ranking(metric: str, runs: list[Run], exact: list[Run], baseline: str | None) -> Ranking:
+def _ranking(metric: str, runs: list[Run], baseline: str | None) -> Ranking:
     runs = [run for run in runs if run.figure(metric) is not None]
     losses = {}
     for variant, own in grouped(runs, lambda run: run.variant).items():
-        by_seed = grouped(own, lambda run: str(run.summary.get("seed")))
+        by_seed = grouped(own, lambda run: run.seed)
         losses[variant] = {seed: fmean(measured(each, metric)) for seed, each in by_seed.items()}
     seeds = common_seeds(losses)
     ranked = [
@@ -127,7 +123,8 @@ def _ranking(metric: str, runs: list[Run], exact: list[Run], baseline: str | Non
         if seeds <= own.keys()
     ]
     ranked = dict(sorted(ranked, key=lambda item: (fmean(item[1].values()), item[0])))
-    exact = [run for run in exact if run.claims_exact and run.variant in ranked]
+    exact = [run for run in runs if run.is_softmax and not run.is_defect]
+    exact = [run for run in exact if run.variant in ranked]
     return Ranking(
         metric,
         runs[0].seq_len,
@@ -151,46 +148,41 @@ def common_seeds(losses: Losses) -> set[str]:
 
 
 def pick_baseline(exact: list[Run]) -> str | None:
-    for name in BASELINES:
-        if own := [run.variant for run in exact if run.summary.get("attention") == name]:
-            return min(own, key=in_order)
-    return min((run.variant for run in exact), key=in_order, default=None)
+    def place(run: Run) -> tuple:
+        known = run.attention in BASELINES
+        return BASELINES.index(run.attention) if known else len(BASELINES), in_order(run.variant)
+
+    return min(exact, key=place).variant if exact else None
 
 
-def answer(ranking: Ranking, *, where: str) -> str:
-    """The result in one or two sentences. where: the length, if there are several."""
-    names = ", ".join(ranking.unranked)
-    left_out = f" Not ranked, for want of the same seeds: {names}." if names else ""
-    return _result(ranking, where) + left_out
-
-
-def _result(ranking: Ranking, where: str) -> str:
-    losses, metric = ranking.losses, ranking.metric
-    best, baseline = ranking.best, ranking.baseline
-    where += f" after {ranking.tokens:,.0f} tokens" if ranking.tokens else ""
-    means = {name: fmean(own.values()) for name, own in losses.items()}
+def verdict(ranking: Ranking, *, at_length: bool) -> tuple[str, str]:
+    """The result as a headline and a sentence. at_length: whether to name the length."""
+    losses, metric, best = ranking.losses, ranking.metric, ranking.best
+    means = {name: f"{fmean(own.values()):.3f}" for name, own in losses.items()}
+    where = f" at {ranking.seq_len:,} tokens of context" if at_length else ""
+    where += ", not softmax" if metric == "val/loss" else ""
+    after = f"After {ranking.tokens:,.0f} tokens, " if ranking.tokens else ""
+    others = ", ".join(ranking.unranked)
+    unranked = f" Not ranked, for want of the same seeds: {others}." if others else ""
     if ranking.seeds == 1:
-        order = ", ".join(f"{name} {mean:.3f}" for name, mean in means.items())
-        if len(losses) == 1:
-            return f"One seed of one variant{where}: {metric} of {order}."
-        return f"One seed: no winner{where}. The order by {metric} as it stands: {order}."
-    spread = f"{metric} {means[best]:.3f} ± {stdev(losses[best].values()):.3f}"
-    seeds = f"{ranking.seeds} seeds"
+        head = f"One seed: no winner{where}" if len(losses) > 1 else f"{best}{where}"
+        order = ", ".join(f"{mean} of {name}" for name, mean in means.items())
+        return head, f"{after}one seed has {metric} {order}.{unranked}"
+    spread = f"{metric} {means[best]} ± {stdev(losses[best].values()):.3f}"
+    text = f"{after}{ranking.seeds} seeds of {best} have {spread}"
     if len(losses) == 1:
-        return f"One variant{where}: {best}, {spread} over {seeds}."
+        return f"{best}{where}", f"{text}.{unranked}"
+    head = f"{best} is best{where}"
     if level := ranking.level:
-        others = ", ".join(level)
-        text = f"No winner{where}: {seeds} do not tell {best} from {others}. {best} has {spread}"
-    else:
-        text = f"Best{where}: {best}, {spread} over {seeds}"
-    if baseline in (None, best):
+        head = f"No winner{where}"
+        text = f"{after}{ranking.seeds} seeds do not tell {best} from {', '.join(level)}."
+        text += f" {best} has {spread}"
+    if ranking.baseline in (None, best):
         second = list(losses)[1]
         found = ranking.difference(second, best)
-        known = "the baseline; " if baseline else ""
+        known = "the baseline; " if ranking.baseline else ""
         text += f", {known}the next, {second}, is {found.mean:.3f} above it"
-        interval = found.interval()
     else:
-        found = ranking.difference(best, baseline)
-        text += f", {-found.mean:.3f} below the baseline {baseline}"
-        interval = found.interval(sign=-1)
-    return f"{text} (paired by seed, 95%: {interval})."
+        found = ranking.difference(ranking.baseline, best)
+        text += f", {found.mean:.3f} below the baseline {ranking.baseline}"
+    return head, f"{text} (paired by seed, 95%: {found.interval()}).{unranked}"

@@ -1,19 +1,21 @@
-"""Read the runs of a report from their files: complete, interrupted, or never started."""
+"""Read the runs of a report from their files: complete, interrupted, damaged, or never started."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from scripts.runs import runs_below
 from scripts.tables import Row
 from training.record.files import read_mapping, read_metrics
-from training.record.names import attention_steps, name_runs
-from training.record.runs import is_stale
+from training.record.names import belies_exact, name_run, name_runs
+from training.record.runs import is_stale, remark
 
-MIN_POINTS = 2  # least points of a curve
+Curve = dict[float, float]  # values by tokens
+# what a summary that is read raises where its values are of other types
+MISTYPED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 @dataclass(eq=False)
@@ -24,30 +26,37 @@ class Run:
     metrics: list[Row] = field(default_factory=list)
     env: Row = field(default_factory=dict)
     eval_sequences: int = 0  # held-out sequences behind its losses; 0 is unknown
-    damage: str = ""  # what its files lack
+    damages: list[str] = field(default_factory=list)  # what is wrong with its files
     place: str = ""  # its folder, relative to the report's folder
     variant: str = ""  # the variant's name; see training.record.names
     name: str = ""  # variant, seq_len and seed; unique in a report
 
     @property
     def status(self) -> str:
-        return self.summary["status"]
+        return str(self.summary["status"])
+
+    @property
+    def ending(self) -> str:
+        return f"{self.status} at step {self.figure('steps_done') or 0:,.0f}"
+
+    @property
+    def seed(self) -> str:
+        return str(self.summary.get("seed"))
+
+    @property
+    def attention(self) -> str:
+        return str(self.summary.get("attention") or self.variant)
 
     @property
     def is_defect(self) -> bool:
         return bool(self.summary.get("defect"))
 
     @property
-    def claims_exact(self) -> bool:
-        """Whether it claims to be exact. A run that failed at once does not record this; only its
-        defect counts.
-        """
-        return not self.is_defect and self.summary.get("exact") is not False
-
-    @property
     def is_softmax(self) -> bool:
-        """Whether it computes softmax attention, or is a defect of it."""
-        return self.is_defect or self.claims_exact
+        """Whether it computes softmax attention, or is a defect of it. A run that failed at once
+        does not record this, and passes for one.
+        """
+        return self.is_defect or self.summary.get("exact") is not False
 
     @property
     def judged_by(self) -> str:
@@ -61,45 +70,43 @@ class Run:
     def compares_by(self) -> tuple[Any, ...]:
         """Runs with equal values here and equal seeds are comparable."""
         trained = self.tokens or self.figure("steps_done") or 0
-        data = str(self.env.get("data_fingerprint"))
-        return self.seq_len, trained, self.eval_sequences, data
+        return self.seq_len, trained, self.eval_sequences, self.data
 
     @property
     def seq_len(self) -> int:
-        return self.summary.get("seq_len") or 0
-
-    def figure(self, name: str) -> float | None:
-        """A number of the summary, or None."""
-        return self.summary.get(name)
+        return int(self.figure("seq_len") or 0)
 
     @property
-    def switches(self) -> set[float]:
-        """Training tokens after which another attention took over."""
-        first = set()
-        for step, _ in attention_steps(self.summary)[1:]:
-            first.add(
-                next((row.get("tokens") for row in self.metrics if row["step"] >= step), None)
-            )
-        return first - {None}
+    def data(self) -> str:
+        return str(self.env.get("data_fingerprint"))
 
-    @cached_property
-    def logged(self) -> list[str]:
-        """Names of all metrics with enough values for a curve, in order of appearance."""
-        names = dict.fromkeys(name for row in self.metrics for name in row)
-        return [name for name in names if len(self.curve(name)) >= MIN_POINTS]
+    @property
+    def machine(self) -> str | None:
+        on = self.env.get("hardware")
+        return str(on.get("gpu") or on.get("cpu")) if isinstance(on, dict) else None
 
-    def curve(self, metric: str) -> dict[float, float]:
-        """Values by tokens. Leaves out lists, and nulls: values that were not finite."""
-        points = ((row.get("tokens"), row.get(metric)) for row in self.metrics)
-        return dict(sorted(x for x in points if all(isinstance(y, (int, float)) for y in x)))
+    def figure(self, name: str) -> float | None:
+        """A finite number of the summary, or None."""
+        return _number(self.summary.get(name))
+
+    def curve(self, metric: str) -> Curve:
+        """Values by tokens. Leaves out whatever is no finite number."""
+        points = ((_number(row.get("tokens")), _number(row.get(metric))) for row in self.metrics)
+        return dict(sorted((x, y) for x, y in points if None not in (x, y)))
 
 
-def ended(runs: Iterable[Run], *statuses: str) -> list[Run]:
-    return [run for run in runs if run.status in statuses]
+def _number(value: Any) -> float | None:
+    # larger ones leave no room for an axis
+    return value if isinstance(value, (int, float)) and abs(value) < 1e300 else None
+
+
+def completed(runs: Iterable[Run]) -> list[Run]:
+    return [run for run in runs if run.status == "completed"]
 
 
 def measured(runs: Iterable[Run], name: str) -> list[float]:
-    """The figure `name` of each run that has it."""
+    """The figure `name` of each run that has it. A loss of a run that broke is no result."""
+    runs = completed(runs) if name.startswith("val/") else runs
     return [value for run in runs if (value := run.figure(name)) is not None]
 
 
@@ -122,40 +129,56 @@ def load_runs(dirs: Sequence[Path]) -> list[Run]:
 
 
 def _load(path: Path, summary: Row) -> Run:
+    file = path / "metrics.jsonl"
+    metrics = read_metrics(file) if file.is_file() else []
+    config, env = read_mapping(path / "config.yaml"), read_mapping(path / "env.json")
+    damages = list(_unreadable(path, summary))
+    lines = file.read_bytes().count(b"\n") if metrics else 0
+    if lines > len(metrics):
+        damages.append(f"{lines - len(metrics)} lines of metrics.jsonl are torn or no rows")
+    try:
+        for reader in (name_run, remark, belies_exact):
+            reader(summary)
+        damages += _contradictions(summary, metrics, config)
+    except MISTYPED:
+        damages.append("values in its files are of another type")
+        summary = {"status": "unreadable", "dir": str(path)}
     # only a completed run has evaluated its last step
     if summary["status"] != "completed" and is_stale(summary):
         summary = {key: value for key, value in summary.items() if not key.startswith("val/")}
     if summary["status"] == "oom":
         # the peak is from before the memory ran out
         summary.pop("memory/peak_gib", None)
-    metrics = read_metrics(path / "metrics.jsonl")
-    return Run(
-        summary,
-        metrics,
-        read_mapping(path / "env.json"),
-        read_mapping(path / "config.yaml").get("eval_sequences") or 0,
-        "; ".join(_damages(path, summary, metrics)),
-    )
+    return Run(summary, metrics, env, _number(config.get("eval_sequences")) or 0, damages)
 
 
-def _damages(path: Path, summary: Row, metrics: list[Row]) -> Iterator[str]:
-    """What is missing in a run's files. The sweep's index may still say how the run ended."""
-    ran = summary["status"] not in ("failed", "unfinished", "oom")
-    summary_exists = (path / "summary.json").exists()
-    if "status" not in read_mapping(path / "summary.json") and (ran or summary_exists):
-        yield f"summary.json is {'unreadable' if summary_exists else 'missing'}"
-    if not ran:
-        return
-    file = path / "metrics.jsonl"
-    lines = file.read_bytes().count(b"\n") if file.is_file() else 0
+def _unreadable(path: Path, summary: Row) -> Iterator[str]:
+    """The run's files that are missing or cannot be read."""
+    # a run that did not come far may not have written them
+    began = summary["status"] not in ("failed", "unfinished")
+    for name in ("summary.json", "env.json", "config.yaml"):
+        exists = (path / name).exists()
+        if (began or exists) and not read_mapping(path / name):
+            yield f"{name} is {'unreadable' if exists else 'missing'}"
+
+
+def _contradictions(summary: Row, metrics: list[Row], config: Row) -> Iterator[str]:
+    """Where summary.json, metrics.jsonl and config.yaml cannot be of the same run."""
+    ran = summary["status"] in ("completed", "diverged", "interrupted")
     steps = [row["step"] for row in metrics]
-    done = summary.get("steps_done") or 0
-    # the last step need not be logged, but its distance from the last row is at most that between
-    # rows
-    usual = max((b - a for a, b in pairwise(steps)), default=0)
-    if not steps and done:
-        yield "metrics.jsonl is empty or missing"
-    elif steps and done - steps[-1] > usual > 0:
-        yield f"metrics.jsonl ends at step {steps[-1]:,} of {done:,.0f}"
-    elif lines != len(metrics):
-        yield "a line of metrics.jsonl is torn"
+    gaps = list(pairwise([0, *steps, summary.get("steps_done", 0)] if ran else [0, *steps]))
+    # a row is at most log_every steps after the one before it; a resume may have changed that
+    usual = config.get("log_every") if len(summary.get("starts", [])) < 2 else None
+    usual = usual or max((after - before for before, after in gaps[1:-1]), default=inf)
+    if missing := [gap for gap in gaps if gap[1] - gap[0] > usual]:
+        yield "metrics.jsonl has no row between step {:,} and {:,}".format(*missing[0])
+    for name in ("val/loss", "val/loss_exact"):
+        last = [row[name] for row in metrics if row.get(name) is not None][-1:]
+        told = summary.get(name)
+        if ran and last and told is not None and last != [told]:
+            yield f"{name} is {told:.6g} in summary.json, and {last[0]:.6g} in metrics.jsonl"
+    was = config | {"attention": config.get("attention", {}).get("name")}
+    for key in ("attention", "seq_len", "seed"):
+        # no other type: a few lines of YAML can hold billions of values
+        if isinstance(was.get(key), (str, int)) and was[key] != summary.get(key, was[key]):
+            yield f"{key} is {summary[key]} in summary.json, and {was[key]} in config.yaml"

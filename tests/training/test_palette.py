@@ -4,7 +4,7 @@ import json
 
 from attention import BACKENDS as TABLE
 from training.record import plot
-from training.record.palette import BACKENDS, ON_DARK, OTHERS, mixed, variant_colors
+from training.record.palette import BACKENDS, HUES, variant_colors, variant_places
 
 
 def luminance(color: str) -> float:
@@ -18,13 +18,12 @@ def contrast(color: str, paper: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def test_every_attention_has_a_colour_of_its_own_that_both_papers_show():
+def test_every_attention_has_a_colour_that_both_papers_show():
     assert BACKENDS.keys() == TABLE.keys()
-    colors = [*BACKENDS.values(), *OTHERS]
-    assert len(set(colors)) == len(colors)
-    for color in colors:
-        assert contrast(color, "#ffffff") > 2, color  # sky blue and orange, as lines
-        assert contrast(mixed(color, ON_DARK), "#18181b") > 4.5, color
+    assert len({light for light, _ in HUES}) == len({dark for _, dark in HUES}) == 12
+    for light, dark in HUES:
+        assert contrast(light, "#ffffff") > 2, light  # sky blue and orange, as lines
+        assert contrast(dark, "#14161a") > 4.5, dark
 
 
 def test_variants_of_one_attention_differ_and_the_first_keeps_its_colour():
@@ -35,6 +34,16 @@ def test_variants_of_one_attention_differ_and_the_first_keeps_its_colour():
     assert colors["no_rescale block_kv=8"] == BACKENDS["no_rescale"]
     # the same in another figure
     assert variant_colors({"x": "my_module:BACKEND"})["x"] == colors["mine"]
+
+
+def test_a_colour_comes_twice_only_after_all_others():
+    many = {f"triton window={size}": "triton" for size in range(14)} | {"tiled": "tiled"}
+    places = variant_places(many)
+    assert sorted(places.values()) == list(range(15)) and places["tiled"] == 1
+    # a user's own attention does not take the colour of a known one
+    names = [f"mine_{number}:BACKEND" for number in range(11)]
+    colors = variant_colors({name: name for name in [*names, "tiled"]})
+    assert colors["tiled"] == BACKENDS["tiled"] and len(set(colors.values())) == 12
 
 
 def test_a_loss_curve_has_the_colour_of_its_attention(tmp_path, monkeypatch):
