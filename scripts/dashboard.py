@@ -24,8 +24,7 @@ from config import LoggerConfig
 from scripts.arguments import command, default
 from scripts.runs import runs_below
 from training.record.files import read_mapping
-from training.record.loggers import check_server, prepare_environment, shortened
-from training.record.loggers import group_name
+from training.record.loggers import check_server, group_name, prepare_environment, shortened
 from training.record.runs import sweep_of
 
 if TYPE_CHECKING:

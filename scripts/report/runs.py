@@ -10,7 +10,7 @@ from typing import Any
 from scripts.runs import runs_below
 from scripts.tables import Row
 from training.record.files import read_mapping, read_metrics
-from training.record.names import belies_exact, name_run, name_runs
+from training.record.names import belies_exact, name_runs
 from training.record.runs import is_stale, remark
 
 Curve = dict[float, float]  # values by tokens
@@ -137,7 +137,8 @@ def _load(path: Path, summary: Row) -> Run:
     if lines > len(metrics):
         damages.append(f"{lines - len(metrics)} lines of metrics.jsonl are torn or no rows")
     try:
-        for reader in (name_run, remark, belies_exact):
+        name_runs([summary, {}])  # beside another, so that all its settings are read
+        for reader in (remark, belies_exact):
             reader(summary)
         damages += _contradictions(summary, metrics, config)
     except MISTYPED:
