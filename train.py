@@ -50,8 +50,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
     rows = read_metrics(run_dir / "metrics.jsonl")  # of earlier starts of this run
     monitor = AttentionMonitor(run, rows, summary)
     stepper = Stepper(run, start.step, summary, stop=Interrupt())
-    job = {"overrides": job_overrides(), "names": job_names}
-    job["environment"] = run.environment
+    job = {"overrides": job_overrides(), "names": job_names, "environment": run.environment}
     recorder = Recorder(run_dir, config, start, checkpoints, summary, **job)
 
     with recorder, stepper:  # the recorder sees how the stepper ends

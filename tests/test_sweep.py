@@ -116,22 +116,18 @@ def test_an_option_that_one_attention_lacks_is_left_out_of_it(tmp_path):
 
 REFUSED = {
     "option-of-none": ("attention=naive,sdpa attention.block_kv=16", "attention.block_kv=16"),
-    "value": ("attention.block_kv=16,0", "attention.block_kv=0: "),
-    "mistyped": ("attention=tiled,flashy", "attention=flashy"),
+    "window": ("attention=naive,sdpa attention.window=5", "attention.window=5.*sdpa"),
+    "value": ("attention.block_kv=16,0", "attention.block_kv=0 "),
     "own": ("attention=tiled,no.such:X", "attention=no.such:X"),
     "probe": ("attention=tiled,tests.user_backends:WRONG", "user_backends:WRONG says exact=True"),
     "interval": ("optim.lr=interval(0,1)", r"optim.lr=interval\(0,1\)"),
-    "logger": ("seed=0,1 logger=wandb logger.project=a/b", "seed=0: logger.project=a/b"),
+    # a regression test: an empty table, and exit code 0
+    "no-value": ("seed=range(5,1)", r"seed=range\(5,1\)"),
     "data": ("data=stdlib,torch_source data.path=books", "data.path=books"),
-    "model": ("model.num_heads=1,3", "model.num_heads=3: model.hidden_size=32"),
-    "softmax-dtype": ("attention.softmax_dtype=half,input", "softmax_dtype=half"),
     "long-name": ("seed=0,1 hydra.sweep.subdir=" + "a" * 300 + "${seed}", "subdir=aaa.*301"),
     "one-folder": ("hydra.sweep.subdir=x seed=0,1", "hydra.sweep.subdir=x"),
-    "variants": ("hydra.sweeper.variants=5", "hydra.sweeper.variants=5"),
     "variant": ("hydra.sweeper.variants={window:5}", "variants=.*window.: 5"),
-    "variant-twice": ("hydra.sweeper.variants={a:{attention:{window:5}}}", "variants=.*window.: 5"),
-    "variant-key": ("hydra.sweeper.variants={a:{attention.windo:5}}", "attention.window"),
-    "variant-name": ("hydra.sweeper.variants.widow=null", "variants.widow"),
+    "variant-key": ("hydra.sweeper.variants={a:{attention.windo:5}}", "attention.windo"),
 }
 
 
@@ -174,31 +170,29 @@ def test_settings_of_a_group_and_of_a_recipe_are_left_out_too(tmp_path):
 
 
 def test_variants_differ_in_settings_of_their_own(tmp_path):
-    """Each is combined with every seed; of two that are the same, one runs. 5 s: 12 jobs."""
-    variants = "{exact:{},windows:{attention.window:'8,16'},other:{attention:naive},left_out:null}"
+    """Each is combined with every seed; of two that are the same, one runs. 5 s: 9 jobs."""
+    variants = "{exact:{},window:{attention.window:8},other:{attention:naive},left_out:null}"
     swept = ("attention=tiled,naive", "seed=0,1", "steps=1", "eval_every=0")
     done = run(*tiny_sweep(tmp_path, *swept, f"hydra.sweeper.variants={variants}"))
     assert done.code == 0, done.output
-    names = ["", " window=8", " window=16"]
     assert [(row["variant"], row["seed"]) for row in index(tmp_path)] == [
-        *((f"tiled{name}", 0) for name in names),
-        ("naive", 0),
-        *((f"tiled{name}", 1) for name in names),
-        ("naive", 1),
-        *((f"naive{name}", seed) for seed in (0, 1) for name in names[1:]),
+        *((name, 0) for name in ("tiled", "tiled window=8", "naive")),
+        *((name, 1) for name in ("tiled", "tiled window=8", "naive")),
+        *(("naive window=8", seed) for seed in (0, 1)),
     ]
 
 
-def test_a_variant_of_a_recipe_gets_further_settings(tmp_path):
-    variants = yaml.safe_load((ROOT / "conf/experiment/attentions.yaml").read_text())
-    names = variants["hydra"]["sweeper"]["variants"].keys() - {"window", "exact"}
+def test_a_variant_of_a_recipe_can_be_changed_and_left_out(tmp_path):
+    """As docs/guide.md shows."""
+    recipe = yaml.safe_load((ROOT / "conf/experiment/attentions.yaml").read_text())
+    names = recipe["hydra"]["sweeper"]["variants"].keys() - {"window", "exact"}
     kept = [f"hydra.sweeper.variants.{name}=null" for name in names]
-    window = "hydra.sweeper.variants.window={attention.window:8,attention.softcap:3}"
+    window = "hydra.sweeper.variants.window={attention.window:8}"
     short = ("seed=0", "steps=1", "eval_every=0", "logger=none")
     asked = ("experiment=attentions", *short, window, *kept, f"hydra.sweep.dir={tmp_path}")
     assert run(*asked).code == 0
-    variant = index(tmp_path)[-1]["variant"].split()
-    assert variant == ["tiled", "block_kv=16", "window=8", "softcap=3"]
+    variants = [row["variant"] for row in index(tmp_path)]
+    assert variants == ["tiled block_kv=16", "tiled block_kv=16 window=8"]
 
 
 def test_the_same_command_goes_on_after_ctrl_c(tmp_path):

@@ -3,6 +3,7 @@
 import math
 import re
 import shutil
+from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from config import RunConfig, register
+from config import RunConfig, register, setting_keys
 from tests.command import ROOT, checkpoint, metrics, run, strict_json, summary, tiny
 
 # triton in its interpreter
@@ -182,19 +183,20 @@ def test_the_weights_of_a_diverged_run_are_those_before_the_bad_step(diverged, t
     assert summary(tmp_path / "run")["status"] == "completed"
 
 
-def test_help_lists_the_groups():
-    """Without loading torch: see test_imports."""
-    output = run("--help").output
-    folders = (path for path in (ROOT / "conf").iterdir() if path.is_dir())
-    for group in (path for path in folders if path.name != "hydra"):
+def test_help_explains_every_choice_and_key():
+    """With the sentence above the field in config.py, and the value in this command."""
+    output = run("--help", "seq_len=48").output
+    for group in (path for path in (ROOT / "conf").iterdir() if path.is_dir()):
         choices = sorted(path.stem for path in group.glob("*.yaml"))
-        assert f"{group.name}: {', '.join(choices)}" in output
-
-
-def test_the_resolved_config_can_be_printed():
-    done = run("--cfg", "job", "--resolve", "seq_len=48")
-    assert done.code == 0 and OmegaConf.create(done.output).model.max_seq_len == 48
-    assert OmegaConf.create(done.output).keys() >= {"attention", "model", "data"}
+        assert not choices or f"{group.name}: {', '.join(choices)}" in output
+    explained = dict(re.findall(r"^  ([\w.]+)=\S+ +(\S.*(?:\n {20}.*)*)", output, re.MULTILINE))
+    groups = {each.name for each in fields(RunConfig) if is_dataclass(each.type)}
+    assert explained.keys() == set(setting_keys(RunConfig)) - groups
+    assert all(len(sentence.split()) > 1 for sentence in explained.values())
+    assert explained["model.num_heads"] == "query heads"
+    sentence = " ".join(explained["model.checkpoint"].split())
+    assert sentence.startswith("what a block keeps") and sentence.endswith("(only its input)")
+    assert "  model.max_seq_len=48 " in output and "  parallel.context=1 " in output
 
 
 def test_a_row_without_a_loss_has_its_memory_too(tmp_path):

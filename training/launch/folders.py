@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import shlex
 from collections import Counter
 from itertools import count
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import IO, Any
 from omegaconf import read_write
 
 from training.launch.command_line import as_written
-from training.record.files import LATEST, META, try_folder
+from training.record.files import try_folder
 
 LOCK = ".lock"
 # what may be there before a run: an old lock, and the file to which a launcher sends the output
@@ -33,8 +32,6 @@ def claim(folder: Path, key: str, *, goes_on: bool = False) -> IO:
     try:
         held = set(os.listdir(folder)) - BEFORE if os.path.lexists(folder) else set()
         if held and not goes_on:
-            if (folder / LATEST / META).is_file():
-                way_out = f"go on with its run by {shlex.quote(f'resume={folder}')}, or {way_out}"
             names = ", ".join(sorted(held)[:3])
             raise Taken(f"error: {key}={folder} holds other files already ({names}); {way_out}")
         try_folder(folder, 2**16)

@@ -18,7 +18,7 @@ from typing import IO, Any, NoReturn
 from hydra.experimental.callback import Callback
 
 from training.launch.command_line import as_written, quoted
-from training.launch.folders import Taken, check_names, claim, claim_run
+from training.launch.folders import check_names, claim, claim_run
 from training.loop.ranks import of_environment
 from training.record.files import Row, newest_first, read_mapping, write_file, write_json
 from training.record.names import name_runs
@@ -44,20 +44,16 @@ class SweepSummary(Callback):
     """
 
     folder: Path | None = None  # of the sweep; None in a single run
-    sweep_file: IO | None = None  # they lock the folders while they are open
-    run_file: IO | None = None
+    # files that lock the folders while they are open
+    sweep_lock: IO | None = None
+    run_lock: IO | None = None
 
     def __getstate__(self) -> Row:
         # a launcher pickles the callback for its jobs; locks stay with the first process
         return {"folder": self.folder}
 
-    def release(self) -> None:
-        """Unlock the folder of the run."""
-        if self.run_file is not None:
-            self.run_file.close()
-
     def on_run_start(self, config: Any, **kwargs: Any) -> None:
-        self.run_file = claim_run(config)
+        self.run_lock = claim_run(config)
 
     def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
         if of_environment().several:
@@ -69,7 +65,7 @@ class SweepSummary(Callback):
         if not config.hydra.sweeper._target_.endswith(".CheckedSweeper"):
             # another sweeper plans its jobs as it goes
             check_names([as_written(config.hydra.sweep)["subdir"]])
-            self.sweep_file = claim(self.folder, "hydra.sweep.dir")
+            self.sweep_lock = claim(self.folder, "hydra.sweep.dir")
             (self.folder / INDEX).touch()
 
     def on_job_start(self, config: Any, **kwargs: Any) -> None:
@@ -78,25 +74,22 @@ class SweepSummary(Callback):
         folder = Path(config.hydra.runtime.output_dir)
         check_names([os.path.relpath(folder, self.folder)])
         if (folder / "metrics.jsonl").exists() and not config.resume:
-            raise Taken(f"error: hydra.sweep.subdir: {folder} is the folder of another job")
-        self.run_file = claim(folder, "hydra.sweep.subdir", goes_on=True)
+            raise SystemExit(f"error: hydra.sweep.subdir: {folder} is the folder of another job")
+        self.run_lock = claim(folder, "hydra.sweep.subdir", goes_on=True)
 
     def on_job_end(self, config: Any, job_return: Any, **kwargs: Any) -> None:
         if self.folder is None:
             return
-        self.release()
+        self.run_lock.close()
         run_dir = Path(job_return.hydra_cfg.hydra.runtime.output_dir)
         if job_return.status.name == "FAILED":  # main() raised an error
             record_failure(run_dir, str(job_return._return_value))
         # Ctrl-C ends the whole sweep, not only the job that caught it
         row = read_mapping(run_dir / "summary.json")
         if row.get("status") == "interrupted" or row.get("stopped"):
-            if self.sweep_file is not None:  # no sweeper of ours finishes it
-                finish_sweep(self.folder, 130)
             raise KeyboardInterrupt
 
     def on_multirun_end(self, config: Any, **kwargs: Any) -> None:
-        assert self.folder is not None
         finish_sweep(self.folder)
 
     def on_run_end(self, config: Any, job_return: Any, **kwargs: Any) -> None:
@@ -161,24 +154,24 @@ def record_failure(run_dir: Path, error: str) -> Row:
 
 def finish_sweep(folder: Path, code: int | None = None) -> NoReturn:
     """Print the table of a sweep and write it to its file; exit with `code`, or by the runs."""
-    rows = read_sweep(folder)
+    rows, missing = read_sweep(folder), not_started(folder)
     table = summary_table(rows)
     write_file(folder / "table.txt", f"{table}\n")  # first: printing may fail
-    print(f"\n{table}")
-    missing = not_started(folder)
+    lines = ["", table]
     if missing:
-        print(f"{len(missing)} of {len(rows) + len(missing)} jobs not started")
+        lines.append(f"{len(missing)} of {len(rows) + len(missing)} jobs not started")
     if missing or any(row["status"] not in RESULTS for row in rows):
         again = ["python", "train.py", *sys.argv[1:]]
         if not any(each.startswith("hydra.sweep.dir=") for each in again):
             again.append(f"hydra.sweep.dir={os.path.relpath(folder)}")
-        print(f"go on: {shlex.join(again)}")
+        lines.append(f"go on: {shlex.join(again)}")
     place = shlex.quote(str(folder))
-    print(f"{folder}\nreport: python -m scripts.report {place}")
+    lines += [str(folder), f"report: python -m scripts.report {place}"]
     if any((folder / "wandb").glob("offline-run-*")):
-        print(f"wandb: wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*")
+        lines.append(f"wandb: wandb sync {place}/wandb/offline-run-*")
     if (folder / "tensorboard").is_dir():
-        print(f"tensorboard: tensorboard --logdir {place}/tensorboard")
+        lines.append(f"tensorboard: tensorboard --logdir {place}/tensorboard")
+    print("\n".join(lines))
     raise SystemExit(exit_code(rows) if code is None else code)
 
 
