@@ -99,10 +99,11 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(cfg: DictConfig) -> float:
     """One job. Returns what a sweeper minimises: val/loss of a completed run, else infinity."""
-    from training.launch.job import run_job
+    from training.launch.job import end_job, run_job
     from training.record.outcome import Objective
 
     summary, _ = run_job(train, cfg, began=program_began())
+    end_job(summary)
     return Objective.of(summary)
 
 

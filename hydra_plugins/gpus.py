@@ -100,14 +100,15 @@ class GpusLauncher(Launcher):
 
 def end(folder: Path, code: int) -> JobReturn:
     """Print how a job ended, and write it to its summary if its process could not."""
-    from training.launch.sweep import record_failure
+    from training.record.files import write_json
     from training.record.runs import read_run, remark
 
     row = read_run(folder)
     # a job that was killed may have the summary of an earlier start
     if row["status"] in ("unfinished", "interrupted") and code != 130:
         how = f"killed by signal {-code}" if code < 0 else f"it ended with exit code {code}"
-        row = record_failure(folder, f"{how}; see {folder / 'output.log'}")
+        row |= {"status": "failed", "error": f"{how}; see {folder / 'output.log'}"}
+        write_json(folder / "summary.json", row)
     print(f"job {folder.name}: {row['status']} {remark(row)}", flush=True)
     loss = row.get("val/loss") if row["status"] == "completed" else None
     # what a sweeper minimises

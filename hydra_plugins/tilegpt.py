@@ -89,7 +89,8 @@ class CheckedSweeper(BasicSweeper):
         plan = self.plan(self.combinations(arguments))
         check_names([entry["dir"] for entry in plan])
         with begun(Path(self.config.hydra.sweep.dir).absolute(), plan) as left:
-            return self.launcher.launch(left, initial_job_idx=0)
+            ended = self.launcher.launch(left, initial_job_idx=0)
+        return [each.return_value for each in ended]  # raises what a job raised outside its run
 
     def combinations(self, arguments: list[str]) -> list[Job]:
         """The overrides of each job. If a key is given twice, the later one counts."""

@@ -253,6 +253,13 @@ def task_overrides() -> list[str]:
     return as_written(HydraConfig.get().overrides.task)
 
 
+def in_a_sweep() -> bool:
+    """Whether the job that runs now is one of a sweep; every launcher numbers these."""
+    from hydra.core.hydra_config import HydraConfig
+
+    return not OmegaConf.is_missing(HydraConfig.get().job, "num")
+
+
 def job_overrides() -> list[str]:
     """The overrides that repeat this job."""
     return [each for each in task_overrides() if key_of(each) != "resume"]

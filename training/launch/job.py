@@ -13,15 +13,19 @@ from typing import Any
 from training.launch.command_line import (
     as_written,
     hydra_config,
+    in_a_sweep,
     read_config,
     replay_overrides,
     task_overrides,
 )
 from training.launch.interrupt import Ending
-from training.loop.ranks import report
+from training.loop.ranks import of_environment, report
 from training.record.clock import PHASES
 from training.record.files import Row
 from training.record.outcome import close_run, outcome_outside_training
+from training.record.runs import read_run, summary_table
+
+log = logging.getLogger("tilegpt")
 
 Train = Callable[[Any, Path, Row], None]  # train(config, run_dir, summary)
 
@@ -69,6 +73,25 @@ def run_job(
     return summary, failure
 
 
+def end_job(summary: Row) -> None:
+    """Print the table of a run that was started alone, and end its process if it failed.
+
+    A signal ends the process of a run, and all of a sweep, not only the job that caught it.
+    """
+    from hydra.core.hydra_config import HydraConfig
+
+    status = summary["status"]
+    if status == "interrupted" or summary["stopped"]:
+        raise KeyboardInterrupt
+    if in_a_sweep():
+        return
+    if status == "completed":
+        table = summary_table([read_run(Path(HydraConfig.get().runtime.output_dir))])
+        log.info(f"\n{table}")  # logged, so that train.log has it too
+    if status == "failed" or (status == "oom" and of_environment().several):
+        sys.exit(1)  # torchrun ends the other ranks too
+
+
 def run_overrides(train: Train, overrides: tuple[str, ...]) -> Row:
     """Does the work of training.run(), which has made our own modules importable."""
     from hydra.core.hydra_config import HydraConfig
@@ -108,7 +131,6 @@ def run_overrides(train: Train, overrides: tuple[str, ...]) -> Row:
 @contextmanager
 def lines_shown(path: Path) -> Iterator[None]:
     """Write a run's log lines to standard output and to a file, as Hydra does for a job."""
-    log = logging.getLogger("tilegpt")
     before = log.level, log.propagate
     handlers = [logging.StreamHandler(sys.stdout), logging.FileHandler(path)]
     log.setLevel(logging.INFO)

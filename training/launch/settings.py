@@ -12,7 +12,7 @@ from typing import Any
 
 from attention import get_backend
 from config import BACKEND_OPTIONS, SYNTHETIC_SOURCES, TEXT_SOURCES, RunConfig
-from training.launch.command_line import cli_overrides, key_of
+from training.launch.command_line import cli_overrides, in_a_sweep, key_of
 from training.record.loggers import check_logger
 from training.record.names import attention_names
 from training.record.starts import check_resume
@@ -44,25 +44,15 @@ def check_settings(config: RunConfig, summary: dict[str, Any]) -> None:
     a resume under settings that nobody asked for.
     """
     typed = asked_keys(cli_overrides())
-    left_out = settle(config, asked=() if chosen_by_a_sweep() else typed)
+    # a sweep combines settings without knowing which of them each choice reads
+    combined = in_a_sweep() or "WANDB_SWEEP_ID" in os.environ
+    left_out = settle(config, asked=() if combined else typed)
     summary["variant"] = attention_names(config.attention)[0][1]
     if left_out:
         summary["left_out"] = left_out
         log.info("\n".join(f"without {key}: {why}" for key, why in left_out.items()))
     check_logger(config.logger)
     check_resume(config, asked=typed)
-
-
-def chosen_by_a_sweep() -> bool:
-    """Whether a sweep or `wandb agent` combined the settings, without knowing which of them each
-    choice reads.
-    """
-    from hydra.core.hydra_config import HydraConfig
-    from omegaconf import OmegaConf
-
-    # every launcher numbers the jobs of a sweep, even if it runs each as a separate command
-    swept = not OmegaConf.is_missing(HydraConfig.get().job, "num")
-    return swept or "WANDB_SWEEP_ID" in os.environ
 
 
 def asked_keys(overrides: Iterable[str]) -> set[str]:

@@ -5,7 +5,6 @@ out-of-memory runs are results and leave the exit code at 0. A failed run makes 
 """
 
 import json
-import logging
 import os
 import shlex
 import shutil
@@ -20,27 +19,18 @@ from hydra.experimental.callback import Callback
 from training.launch.command_line import as_written, quoted
 from training.launch.folders import check_names, claim, claim_run
 from training.loop.ranks import of_environment
-from training.record.files import Row, newest_first, read_mapping, write_file, write_json
+from training.record.files import Row, newest_first, read_mapping, write_file
 from training.record.names import name_runs
-from training.record.runs import (
-    INDEX,
-    not_started,
-    planned_jobs,
-    read_run,
-    read_sweep,
-    summary_table,
-)
-
-log = logging.getLogger("tilegpt")
+from training.record.runs import INDEX, not_started, planned_jobs, read_sweep, summary_table
 
 RESULTS = ("completed", "diverged", "oom")  # what needs no second try
 
 
 class SweepSummary(Callback):
-    """Claims the folders, prints the table and sets the exit code.
+    """Claims the folders of runs and sweeps, and prints the table of a sweep.
 
-    The exit code is raised as SystemExit, because Hydra turns every ordinary exception of a
-    callback into a warning, and returns nothing from its main function.
+    It ends the program by SystemExit, because Hydra turns every ordinary exception of a callback
+    into a warning.
     """
 
     folder: Path | None = None  # of the sweep; None in a single run
@@ -78,32 +68,10 @@ class SweepSummary(Callback):
         self.run_lock = claim(folder, "hydra.sweep.subdir", goes_on=True)
 
     def on_job_end(self, config: Any, job_return: Any, **kwargs: Any) -> None:
-        if self.folder is None:
-            return
         self.run_lock.close()
-        run_dir = Path(job_return.hydra_cfg.hydra.runtime.output_dir)
-        if job_return.status.name == "FAILED":  # main() raised an error
-            record_failure(run_dir, str(job_return._return_value))
-        # Ctrl-C ends the whole sweep, not only the job that caught it
-        row = read_mapping(run_dir / "summary.json")
-        if row.get("status") == "interrupted" or row.get("stopped"):
-            raise KeyboardInterrupt
 
     def on_multirun_end(self, config: Any, **kwargs: Any) -> None:
         finish_sweep(self.folder)
-
-    def on_run_end(self, config: Any, job_return: Any, **kwargs: Any) -> None:
-        """Print the table of a single run and set its exit code, by what main() returned."""
-        if job_return.status.name != "COMPLETED":
-            return
-        result = job_return.return_value
-        if result.status == "completed":
-            table = summary_table([read_run(Path(config.hydra.run.dir))])
-            log.info(f"\n{table}")  # logged, so that train.log has it too
-        if result.status == "failed" or (result.status == "oom" and of_environment().several):
-            raise SystemExit(1)  # torchrun ends the other ranks too
-        if result.status == "interrupted" or result.stopped:
-            raise SystemExit(130)
 
 
 @contextmanager
@@ -143,13 +111,6 @@ def start(sweep: Path, job: Row) -> list[str]:
             return [*own, f"resume={quoted(str(run_dir))}"]
         shutil.rmtree(run_dir)  # it saved nothing
     return own
-
-
-def record_failure(run_dir: Path, error: str) -> Row:
-    """Write the summary of a job that could not write its own; returns it."""
-    summary = read_run(run_dir) | {"status": "failed", "error": error}
-    write_json(run_dir / "summary.json", summary)
-    return summary
 
 
 def finish_sweep(folder: Path, code: int | None = None) -> NoReturn:
