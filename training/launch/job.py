@@ -74,22 +74,25 @@ def run_job(
 
 
 def end_job(summary: Row) -> None:
-    """Print the table of a run that was started alone, and end its process if it failed.
+    """Print the table of a run that was started alone, and end its process by how it went.
 
-    A signal ends the process of a run, and all of a sweep, not only the job that caught it.
+    Of a sweep, a signal ends all jobs, not only the one that caught it.
     """
     from hydra.core.hydra_config import HydraConfig
 
     status = summary["status"]
-    if status == "interrupted" or summary["stopped"]:
-        raise KeyboardInterrupt
+    stopped = status == "interrupted" or summary["stopped"]
     if in_a_sweep():
+        if stopped:
+            raise KeyboardInterrupt
         return
     if status == "completed":
         table = summary_table([read_run(Path(HydraConfig.get().runtime.output_dir))])
         log.info(f"\n{table}")  # logged, so that train.log has it too
     if status == "failed" or (status == "oom" and of_environment().several):
         sys.exit(1)  # torchrun ends the other ranks too
+    if stopped:
+        sys.exit(130)
 
 
 def run_overrides(train: Train, overrides: tuple[str, ...]) -> Row:
