@@ -1,6 +1,5 @@
 """Whatever a user gets wrong: one line that names the value, an exit code, and nothing lost."""
 
-import os
 import shlex
 import shutil
 import sys
@@ -13,8 +12,6 @@ import pytest
 import torch
 
 from tests.command import (
-    ROOT,
-    TINY,
     checkpoint,
     metrics,
     run,
@@ -106,7 +103,6 @@ TOGETHER = {
     "data=last_write data.num_keys=0": "data.num_keys=0",
     "data=last_write data.num_values=1": "data.num_values=1 2",
     "attention.window=4 attention.pattern=SX": "attention.pattern=SX S L",
-    "attention.window=4 attention.pattern=ssl": "attention.pattern=ssl S L",
     "attention.window=4 \"attention.pattern=''\"": "attention.pattern= S L",
     "attention.window=8 attention.pattern=L": "attention.window=8 attention.pattern=L",
     "attention.softcap=1 attention.score_mod=a:B": "attention.score_mod=a:B attention.softcap",
@@ -132,7 +128,6 @@ REFUSED = {
     "data=last_write data.documents=true": "data.documents=true data=last_write",
     "optim.schedule=constant optim.min_lr=0": "optim.min_lr=0.0 optim.schedule=cosine",
     "model.rope_theta=500": "model.rope_theta=500.0 model.positions=rope",
-    "attention=naive attention.block_q=8": "attention.block_q=8 attention=naive",
     "attention=sdpa attention.block_kv=16": "attention.block_kv=16 attention=sdpa",
     "attention=U:RIGHT +attention.options.a=2": "attention.options.a=2 U:RIGHT",
     # attentions that cannot do what is asked for
@@ -140,8 +135,6 @@ REFUSED = {
     "attention=sdpa attention.backend=fastest": "backend=fastest efficient",
     "attention=sdpa attention.backend=cudnn": "attention=sdpa cudnn attention.backend=auto",
     "attention=sdpa attention.window=4": "attention.window=4 attention=sdpa naive",
-    "attention=sdpa model.positions=alibi": "model.positions=alibi attention=sdpa naive",
-    "attention=sdpa attention.softcap=3": "attention.softcap=3 attention=sdpa naive",
     "attention=sdpa attention.score_mod=U:HALVED": "HALVED attention=sdpa naive",
     "attention=flex": "attention=flex attention=tiled",
     "attention=triton model.hidden_size=1024": "attention=triton head_dim 512 257",
@@ -151,7 +144,6 @@ REFUSED = {
     "attention.switch_at=2": "attention.switch_at=2 attention.switch_to=NAME",
     "attention.switch_at=0 attention.switch_to=naive": "attention.switch_at=0 steps=4",
     "attention.switch_at=4 attention.switch_to=naive": "attention.switch_at=4 steps=4",
-    "attention.switch_at=-1 attention.switch_to=naive": "attention.switch_at=-1 steps=4",
     "attention.switch_at=2 attention.switch_to=flashy": "attention.switch_to=flashy tiled",
     "attention.switch_at=2 attention.switch_to=sdpa attention.softcap=3": "softcap=3 sdpa",
     "attention.switch_at=2 \"attention.switch_to='naive:block_kv=4'\"": (
@@ -185,7 +177,6 @@ REFUSED = {
     "attention.score_mod=tests.user_backends": "tests.user_backends pkg.module:NAME",
     "attention.score_mod=U:halved": "attention.score_mod=U:halved attention.ScoreMod",
     "attention.score_mod=U:WRONG_DERIVATIVE": "attention.score_mod=U:WRONG_DERIVATIVE 0.5",
-    "attention=naive attention.score_mod=U:WRONG_DERIVATIVE": "U:WRONG_DERIVATIVE 0.5",
     "attention.score_mod=U:MIXES_SCORES": "attention.score_mod=U:MIXES_SCORES elementwise",
     "attention.score_mod=U:NO_DERIVATIVE": "attention.score_mod=U:NO_DERIVATIVE two shape",
     "attention.score_mod=U:FEW_ARGUMENTS": "attention.score_mod=U:FEW_ARGUMENTS TypeError",
@@ -196,8 +187,6 @@ REFUSED = {
     "data=text": "data=text data.path=FILE",
     "data=hub": "data=hub data.name=org/name",
     "data=text data.path=/no/such.txt": "data.path=/no/such.txt",
-    # permissions do not stop root; the memory of another process does
-    "data=text data.path=/proc/1/mem": "/proc/1/mem",
     "data=last_write seq_len=1": "data=last_write seq_len=1 seq_len=32",
     "data=recall seq_len=32 data.num_pairs=9": "data=recall seq_len=32 seq_len=36",
     "data=recall data.num_values=4 data.num_pairs=5": "data.num_values=4 data.num_pairs=4",
@@ -208,7 +197,6 @@ REFUSED = {
     # the machine and its packages
     "logger=wandb logger.project=a/b": "logger.project=a/b 128",
     "logger=wandb WANDB_MODE=bogus": "WANDB_MODE=bogus",
-    "logger=wandb WANDB_MODE=shared": "WANDB_MODE=shared",
     # folders and sweeps
     "--config-dir=/no/such": "/no/such",
     "resume=nowhere": "resume=nowhere overrides.yaml",
@@ -347,17 +335,6 @@ def test_a_folder_that_cannot_be(folder, arguments, tmp_path):
     path = tmp_path / folder
     answer = run(*arguments(path)).complaint()
     assert str(path) in answer and "hydra." in answer
-
-
-@pytest.mark.parametrize("kind", ["run", "sweep"])
-@pytest.mark.parametrize("folder", ["", ".."], ids=["here", "above"])
-def test_a_folder_that_is_not_the_runs_own(kind, folder):
-    """A regression test: an empty hydra.run.dir wrote the run between the files of this program."""
-    before = sorted(os.listdir(ROOT))
-    flag = ["-m"] if kind == "sweep" else []
-    answer = run(*flag, *TINY, f"hydra.{kind}.dir={folder}").complaint()
-    assert f"error: hydra.{kind}.dir" in answer and f"hydra.{kind}.dir=outputs/NAME" in answer
-    assert sorted(os.listdir(ROOT)) == before
 
 
 def test_a_time_stamp_that_is_taken_gets_a_number(tmp_path):

@@ -86,13 +86,6 @@ def test_a_killed_end_of_a_run_is_not_written_as_failed(tmp_path):
     assert not (tmp_path / "summary.json").exists()
 
 
-def test_a_name_is_no_formula(tmp_path):
-    """A regression test: matplotlib read mathematics in the title; curve and sample were lost."""
-    done = run(*tiny(tmp_path, "sample_tokens=4", "model.name='a$b_{$'"), curve=True)
-    assert done.code == 0 and "error" not in done.output, done.output
-    assert (tmp_path / "loss_curve.png").exists() and (tmp_path / "sample.txt").exists()
-
-
 def test_what_fails_after_the_training_is_said_and_costs_nothing_else(tmp_path):
     """A regression test: without a curve there was no sample, and the summary did not say why."""
     assert run(*tiny(tmp_path, "sample_tokens=4")).code == 0

@@ -8,13 +8,7 @@ from operator import attrgetter
 import pytest
 
 from attention import BACKENDS
-from config import (
-    BACKEND_OPTIONS,
-    AttentionConfig,
-    DataConfig,
-    ModelConfig,
-    RunConfig,
-)
+from config import BACKEND_OPTIONS, AttentionConfig, DataConfig, ModelConfig, RunConfig
 from training.launch.settings import READ_UNDER, settle, unread_settings
 
 
