@@ -20,7 +20,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import hydra
+import yaml
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from config import RunConfig, register, setting_keys
 from training.launch.help import explained_keys
@@ -89,13 +96,10 @@ def compose(*overrides: str) -> RunConfig:
 
 def hydra_config(*overrides: str) -> Any:
     """The config that Hydra composes from overrides, with its own node, as in a job."""
-    from hydra import compose as compose_by_hydra
-    from hydra import initialize_config_dir
-
     check_overrides(overrides)
     register()
-    with one_sentence(), initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose_by_hydra("config", list(overrides), return_hydra_config=True)
+    with one_sentence(), hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        return hydra.compose("config", list(overrides), return_hydra_config=True)
 
 
 def read_config(cfg: Any) -> RunConfig:
@@ -109,13 +113,9 @@ def read_config(cfg: Any) -> RunConfig:
 @contextmanager
 def one_sentence() -> Iterator[None]:
     """Raises errors of Hydra, OmegaConf and YAML inside this block as a ValueError of one line."""
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
     try:
         yield
-    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
         parts = [getattr(error, "override", None), error, error.__cause__]
         raise ValueError(": ".join(in_one_line(part) for part in parts if part)) from error
 
@@ -135,8 +135,6 @@ def check_overrides(
     it `sweeps`, a sweep. The error names the closest key, also of `others`, the keys of a command
     that passes these overrides on.
     """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
     with one_sentence():
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     keys = ["experiment", *setting_keys(RunConfig)]
@@ -207,8 +205,6 @@ def replay_overrides(arguments: list[str]) -> list[str]:
 
 def recorded_overrides(run_dir: Path) -> list[str]:
     """The list in a run's overrides.yaml. Raises ValueError if it is missing or damaged."""
-    import yaml
-
     path = run_dir / "overrides.yaml"
     if not os.path.isfile(path):  # pathlib raises an error for a name that is too long
         raise ValueError(f"resume={no_run(run_dir, path.name)}")
@@ -226,8 +222,6 @@ def options_first(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
     They may stand in any order, which Hydra itself does not allow.
     """
-    from hydra._internal.utils import get_args_parser
-
     overrides = get_args_parser().parse_intermixed_args(arguments).overrides
     return [each for each in arguments if each not in overrides], overrides
 
@@ -248,15 +242,11 @@ def as_written(node: Any) -> Any:
 
 def task_overrides() -> list[str]:
     """Every override of the job that runs now, as Hydra recorded it."""
-    from hydra.core.hydra_config import HydraConfig
-
     return as_written(HydraConfig.get().overrides.task)
 
 
 def in_a_sweep() -> bool:
     """Whether the job that runs now is one of a sweep; every launcher numbers these."""
-    from hydra.core.hydra_config import HydraConfig
-
     return not OmegaConf.is_missing(HydraConfig.get().job, "num")
 
 

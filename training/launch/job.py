@@ -10,6 +10,9 @@ from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import open_dict, read_write
+
 from training.launch.command_line import (
     as_written,
     hydra_config,
@@ -18,6 +21,7 @@ from training.launch.command_line import (
     replay_overrides,
     task_overrides,
 )
+from training.launch.folders import claim_run
 from training.launch.interrupt import Ending
 from training.loop.ranks import of_environment, report
 from training.record.clock import PHASES
@@ -38,8 +42,6 @@ def run_job(
     `began` is when the run began; None means now. A failed job does not stop the other jobs of a
     sweep.
     """
-    from hydra.core.hydra_config import HydraConfig
-
     runtime = HydraConfig.get().runtime
     run_dir = Path(runtime.output_dir)
     written, began, failure = as_written(cfg), began or time.time(), None
@@ -78,8 +80,6 @@ def end_job(summary: Row) -> None:
 
     Of a sweep, a signal ends all jobs, not only the one that caught it.
     """
-    from hydra.core.hydra_config import HydraConfig
-
     status = summary["status"]
     stopped = status == "interrupted" or summary["stopped"]
     if in_a_sweep():
@@ -97,17 +97,11 @@ def end_job(summary: Row) -> None:
 
 def run_overrides(train: Train, overrides: tuple[str, ...]) -> Row:
     """Does the work of training.run(), which has made our own modules importable."""
-    from hydra.core.hydra_config import HydraConfig
-    from omegaconf import open_dict, read_write
-
-    from training.launch.folders import claim_run
-
-    for each in overrides:
-        if not isinstance(each, str) or each.startswith("-"):
-            raise ValueError(
-                f"run({each!r}): run() takes settings as text, such as 'steps=50'; options and "
-                "sweeps (-m) belong to python train.py"
-            )
+    if options := [each for each in overrides if each.startswith("-")]:
+        raise ValueError(
+            f"run({options[0]!r}): run() takes settings, such as 'steps=50'; options and sweeps "
+            "(-m) belong to python train.py"
+        )
     cfg = hydra_config(*replay_overrides(list(overrides)))
     if "MULTIRUN" in str(cfg.hydra.mode):  # a recipe asks for it
         given = shlex.join(overrides)

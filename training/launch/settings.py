@@ -70,13 +70,13 @@ def settle(config: RunConfig, *, asked: Iterable[str]) -> dict[str, str]:
     for key, why in left_out.items():
         group, _, name = key.rpartition(".")
         settings = attrgetter(group)(config)
+        values = settings if isinstance(settings, dict) else vars(settings)
         if key in keys:
-            value = settings[name] if isinstance(settings, dict) else getattr(settings, name)
-            raise ValueError(f"{key}={value} has no effect: {why}; leave it out")
-        if isinstance(settings, dict):
-            del settings[name]
+            raise ValueError(f"{key}={values[name]} has no effect: {why}; leave it out")
+        if settings is values:  # attention.options
+            del values[name]
         else:
-            setattr(settings, name, attrgetter(key)(defaults))
+            values[name] = attrgetter(key)(defaults)
     return left_out
 
 

@@ -86,10 +86,9 @@ def begun(folder: Path, jobs: list[Row]) -> Iterator[list[list[str]]]:
     # in other folders there may be files of the user's
     goes_on = before == [(job["dir"], job["overrides"]) for job in jobs]
     with claim(folder, "hydra.sweep.dir", goes_on=goes_on):
-        named = zip(jobs, name_runs(jobs), strict=True)
-        rows = [job | {"variant": names.variant} for job, names in named]
-        lines = [json.dumps({"job": number} | row) for number, row in enumerate(rows)]
-        write_file(folder / INDEX, "".join(f"{line}\n" for line in lines))
+        named = enumerate(zip(jobs, name_runs(jobs), strict=True))
+        rows = ({"job": n} | job | {"variant": names.variant} for n, (job, names) in named)
+        write_file(folder / INDEX, "".join(f"{json.dumps(row)}\n" for row in rows))
         left = [[*in_place, *job["overrides"]] for job in jobs if (in_place := start(folder, job))]
         if goes_on:
             print(f"{len(left)} of {len(jobs)} jobs are left", flush=True)
@@ -118,21 +117,20 @@ def finish_sweep(folder: Path, code: int | None = None) -> NoReturn:
     rows, missing = read_sweep(folder), not_started(folder)
     table = summary_table(rows)
     write_file(folder / "table.txt", f"{table}\n")  # first: printing may fail
-    lines = ["", table]
+    print(f"\n{table}")
     if missing:
-        lines.append(f"{len(missing)} of {len(rows) + len(missing)} jobs not started")
+        print(f"{len(missing)} of {len(rows) + len(missing)} jobs not started")
     if missing or any(row["status"] not in RESULTS for row in rows):
         again = ["python", "train.py", *sys.argv[1:]]
         if not any(each.startswith("hydra.sweep.dir=") for each in again):
             again.append(f"hydra.sweep.dir={os.path.relpath(folder)}")
-        lines.append(f"go on: {shlex.join(again)}")
+        print(f"go on: {shlex.join(again)}")
     place = shlex.quote(str(folder))
-    lines += [str(folder), f"report: python -m scripts.report {place}"]
+    print(f"{folder}\nreport: python -m scripts.report {place}")
     if any((folder / "wandb").glob("offline-run-*")):
-        lines.append(f"wandb: wandb sync {place}/wandb/offline-run-*")
+        print(f"wandb: wandb sync {place}/wandb/offline-run-*")
     if (folder / "tensorboard").is_dir():
-        lines.append(f"tensorboard: tensorboard --logdir {place}/tensorboard")
-    print("\n".join(lines))
+        print(f"tensorboard: tensorboard --logdir {place}/tensorboard")
     raise SystemExit(exit_code(rows) if code is None else code)
 
 
