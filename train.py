@@ -28,7 +28,6 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
     # imported here, so that --help and a mistyped key are answered without loading torch
     from training.launch.command_line import job_overrides
     from training.launch.interrupt import Interrupt
-    from training.launch.settings import check_settings
     from training.loop.build import build_run
     from training.loop.health import AttentionMonitor
     from training.loop.optimizer import set_learning_rate
@@ -40,7 +39,6 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
     from training.record.starts import new_start
 
     # Build. What can be refused is refused here.
-    check_settings(config, summary)
     run = build_run(config, summary)
 
     # Begin at step 0, or where the checkpoint of resume= stopped.

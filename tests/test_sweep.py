@@ -337,21 +337,17 @@ def test_what_an_agent_of_wandb_runs(tmp_path):
 
     attention=naive comes with the option block_kv, which it lacks: an agent cannot know.
     """
-    from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
-
     sweep = yaml.safe_load((ROOT / "sweep.yaml").read_text())
     chosen = {"attention": "naive", "attention.block_kv": 16, "seed": 2}
     assert chosen.keys() == sweep["parameters"].keys()
-    parameters = {key: {"value": value} for key, value in chosen.items()}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(parameters))
-    filled = create_sweep_command_args({"args": parameters})
-    filled |= {"env": ["/usr/bin/env"], "interpreter": [sys.executable]}
-    filled["program"] = [str(ROOT / sweep["program"])]
-    command = []
-    for word in sweep["command"]:  # as the agent does it
-        is_macro = word.startswith("${") and word.endswith("}")
-        command += filled[word[2:-1]] if is_macro else [word]
+    *macros, folder = sweep["command"]
+    assert macros == ["${env}", "${interpreter}", "${program}", "${args_no_hyphens}"]
+    settings = (f"{key}={value}" for key, value in chosen.items())
+    command = [sys.executable, str(ROOT / sweep["program"]), *settings, folder]
     small = [each for each in TINY if not each.startswith("logger=")]
+    (tmp_path / "config.yaml").write_text(
+        yaml.safe_dump({key: {"value": value} for key, value in chosen.items()})
+    )
     agent = {
         "WANDB_SWEEP_ID": "abc123",
         "WANDB_RUN_ID": "run45678",

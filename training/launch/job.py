@@ -23,6 +23,7 @@ from training.launch.command_line import (
 )
 from training.launch.folders import claim_run
 from training.launch.interrupt import Ending
+from training.launch.settings import check_settings
 from training.loop.ranks import of_environment, report
 from training.record.clock import PHASES
 from training.record.files import Row
@@ -58,7 +59,9 @@ def run_job(
         try:
             # paths start where they were typed, also under hydra.job.chdir=true
             with chdir(runtime.cwd):
-                train(read_config(cfg), run_dir, summary)
+                config = read_config(cfg)
+                check_settings(config, summary)
+                train(config, run_dir, summary)
         except BaseException as error:
             ending.held = True
             failure = error
