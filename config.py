@@ -55,15 +55,11 @@ def parse_attention(text: str, key: str = "attention") -> tuple[str, dict[str, A
     found = ATTENTION.fullmatch(text)
     if found is None:
         raise ValueError(f"{key}={text} is not NAME, NAME:option=value or pkg.module:BACKEND")
-    name, written = found.groups()
-    options = {}
-    for option in written.split(",") if written else ():
-        option_name, _, value = option.partition("=")
-        try:
-            options[option_name] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise ValueError(f"{key}={text}: the value of {option!r} cannot be read") from None
-    return name, options
+    name, options = found.groups(default="")
+    try:
+        return name, yaml.safe_load("{" + options.replace("=", ": ") + "}")
+    except yaml.YAMLError:
+        raise ValueError(f"{key}={text}: {options} cannot be read") from None
 
 
 @dataclass

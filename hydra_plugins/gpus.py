@@ -41,7 +41,7 @@ class GpusLauncher(Launcher):
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        self.shared = set(job_overrides[0]).intersection(*job_overrides) if job_overrides else ()
+        self.shared = set.intersection(*map(set, job_overrides))
         waiting, free = list(enumerate(job_overrides, initial_job_idx)), list(self.gpus)
         running, ended = {}, {}
         try:

@@ -89,7 +89,8 @@ class CheckedSweeper(BasicSweeper):
         plan = self.plan(self.combinations(arguments))
         check_names([entry["dir"] for entry in plan])
         with begun(Path(self.config.hydra.sweep.dir).absolute(), plan) as left:
-            ended = self.launcher.launch(left, initial_job_idx=0)
+            # some launchers cannot start no job
+            ended = self.launcher.launch(left, initial_job_idx=0) if left else []
         return [each.return_value for each in ended]  # raises what a job raised outside its run
 
     def combinations(self, arguments: list[str]) -> list[Job]:

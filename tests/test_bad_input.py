@@ -262,13 +262,6 @@ def test_a_mistake_in_a_file_of_a_user(tmp_path, name, text, named):
 # what looks like a mistake and is none
 
 
-@pytest.mark.parametrize("name", ["WRONG_AND_SAYS_SO", "WINDOWED"])
-def test_a_backend_of_a_user_trains(tmp_path, name):
-    """One may be inexact and say so, and one may name arguments that this run does not use."""
-    done = run(*tiny(tmp_path, f"attention=tests.user_backends:{name}"))
-    assert done.code == 0, done.output
-
-
 @pytest.mark.parametrize(("typed", "short"), [("bfloat16", "bf16"), ("float16", "fp16")])
 def test_pytorchs_names_of_dtypes_are_taken(typed, short):
     """A regression test: one who writes torch.bfloat16 all day was refused."""

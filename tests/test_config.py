@@ -3,7 +3,6 @@
 What is refused stands in test_bad_input.
 """
 
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
@@ -32,12 +31,6 @@ NEEDED = {
 def test_choice_composes(choice):
     group, name = choice
     config = compose(f"{group}={name}", *NEEDED.get(choice, []))
-    assert isinstance(config, RunConfig)
-    # every level came out as its dataclass, so every __post_init__ has run
-    for field in fields(RunConfig):
-        assert not is_dataclass(field.default_factory) or isinstance(
-            getattr(config, field.name), field.default_factory
-        )
     assert getattr(getattr(config, group), "source" if group == "data" else "name") == name
     assert (
         f"# python train.py {group}={name}"
