@@ -1,6 +1,7 @@
 """The typed schema of a run: one dataclass per config group, one sentence per field.
 
-`conf/` holds the choices (YAML); this file holds the types. `register()` gives the schema to Hydra.
+`conf/` holds the choices (YAML); this file holds the types. `python train.py --help` shows the
+comment above each field, and the first line of each class. `register()` gives the schema to Hydra.
 Hydra then refuses a misspelt key or a value of the wrong type before anything is built. Each
 `__post_init__` checks the rest. Nothing here imports torch, so `python train.py --help` is fast.
 """
