@@ -1,6 +1,7 @@
 """The typed schema of a run: one dataclass per config group, one sentence per field.
 
-`conf/` holds the choices (YAML); this file holds the types. `register()` gives the schema to Hydra.
+`conf/` holds the choices (YAML); this file holds the types. `python train.py --help` shows the
+comment above each field, and the first line of each class. `register()` gives the schema to Hydra.
 Hydra then refuses a misspelt key or a value of the wrong type before anything is built. Each
 `__post_init__` checks the rest. Nothing here imports torch, so `python train.py --help` is fast.
 """
@@ -35,7 +36,7 @@ ATTENTION = re.compile(r"([\w./-]+(?::\w+)?)(?::(\w+=[^,]*(?:,\w+=[^,]*)*))?")
 
 def _check_choice(config: Any, key: str, *valid: str) -> None:
     value = getattr(config, key.rpartition(".")[2])
-    if value not in valid:
+    if value is not None and value not in valid:
         raise ValueError(f"{key}={value} is not one of: {', '.join(valid)}")
 
 
@@ -55,15 +56,11 @@ def parse_attention(text: str, key: str = "attention") -> tuple[str, dict[str, A
     found = ATTENTION.fullmatch(text)
     if found is None:
         raise ValueError(f"{key}={text} is not NAME, NAME:option=value or pkg.module:BACKEND")
-    name, written = found.groups()
-    options = {}
-    for option in written.split(",") if written else ():
-        option_name, _, value = option.partition("=")
-        try:
-            options[option_name] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise ValueError(f"{key}={text}: the value of {option!r} cannot be read") from None
-    return name, options
+    name, options = found.groups(default="")
+    try:
+        return name, yaml.safe_load("{" + options.replace("=", ": ") + "}")
+    except yaml.YAMLError:
+        raise ValueError(f"{key}={text}: {options} cannot be read") from None
 
 
 @dataclass
@@ -87,7 +84,7 @@ class AttentionConfig:
     kernel: str | None = None
     # sdpa: auto, flash, efficient, cudnn or math
     backend: str | None = None
-    # every backend: a query sees this many of the most recent keys, its own included; None is all
+    # every backend: a query sees this many of the most recent keys, its own included; null is all
     window: int | None = None
     # which layers have the window, repeated over the layers: S has it, L sees all keys, as in SSSL
     pattern: str | None = None
@@ -98,15 +95,14 @@ class AttentionConfig:
     # a logit per head in the denominator, so that a query may attend to nothing: true learns it,
     # zero keeps it at 0, which is softmax plus one
     sinks: str | None = None
-    # step after which another attention takes over; None is never
+    # step after which another attention takes over; null is never
     switch_at: int | None = None
     # the attention that takes over, with its options: tiled, tiled:block_q=128,block_kv=8
     switch_to: str | None = None
 
     def __post_init__(self) -> None:
         _check_at_least(self, 1, "attention.block_q", "attention.block_kv")
-        if self.kernel is not None:
-            _check_choice(self, "attention.kernel", "auto", "portable", "hopper")
+        _check_choice(self, "attention.kernel", "auto", "portable", "hopper")
         if self.switch_at is not None and self.switch_to is None:
             raise ValueError(
                 f"attention.switch_at={self.switch_at} needs attention.switch_to=NAME, such as "
@@ -119,18 +115,13 @@ class AttentionConfig:
     def _check_function(self) -> None:
         sinks = str(self.sinks).lower()
         self.sinks = None if sinks in ("none", "false") else sinks
-        if self.sinks is not None:
-            _check_choice(self, "attention.sinks", "true", "zero", "false")
+        _check_choice(self, "attention.sinks", "true", "zero", "false")
         _check_at_least(self, 1, "attention.window")
-        if self.pattern is not None and self.window is None:
+        pattern = self.pattern
+        if pattern is not None and (self.window is None or not re.fullmatch("[SL]+", pattern)):
             raise ValueError(
-                f"attention.pattern={self.pattern} says which layers have a window: add "
-                "attention.window=N"
-            )
-        if self.pattern is not None and (not self.pattern or set(self.pattern) - {"S", "L"}):
-            raise ValueError(
-                f"attention.pattern={self.pattern} must be made of S (a layer with the window) and "
-                "L (a layer that sees all keys), such as SSSL"
+                f"attention.pattern={self.pattern} must be made of S (a layer with "
+                "attention.window=N) and L (a layer that sees all keys), such as SSSL"
             )
         if self.softcap is not None and not 0 < self.softcap < math.inf:
             raise ValueError(
@@ -176,7 +167,7 @@ class ModelConfig:
     num_layers: int = 4
     # query heads
     num_heads: int = 4
-    # key/value heads (GQA, MQA); None is num_heads
+    # key/value heads (GQA, MQA); null is num_heads
     num_kv_heads: int | None = None
     # width of the residual stream, C
     hidden_size: int = 128
@@ -273,7 +264,7 @@ class DataConfig:
     num_keys: int = 8
     # last_write, recall, needle: distinct values; chance accuracy is 1 / num_values
     num_values: int = 8
-    # recall: pairs of a sequence; None is as many as zoology has for seq_len
+    # recall: pairs of a sequence; null is as many as zoology has for seq_len
     num_pairs: int | None = None
 
     def __post_init__(self) -> None:
@@ -331,7 +322,7 @@ class TokenizerConfig:
 
     # byte (256 + end of text), bpe (8,192 ranks shipped with the project) or gpt2 (tiktoken)
     name: str = "byte"
-    # rows of the model's embedding; None is the tokenizer's own number; nanoGPT uses 50304 for gpt2
+    # rows of the model's embedding; null is the tokenizer's own number; nanoGPT uses 50304 for gpt2
     vocab_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -344,9 +335,9 @@ class OptimConfig:
 
     # adamw, or muon for the matrices inside the blocks and adamw for the rest
     name: str = "adamw"
-    # peak learning rate; None is 0.384 / model.hidden_size (tiny 3e-3, small 1e-3, gpt2 5e-4)
+    # peak learning rate; null is 0.384 / model.hidden_size (tiny 3e-3, small 1e-3, gpt2 5e-4)
     lr: float | None = None
-    # learning rate at the end of the cosine; None is a tenth of lr
+    # learning rate at the end of the cosine; null is a tenth of lr
     min_lr: float | None = None
     # cosine, or constant after the warm-up
     schedule: str = "cosine"
@@ -410,7 +401,7 @@ class RunConfig:
     steps: int = 500
     # sequences of a forward and backward pass
     batch_size: int = 16
-    # tokens of one optimizer step, by gradient accumulation; None is one pass
+    # tokens of one optimizer step, by gradient accumulation; null is one pass
     tokens_per_step: int | None = None
     # seed of the initial weights and of the order of the data
     seed: int = 0
@@ -431,7 +422,7 @@ class RunConfig:
     init_from: str | None = None
     # steps between evaluations, besides the first state and the last step; 0 is no evaluation
     eval_every: int = 100
-    # steps between comparisons with exact attention in float64; None is eval_every, 0 is never
+    # steps between comparisons with exact attention in float64; null is eval_every, 0 is never
     diagnose_every: int | None = None
     # held-out sequences of one evaluation
     eval_sequences: int = 64

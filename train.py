@@ -28,7 +28,6 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
     # imported here, so that --help and a mistyped key are answered without loading torch
     from training.launch.command_line import job_overrides
     from training.launch.interrupt import Interrupt
-    from training.launch.settings import check_settings
     from training.loop.health import AttentionMonitor
     from training.loop.optimizer import set_learning_rate
     from training.loop.run import build_run
@@ -39,7 +38,6 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
     from training.record.starts import new_start
 
     # Build. What can be refused is refused here.
-    check_settings(config, summary)
     run = build_run(config, summary)
 
     # Begin at step 0, or where the checkpoint of resume= stopped.
@@ -97,10 +95,11 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(cfg: DictConfig) -> float:
     """One job. Returns what a sweeper minimises: val/loss of a completed run, else infinity."""
-    from training.launch.job import run_job
+    from training.launch.job import end_job, run_job
     from training.record.outcome import Objective
 
     summary, _ = run_job(train, cfg, began=program_began())
+    end_job(summary)
     return Objective.of(summary)
 
 

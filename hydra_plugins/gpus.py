@@ -41,9 +41,9 @@ class GpusLauncher(Launcher):
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        waiting = list(enumerate(map(list, job_overrides), initial_job_idx))
         self.shared = set.intersection(*map(set, job_overrides))
-        free, running, ended = list(self.gpus), {}, {}
+        waiting, free = list(enumerate(job_overrides, initial_job_idx)), list(self.gpus)
+        running, ended = {}, {}
         try:
             while waiting or running:
                 while waiting and free:
@@ -62,26 +62,25 @@ class GpusLauncher(Launcher):
                 process.wait()
         return [ended[number] for number in sorted(ended)]
 
-    def start(self, number: int, overrides: list[str], gpu: str) -> tuple[Popen, Path]:
+    def start(self, number: int, overrides: Sequence[str], gpu: str) -> tuple[Popen, Path]:
         """Start the command that runs this job alone, in its folder, where it sees this GPU alone.
         `gpu` is as CUDA_VISIBLE_DEVICES names it, and empty for a job on the CPU.
         """
         from training.launch.command_line import as_written, options_first, quoted
         from training.record.names import apart
 
-        config = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
-        with open_dict(config):
-            config.hydra.job.id = config.hydra.job.num = number
-        folder = Path(config.hydra.sweep.dir, str(config.hydra.sweep.subdir)).absolute()
-        task = as_written(config.hydra.overrides.task)
-        label = apart(task, self.shared)
-        print(f"job {folder.name} on {f'GPU {gpu}' if gpu else 'the CPU'}: {label}", flush=True)
+        cfg = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
+        with open_dict(cfg):
+            cfg.hydra.job.id = cfg.hydra.job.num = number
+        folder = Path(cfg.hydra.sweep.dir, str(cfg.hydra.sweep.subdir)).absolute()
+        written = as_written(cfg.hydra.overrides)
+        place = f"GPU {gpu}" if gpu else "the CPU"
+        print(f"job {folder.name} on {place}: {apart(written['task'], self.shared)}", flush=True)
         options, _ = options_first(sys.argv[1:])
         command = [
             *(sys.executable, sys.argv[0]),
             *(option for option in options if option not in ("-m", "--multirun")),
-            *as_written(config.hydra.overrides.hydra),
-            *task,
+            *(written["hydra"] + written["task"]),
             "hydra.mode=RUN",
             f"hydra.run.dir={quoted(str(folder))}",
             f"hydra.job.num={number}",
@@ -101,14 +100,15 @@ class GpusLauncher(Launcher):
 
 def end(folder: Path, code: int) -> JobReturn:
     """Print how a job ended, and write it to its summary if its process could not."""
-    from training.launch.sweep import record_failure
+    from training.record.files import write_json
     from training.record.runs import read_run, remark
 
     row = read_run(folder)
     # a job that was killed may have the summary of an earlier start
     if row["status"] in ("unfinished", "interrupted") and code != 130:
         how = f"killed by signal {-code}" if code < 0 else f"it ended with exit code {code}"
-        row = record_failure(folder, f"{how}; see {folder / 'output.log'}")
+        row |= {"status": "failed", "error": f"{how}; see {folder / 'output.log'}"}
+        write_json(folder / "summary.json", row)
     print(f"job {folder.name}: {row['status']} {remark(row)}", flush=True)
     loss = row.get("val/loss") if row["status"] == "completed" else None
     # what a sweeper minimises

@@ -4,8 +4,7 @@ Hydra finds both here, in the package hydra_plugins, like the plugins that pip i
 """
 
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,116 +78,70 @@ class CheckedSweeper(BasicSweeper):
     hydra.sweeper.variants.alibi=null removes one.
     """
 
-    def __init__(self, params: DictConfig | None, variants: DictConfig | None = None):
+    def __init__(self, params: DictConfig | None, variants: DictConfig | None):
         super().__init__(max_batch_size=None, params=params)
         self.variants = variants or {}
-        self.composed: dict[Job, tuple[DictConfig, RunConfig]] = {}
 
     def sweep(self, arguments: list[str]) -> Any:
+        from training.launch.folders import check_names
         from training.launch.sweep import begun
 
-        jobs = self.combinations(arguments)
-        self.shared = set.intersection(*map(set, jobs))
-        plan = self.checked(self.without_unread(jobs))
+        plan = self.plan(self.combinations(arguments))
+        check_names([entry["dir"] for entry in plan])
         with begun(Path(self.config.hydra.sweep.dir).absolute(), plan) as left:
-            return self.launcher.launch(left, initial_job_idx=0) if left else []
+            # some launchers cannot start no job
+            ended = self.launcher.launch(left, initial_job_idx=0) if left else []
+        return [each.return_value for each in ended]  # raises what a job raised outside its run
 
     def combinations(self, arguments: list[str]) -> list[Job]:
         """The overrides of each job. If a key is given twice, the later one counts."""
-        named = self.variants.values() if isinstance(self.variants, Mapping) else [self.variants]
-        given = [own for own in named if own is not None]
-        settings = [own.values() if isinstance(own, Mapping) else [{}] for own in given]
-        if any(isinstance(value, Mapping) for values in settings for value in values):
-            raise SystemExit(
-                f"error: hydra.sweeper.variants={self.variants} must name variants, each with its "
+        from training.launch.command_line import key_of
+
+        variants = [own for own in self.variants.values() if own is not None] or [{}]
+        if not all(isinstance(own, Mapping) for own in variants):
+            raise ValueError(
+                f"hydra.sweeper.variants={self.variants} must name variants, each with its "
                 "settings, as in {small: {attention.window: 64}, exact: {}}"
             )
-        # the variants take turns, so that a stopped sweep has the same seeds of every variant
-        variants = [job for own in given for job in self.grid(as_overrides(own))] or [{}]
-        jobs = self.grid([*as_overrides(self.params), *arguments])
-        both = [tuple((job | own).values()) for job in jobs for own in variants]
-        # two values that one variant overrides give the same job
-        return list(dict.fromkeys(both)) if given else both
-
-    def grid(self, overrides: list[str]) -> list[dict[str, str]]:
-        """Every combination of the values, as {key: override}."""
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
-        parsed = parser.parse_overrides(overrides)
-        for each in filter(Override.is_sweep_override, parsed):
+        given = parser.parse_overrides([*as_overrides(self.params), *arguments])
+        for each in filter(Override.is_sweep_override, given):
             if not (each.is_discrete_sweep() and [*each.sweep_string_iterator()]):
-                raise SystemExit(f"error: {each.input_line} gives no values; write KEY=A,B")
-        [jobs] = self.split_arguments(parsed, None)
-        return [{override.partition("=")[0]: override for override in job} for job in jobs]
+                raise ValueError(f"{each.input_line} gives no values; write KEY=A,B")
+        [grid] = self.split_arguments(given, None)
+        # the variants take turns, so that a stopped sweep has the same seeds of every variant
+        jobs = [[*job, *as_overrides(own)] for job in grid for own in variants]
+        return [tuple({key_of(each): each for each in job}.values()) for job in jobs]
 
-    def without_unread(self, jobs: list[Job]) -> list[Job]:
-        """The jobs, each without the settings that only others of them read."""
-        from training.launch.command_line import key_of
-        from training.launch.settings import conditional_settings, is_asked
+    def plan(self, jobs: list[Job]) -> list[dict[str, Any]]:
+        """The jobs for begun(), without those that are the same.
 
-        settings = []
+        Prints which settings are left out. Raises ValueError if a job cannot run.
+        """
+        from training.launch.command_line import read_config
+        from training.launch.settings import asked_keys, settle, unread_settings
+
+        composed, read_by_some = {}, set()
         for job in jobs:
-            with self.refusal(job):
-                settings.append(conditional_settings(self.compose(job)[1]))
-        pairs = [pair for each in settings for pair in each.items()]
-        read_by_some = {key for key, unread in pairs if unread is None}
-        kept: list[Job] = []
+            cfg = self.hydra_context.config_loader.load_sweep_config(self.config, list(job))
+            config = read_config(cfg)
+            unread = unread_settings(config)
+            kept = tuple(each for each in job if not asked_keys([each]) & unread.keys())
+            composed[job] = cfg, config, kept
+            read_by_some.update(kept)
+        plan: dict[Job, dict[str, Any]] = {}
         lines: dict[str, None] = {}
-        for job, conditional in zip(jobs, settings, strict=True):
-            left = job
-            for key, unread in conditional.items():
-                without = tuple(each for each in left if not is_asked(key, {key_of(each)}))
-                if unread and key in read_by_some and without != left:
-                    lines[f"without {key}: {unread}"] = None
-                    left = without
-            # jobs that are the same without a setting run once
-            if left == job or left not in kept:
-                kept.append(left)
+        for job, (cfg, config, kept) in composed.items():
+            left_out = settle(config, asked=set(job) - read_by_some)
+            self.check(config)
+            lines |= {f"without {key}: {why}": None for key, why in left_out.items()}
+            with open_dict(cfg):
+                cfg.hydra.job.num = cfg.hydra.job.id = len(plan)
+            place = {"overrides": list(kept), "dir": str(cfg.hydra.sweep.subdir)}
+            plan.setdefault(kept, place | named_by(config))
         for line in lines:
             print(line)
-        return kept
-
-    def checked(self, jobs: list[Job]) -> list[dict[str, Any]]:
-        """The plan of the sweep; see begun(). Ends the program if a job cannot run."""
-        from training.launch.command_line import key_of
-        from training.launch.folders import check_names
-        from training.launch.settings import settle
-
-        plan = []
-        for number, job in enumerate(jobs):
-            with self.refusal(job):
-                both, config = self.compose(job)
-                settle(config, asked=map(key_of, job))
-                self.check(config)
-                with open_dict(both):
-                    both.hydra.job.num = both.hydra.job.id = number
-                place = {"dir": str(both.hydra.sweep.subdir)}
-            plan.append({"overrides": list(job)} | place | named_by(config))
-        check_names([job["dir"] for job in plan])
-        return plan
-
-    @contextmanager
-    def refusal(self, job: Job) -> Iterator[None]:
-        """Ends the program if a setting of this job is refused."""
-        from training.launch.command_line import one_sentence
-        from training.record.names import apart
-
-        try:
-            with one_sentence():
-                yield
-        except ValueError as error:
-            own = apart(job, self.shared)
-            reason = f"{own}: {error}" if own else error
-            raise SystemExit(f"error: no job was started: {reason}") from None
-
-    def compose(self, job: Job) -> "tuple[DictConfig, RunConfig]":
-        """The settings of a job, with Hydra's own and as the run reads them."""
-        from training.launch.command_line import check_overrides, read_config
-
-        if job not in self.composed:
-            check_overrides(job)
-            both = self.hydra_context.config_loader.load_sweep_config(self.config, list(job))
-            self.composed[job] = both, read_config(both)
-        return self.composed[job]
+        return list(plan.values())
 
     def check(self, config: "RunConfig") -> None:
         """Raise ValueError for all errors that can be found before the job begins."""
@@ -207,17 +160,16 @@ class CheckedSweeper(BasicSweeper):
 
 def named_by(config: "RunConfig") -> dict[str, Any]:
     """The entries of the sweep's index from which a job gets its name."""
-    from training.record.names import attention_names
+    from training.record.names import attention_in_words, attention_names
 
-    attentions = attention_names(config.attention)
+    start = {"step": 0, "attention": attention_names(config.attention)}
     return {
         "attention": config.attention.name,
-        "variant": attentions[0][1],
+        "variant": attention_in_words({"starts": [start]}),
         "seq_len": config.seq_len,
         "seed": config.seed,
-        "starts": [{"step": 0, "attention": attentions, "changed": {}}],
     }
 
 
-def as_overrides(settings: DictConfig | dict[str, Any]) -> list[str]:
+def as_overrides(settings: Mapping[str, Any]) -> list[str]:
     return [f"{key}={'null' if x is None else x}" for key, x in settings.items()]

@@ -1,7 +1,5 @@
 """Whatever a user gets wrong: one line that names the value, an exit code, and nothing lost."""
 
-import os
-import re
 import shlex
 import shutil
 import sys
@@ -14,14 +12,10 @@ import pytest
 import torch
 
 from tests.command import (
-    ROOT,
-    TINY,
     checkpoint,
-    contents,
     metrics,
     run,
     same,
-    summary,
     tiny,
     tiny_sweep,
 )
@@ -60,8 +54,7 @@ def largest_file(size: int) -> Iterator[None]:
 # each of these alone is refused when the settings are composed, with its key and value
 ALONE = """
     sead=1 +sead=1 xyz=1 attention.tile=3 model.width=3 left_out=[seed]
-    attention=flash3 attention=ring model=huge data=wiki experiment=everything
-    logger=trackio model=null ~seed =3 words seq_len=32,64 seed=range(0,3)
+    model=null ~seed =3 words seq_len=32,64 seed=range(0,3)
     logger=[wandb,tensorboard] model=[gpt2,tiny] optim=[adamw,muon]
     attention=tiled:block_q=16,block_kv=8 attention=mine:BACKEND:floor=1e-3
     attention.options.block_q=32 hydra.sweeper.variants.wide={attention.window:64}
@@ -85,6 +78,10 @@ ALONE = """
 
 # the same of several settings, and the words that the sentence must have
 TOGETHER = {
+    # the choices that there are
+    "attention=flash3": "attention/flash3 naive no_rescale",
+    "logger=trackio": "logger/trackio wandb none",
+    "experiment=everything": "experiment/everything break_it",
     # the key that was meant
     "steps=4 sead=1": "seed?",
     "seqlen=3": "seq_len?",
@@ -92,10 +89,9 @@ TOGETHER = {
     "lr=1e-3": "optim.lr?",
     "optim.learning_rate=1": "optim.lr?",
     "block_size=64": "seq_len?",
-    "attention=naiv": "naive? no_rescale",
     "attention=tiled,naive": "-m attention=",
     "'attention=[naive,no_max]'": "-m attention=",
-    "attention=": "attention= naive",
+    "attention=": "attention/ naive",
     "'seed=${nope:1}'": "seed nope",
     "'attention=tiled:block_q={a: ['": "attention=tiled:block_q={a:",
     # values that do not go together
@@ -107,7 +103,6 @@ TOGETHER = {
     "data=last_write data.num_keys=0": "data.num_keys=0",
     "data=last_write data.num_values=1": "data.num_values=1 2",
     "attention.window=4 attention.pattern=SX": "attention.pattern=SX S L",
-    "attention.window=4 attention.pattern=ssl": "attention.pattern=ssl S L",
     "attention.window=4 \"attention.pattern=''\"": "attention.pattern= S L",
     "attention.window=8 attention.pattern=L": "attention.window=8 attention.pattern=L",
     "attention.softcap=1 attention.score_mod=a:B": "attention.score_mod=a:B attention.softcap",
@@ -119,9 +114,6 @@ TOGETHER = {
 # environment. U: stands for tests.user_backends:
 REFUSED = {
     "sead=1": "sead=1 seed?",
-    # it would write over the run that it repeats
-    "--experimental-rerun=a/config.pickle": "--experimental-rerun=a/config.pickle overrides.yaml",
-    "--exp a/config.pickle": "--exp overrides.yaml",
     # what only the machine can tell
     "compile=true attention.score_mod=U:HALVED": "attention.score_mod compile=false",
     "cuda_graph=true": "cuda_graph=true device=cpu",
@@ -136,7 +128,6 @@ REFUSED = {
     "data=last_write data.documents=true": "data.documents=true data=last_write",
     "optim.schedule=constant optim.min_lr=0": "optim.min_lr=0.0 optim.schedule=cosine",
     "model.rope_theta=500": "model.rope_theta=500.0 model.positions=rope",
-    "attention=naive attention.block_q=8": "attention.block_q=8 attention=naive",
     "attention=sdpa attention.block_kv=16": "attention.block_kv=16 attention=sdpa",
     "attention=U:RIGHT +attention.options.a=2": "attention.options.a=2 U:RIGHT",
     # attentions that cannot do what is asked for
@@ -144,8 +135,6 @@ REFUSED = {
     "attention=sdpa attention.backend=fastest": "backend=fastest efficient",
     "attention=sdpa attention.backend=cudnn": "attention=sdpa cudnn attention.backend=auto",
     "attention=sdpa attention.window=4": "attention.window=4 attention=sdpa naive",
-    "attention=sdpa model.positions=alibi": "model.positions=alibi attention=sdpa naive",
-    "attention=sdpa attention.softcap=3": "attention.softcap=3 attention=sdpa naive",
     "attention=sdpa attention.score_mod=U:HALVED": "HALVED attention=sdpa naive",
     "attention=flex": "attention=flex attention=tiled",
     "attention=triton model.hidden_size=1024": "attention=triton head_dim 512 257",
@@ -155,7 +144,6 @@ REFUSED = {
     "attention.switch_at=2": "attention.switch_at=2 attention.switch_to=NAME",
     "attention.switch_at=0 attention.switch_to=naive": "attention.switch_at=0 steps=4",
     "attention.switch_at=4 attention.switch_to=naive": "attention.switch_at=4 steps=4",
-    "attention.switch_at=-1 attention.switch_to=naive": "attention.switch_at=-1 steps=4",
     "attention.switch_at=2 attention.switch_to=flashy": "attention.switch_to=flashy tiled",
     "attention.switch_at=2 attention.switch_to=sdpa attention.softcap=3": "softcap=3 sdpa",
     "attention.switch_at=2 \"attention.switch_to='naive:block_kv=4'\"": (
@@ -189,7 +177,6 @@ REFUSED = {
     "attention.score_mod=tests.user_backends": "tests.user_backends pkg.module:NAME",
     "attention.score_mod=U:halved": "attention.score_mod=U:halved attention.ScoreMod",
     "attention.score_mod=U:WRONG_DERIVATIVE": "attention.score_mod=U:WRONG_DERIVATIVE 0.5",
-    "attention=naive attention.score_mod=U:WRONG_DERIVATIVE": "U:WRONG_DERIVATIVE 0.5",
     "attention.score_mod=U:MIXES_SCORES": "attention.score_mod=U:MIXES_SCORES elementwise",
     "attention.score_mod=U:NO_DERIVATIVE": "attention.score_mod=U:NO_DERIVATIVE two shape",
     "attention.score_mod=U:FEW_ARGUMENTS": "attention.score_mod=U:FEW_ARGUMENTS TypeError",
@@ -200,8 +187,6 @@ REFUSED = {
     "data=text": "data=text data.path=FILE",
     "data=hub": "data=hub data.name=org/name",
     "data=text data.path=/no/such.txt": "data.path=/no/such.txt",
-    # permissions do not stop root; the memory of another process does
-    "data=text data.path=/proc/1/mem": "/proc/1/mem",
     "data=last_write seq_len=1": "data=last_write seq_len=1 seq_len=32",
     "data=recall seq_len=32 data.num_pairs=9": "data=recall seq_len=32 seq_len=36",
     "data=recall data.num_values=4 data.num_pairs=5": "data.num_values=4 data.num_pairs=4",
@@ -212,15 +197,9 @@ REFUSED = {
     # the machine and its packages
     "logger=wandb logger.project=a/b": "logger.project=a/b 128",
     "logger=wandb WANDB_MODE=bogus": "WANDB_MODE=bogus",
-    "logger=wandb WANDB_MODE=shared": "WANDB_MODE=shared",
     # folders and sweeps
     "--config-dir=/no/such": "/no/such",
     "resume=nowhere": "resume=nowhere overrides.yaml",
-    # a regression test: an empty table, and exit code 0
-    "-m 'seed=range(5,1)'": "seed=range(5,1)",
-    "-m 'seed=range(0,0)'": "seed=range(0,0)",
-    "-m attention=naive,sdpa attention.window=5": "attention.window=5 sdpa",
-    "-m attention=naive,triton TRITON_INTERPRET=0": "attention=triton GPU",
 }
 
 
@@ -230,10 +209,9 @@ def test_refused_in_one_line(monkeypatch, tmp_path, typed, named):
     typed, named = (text.replace("U:", "tests.user_backends:") for text in (typed, named))
     arguments = shlex.split(typed)
     variables = [each for each in arguments if each.partition("=")[0].isupper()]
-    overrides = [each for each in arguments if each not in ("-m", *variables)]
-    command = tiny_sweep if "-m" in arguments else tiny
+    overrides = [each for each in arguments if each not in variables]
     environment = dict(each.split("=", 1) for each in variables)
-    answer = run(*command(tmp_path / "run", *overrides), **environment).complaint()
+    answer = run(*tiny(tmp_path / "run", *overrides), **environment).complaint()
     missing = [word for word in named.split() if word not in answer]
     assert not missing, answer
     # nothing was trained
@@ -255,27 +233,17 @@ def test_settings_are_refused_in_one_line(tmp_path, typed, named):
     assert "\n" not in answer
 
 
-RECIPE = "# @package _global_\n"
 # a file in a folder of the user's own, and the words that the last line must hold
 OWN_FILES = {
     "unknown-key": ("attention/mine", "name: tiled\nblok_kv: 8\n", "attention.blok_kv"),
-    "type": ("attention/mine", "name: tiled\nblock_kv: many\n", "attention.block_kv 'many'"),
     "indentation": ("attention/mine", "name: tiled\n  block_kv: 8\n", "mine.yaml line 2, 11"),
     "encoding": ("attention/mine", "name: \xe9\n", "utf-8 0xe9"),
-    "list": ("attention/mine", "- tiled\n", "attention/mine list"),
     "no-name": ("attention/mine", "block_kv: 8\n", "attention.name"),
-    "base": ("attention/mine", "defaults:\n  - tield\n", "attention/tield"),
-    "key-of-a-recipe": ("experiment/mine", f"{RECIPE}step: 3\n", "experiment/mine 'step'"),
     "without-package": ("experiment/mine", "steps: 3\n", "experiment/mine 'experiment'"),
-    "choice": (
-        "experiment/mine",
-        f"{RECIPE}defaults:\n  - override /attention: tield\n",
-        "attention=tield tiled?",
-    ),
     "sweep": (
         "experiment/mine",
-        f"{RECIPE}hydra:\n  mode: MULTIRUN\n  sweeper:\n    params: {{sede: '0,1'}}\n",
-        "sede=0",
+        "# @package _global_\nhydra:\n  mode: MULTIRUN\n  sweeper:\n    params: {sede: '0,1'}\n",
+        "sede",
     ),
 }
 
@@ -291,25 +259,7 @@ def test_a_mistake_in_a_file_of_a_user(tmp_path, name, text, named):
     assert not [word for word in named.split() if word not in answer], answer
 
 
-def test_a_module_of_a_user_that_ends_the_program(tmp_path, monkeypatch):
-    """A regression test: it silently ended a sweep."""
-    (tmp_path / "ends.py").write_text("raise SystemExit(3)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    answer = run(*tiny(tmp_path / "run", "attention=ends:BACKEND")).complaint()
-    assert "SystemExit" in answer and "ends" in answer
-    assert summary(tmp_path / "run")["status"] == "failed"
-
-
 # what looks like a mistake and is none
-
-
-@pytest.mark.parametrize("name", ["RIGHT", "WRONG_AND_SAYS_SO", "WINDOWED"])
-def test_a_backend_of_a_user_trains(tmp_path, name):
-    """One may be inexact and say so, and one may name arguments that this run does not use."""
-    done = run(*tiny(tmp_path, f"attention=tests.user_backends:{name}"))
-    assert done.code == 0, done.output
-    if name == "WINDOWED":
-        assert metrics(tmp_path)[-1]["attention/out_error"] < 1e-5
 
 
 @pytest.mark.parametrize(("typed", "short"), [("bfloat16", "bf16"), ("float16", "fp16")])
@@ -336,17 +286,11 @@ def test_auto_leaves_bfloat16_to_gpus_that_have_it(monkeypatch):
 # data
 
 
-@pytest.mark.parametrize(
-    ("raw", "named"),
-    [(b"", "text"), (b"words\0\xff\xfe", "utf-8"), (b"too short", "seq_len=32 33")],
-    ids=["empty", "binary", "short"],
-)
-def test_a_text_that_cannot_be_trained_on(tmp_path, raw, named):
+def test_a_text_that_is_too_short(tmp_path):
     path = tmp_path / "book.txt"
-    path.write_bytes(raw)
+    path.write_text("too short")
     answer = run(*tiny(tmp_path / "run", "data=text", f"data.path={path}")).complaint()
-    assert str(path) in answer
-    assert all(word in answer for word in named.split()), answer
+    assert str(path) in answer and "seq_len=32" in answer
     assert "seq_len=0" not in answer, "no way out"
 
 
@@ -384,40 +328,6 @@ def test_a_folder_that_cannot_be(folder, arguments, tmp_path):
     path = tmp_path / folder
     answer = run(*arguments(path)).complaint()
     assert str(path) in answer and "hydra." in answer
-    assert "resume" not in answer, "there is no run in it"
-
-
-@pytest.mark.parametrize("kind", ["run", "sweep"])
-@pytest.mark.parametrize(
-    "folder",
-    ["", ".", "..", str(ROOT)],
-    ids=["empty", "here", "above", "ours"],
-)
-def test_a_folder_that_is_not_the_runs_own(kind, folder):
-    """A regression test: an empty hydra.run.dir wrote the run between the files of this program."""
-    before = sorted(os.listdir(ROOT))
-    flag = ["-m"] if kind == "sweep" else []
-    answer = run(*flag, *TINY, f"hydra.{kind}.dir={folder}").complaint()
-    assert f"error: hydra.{kind}.dir" in answer and f"hydra.{kind}.dir=outputs/NAME" in answer
-    assert sorted(os.listdir(ROOT)) == before
-
-
-def test_a_run_may_be_resumed_from_its_own_folder(run_dir, monkeypatch):
-    monkeypatch.setattr("tests.command.ROOT", run_dir)
-    shutil.copy(ROOT / "train.py", run_dir / "train.py")
-    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
-    os.symlink(ROOT / "conf", run_dir / "conf")
-    assert run("resume=.", "steps=5").code == 0
-
-
-def test_a_command_to_resume_is_quoted_for_the_shell(run_dir):
-    """And a run that is done is not begun again in its folder."""
-    strange = run_dir.rename(run_dir.with_name("a b,c=d (it's)"))
-    before = contents(strange)
-    answer = run(*tiny(strange)[:-1], f'hydra.run.dir="{strange}"').complaint()
-    command = re.search(r"""(resume=|"resume=|'resume=).*?(?=, )""", answer)[0]
-    assert shlex.split(command) == [f"resume={strange}"] and contents(strange) == before
-    assert run(*shlex.split(command), "steps=5").code == 0
 
 
 def test_a_time_stamp_that_is_taken_gets_a_number(tmp_path):

@@ -5,16 +5,13 @@ import shlex
 import signal
 import subprocess
 import sys
-from importlib.util import find_spec
 from pkgutil import resolve_name
 from unicodedata import category
 
 import pytest
 
-from tests import processes
 from tests.command import (
     ROOT,
-    checkpoint,
     contents,
     index,
     run,
@@ -24,7 +21,6 @@ from tests.command import (
 )
 
 posix = pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell and its signals")
-hangs_up = pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="the platform has no SIGHUP")
 
 
 def send_at(monkeypatch, place: str, *signals: signal.Signals) -> None:
@@ -42,7 +38,6 @@ def send_at(monkeypatch, place: str, *signals: signal.Signals) -> None:
     monkeypatch.setattr(f"{module}.{name}", patched)
 
 
-STEP = "training.loop.step.gradients"
 AFTER = {
     "training.loop.run.sample_text": ["SIGTERM"],
     "training.record.outcome.write_json": ["SIGINT", "SIGINT"],
@@ -75,27 +70,6 @@ def test_ctrl_c_after_a_job_ends_its_sweep(monkeypatch, tmp_path):
     assert "completed" in table and table in done.output
 
 
-@hangs_up
-def test_a_closed_terminal_saves_first(monkeypatch, tmp_path):
-    """It sends SIGHUP twice, itself and through its shell; the run still saves."""
-    send_at(monkeypatch, STEP, signal.SIGHUP, signal.SIGHUP)
-    assert run(*tiny(tmp_path, "steps=50")).code == 130
-    assert summary(tmp_path)["status"] == "interrupted"
-    assert summary(tmp_path)["steps_done"] == checkpoint(tmp_path)["step"] < 50
-
-
-@hangs_up
-def test_under_nohup_a_run_goes_on(monkeypatch, tmp_path):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        send_at(monkeypatch, STEP, signal.SIGHUP)
-        assert run(*tiny(tmp_path)).code == 0
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    assert summary(tmp_path)["status"] == "completed"
-
-
 def test_a_summary_is_written_before_the_logger_ends(monkeypatch, tmp_path):
     """An upload may take minutes, and a job scheduler kills without asking."""
     seen = []
@@ -110,13 +84,6 @@ def test_a_killed_end_of_a_run_is_not_written_as_failed(tmp_path):
     (tmp_path / "summary.json").unlink()
     assert "steps=4" in run(f"resume={tmp_path}").complaint()
     assert not (tmp_path / "summary.json").exists()
-
-
-def test_a_name_is_no_formula(tmp_path):
-    """A regression test: matplotlib read mathematics in the title; curve and sample were lost."""
-    done = run(*tiny(tmp_path, "sample_tokens=4", "model.name='a$b_{$'"), curve=True)
-    assert done.code == 0 and "error" not in done.output, done.output
-    assert (tmp_path / "loss_curve.png").exists() and (tmp_path / "sample.txt").exists()
 
 
 def test_what_fails_after_the_training_is_said_and_costs_nothing_else(tmp_path):
@@ -139,15 +106,6 @@ def test_a_sample_does_not_drive_the_terminal(tmp_path):
     written = {char for char in text if category(char) == "Cc"} - set("\t\n")
     assert written and not written & set(done.output + (tmp_path / "train.log").read_text())
     assert all(f"\\x{ord(char):02x}" in done.output for char in written)
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
-def test_triton_says_nothing_at_the_exit():
-    """A regression test: it printed a line for each object that Python left where it was."""
-    code = "import atexit, triton\nfrom training.launch.command_line import leave_garbage\n"
-    code += "atexit.register(leave_garbage)"
-    done = processes.run("-c", code)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 @posix

@@ -26,6 +26,11 @@ SMALL = {
 }
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_names_its_command(name):
+    assert RECIPES[name].splitlines()[1].startswith(f"# python train.py experiment={name}")
+
+
 @pytest.mark.parametrize("name", sorted(RECIPES.keys() - SWEEPS.keys()))
 def test_recipe_of_one_run(name, tmp_path):
     shrunk = [*TINY, *SMALL[name], "batch_size=1", "steps=2", f"hydra.run.dir={tmp_path}"]

@@ -105,16 +105,11 @@ def test_a_launcher_without_a_place_is_refused(tmp_path, slots):
 
 @pytest.mark.parametrize(
     "visible, names",
-    [
-        (None, ["0", "1", "2"]),
-        ("", ["0", "1", "2"]),
-        ("4, 5,6", ["4", "5", "6"]),
-        ("GPU-a,GPU-b,MIG-c,-1,3", ["GPU-a", "GPU-b", "MIG-c"]),
-    ],
+    [(None, ["0", "1"]), ("4, 5", ["4", "5"]), ("GPU-a,MIG-c,-1,3", ["GPU-a", "MIG-c"])],
 )
 def test_which_gpus(monkeypatch, visible, names):
     """Of those that whoever started this process gave it."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

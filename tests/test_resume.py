@@ -292,18 +292,6 @@ def test_what_a_resume_asked_for_counts_even_if_it_saved_nothing(run_dir, monkey
     assert summary(run_dir)["starts"][-1]["changed"] == {"log_every": [1, 2], "steps": [4, 6]}
 
 
-def test_a_configuration_of_ones_own_is_found_again(tmp_path):
-    """--config-dir is replayed, and may be given again, anywhere."""
-    (tmp_path / "it's mine/attention").mkdir(parents=True)
-    (tmp_path / "it's mine/attention/small.yaml").write_text("name: tiled\nblock_kv: 8\n")
-    options = ("--config-dir", str(tmp_path / "it's mine"))
-    assert run(*options, *tiny(tmp_path / "run", "attention=small")).code == 0
-    for steps, given in ((5, ()), (6, options), (7, ())):
-        assert run(f"resume={tmp_path / 'run'}", *given, f"steps={steps}").code == 0
-    assert (tmp_path / "run/overrides.yaml").read_text().count("searchpath") == 1
-    assert summary(tmp_path / "run")["options"]["block_kv"] == 8
-
-
 def test_the_best_on_other_data_is_no_measure(tmp_path, books):
     """The other data may be an easier text."""
     own = ("data=text", f"data.path={books}", "optim.lr=0.03", "steps=20")

@@ -116,22 +116,18 @@ def test_an_option_that_one_attention_lacks_is_left_out_of_it(tmp_path):
 
 REFUSED = {
     "option-of-none": ("attention=naive,sdpa attention.block_kv=16", "attention.block_kv=16"),
-    "value": ("attention.block_kv=16,0", "attention.block_kv=0: "),
-    "mistyped": ("attention=tiled,flashy", "attention=flashy"),
+    "window": ("attention=naive,sdpa attention.window=5", "attention.window=5.*sdpa"),
+    "value": ("attention.block_kv=16,0", "attention.block_kv=0 "),
     "own": ("attention=tiled,no.such:X", "attention=no.such:X"),
     "probe": ("attention=tiled,tests.user_backends:WRONG", "user_backends:WRONG says exact=True"),
     "interval": ("optim.lr=interval(0,1)", r"optim.lr=interval\(0,1\)"),
-    "logger": ("seed=0,1 logger=wandb logger.project=a/b", "seed=0: logger.project=a/b"),
+    # a regression test: an empty table, and exit code 0
+    "no-value": ("seed=range(5,1)", r"seed=range\(5,1\)"),
     "data": ("data=stdlib,torch_source data.path=books", "data.path=books"),
-    "model": ("model.num_heads=1,3", "model.num_heads=3: model.hidden_size=32"),
-    "softmax-dtype": ("attention.softmax_dtype=half,input", "softmax_dtype=half"),
-    "long-name": ("seed=0,1 hydra.sweep.subdir=" + "a" * 300 + "${seed}", "subdir=aaa.*301"),
+    "long-name": ("seed=0,1 hydra.sweep.subdir=" + "a" * 300 + "${seed}", "subdir=aaa.*255"),
     "one-folder": ("hydra.sweep.subdir=x seed=0,1", "hydra.sweep.subdir=x"),
-    "variants": ("hydra.sweeper.variants=5", "hydra.sweeper.variants=5"),
     "variant": ("hydra.sweeper.variants={window:5}", "variants=.*window.: 5"),
-    "variant-twice": ("hydra.sweeper.variants={a:{attention:{window:5}}}", "variants=.*window.: 5"),
-    "variant-key": ("hydra.sweeper.variants={a:{attention.windo:5}}", "attention.window"),
-    "variant-name": ("hydra.sweeper.variants.widow=null", "variants.widow"),
+    "variant-key": ("hydra.sweeper.variants={a:{attention.windo:5}}", "attention.windo"),
 }
 
 
@@ -174,42 +170,35 @@ def test_settings_of_a_group_and_of_a_recipe_are_left_out_too(tmp_path):
 
 
 def test_variants_differ_in_settings_of_their_own(tmp_path):
-    """Each is combined with every seed; of two that are the same, one runs. 5 s: 12 jobs."""
-    variants = "{exact:{},windows:{attention.window:'8,16'},other:{attention:naive},left_out:null}"
+    """Each is combined with every seed; of two that are the same, one runs. 5 s: 9 jobs."""
+    variants = "{exact:{},window:{attention.window:8},other:{attention:naive},left_out:null}"
     swept = ("attention=tiled,naive", "seed=0,1", "steps=1", "eval_every=0")
     done = run(*tiny_sweep(tmp_path, *swept, f"hydra.sweeper.variants={variants}"))
     assert done.code == 0, done.output
-    names = ["", " window=8", " window=16"]
     assert [(row["variant"], row["seed"]) for row in index(tmp_path)] == [
-        *((f"tiled{name}", 0) for name in names),
-        ("naive", 0),
-        *((f"tiled{name}", 1) for name in names),
-        ("naive", 1),
-        *((f"naive{name}", seed) for seed in (0, 1) for name in names[1:]),
+        *((name, 0) for name in ("tiled", "tiled window=8", "naive")),
+        *((name, 1) for name in ("tiled", "tiled window=8", "naive")),
+        *(("naive window=8", seed) for seed in (0, 1)),
     ]
 
 
-def test_a_variant_of_a_recipe_gets_further_settings(tmp_path):
-    variants = yaml.safe_load((ROOT / "conf/experiment/attentions.yaml").read_text())
-    names = variants["hydra"]["sweeper"]["variants"].keys() - {"window", "exact"}
+def test_a_variant_of_a_recipe_can_be_changed_and_left_out(tmp_path):
+    """As docs/guide.md shows."""
+    recipe = yaml.safe_load((ROOT / "conf/experiment/attentions.yaml").read_text())
+    names = recipe["hydra"]["sweeper"]["variants"].keys() - {"window", "exact"}
     kept = [f"hydra.sweeper.variants.{name}=null" for name in names]
-    window = "hydra.sweeper.variants.window={attention.window:8,attention.softcap:3}"
+    window = "hydra.sweeper.variants.window={attention.window:8}"
     short = ("seed=0", "steps=1", "eval_every=0", "logger=none")
     asked = ("experiment=attentions", *short, window, *kept, f"hydra.sweep.dir={tmp_path}")
     assert run(*asked).code == 0
-    variant = index(tmp_path)[-1]["variant"].split()
-    assert variant == ["tiled", "block_kv=16", "window=8", "softcap=3"]
+    variants = [row["variant"] for row in index(tmp_path)]
+    assert variants == ["tiled block_kv=16", "tiled block_kv=16 window=8"]
 
 
 def test_the_same_command_goes_on_after_ctrl_c(tmp_path):
     """As a terminal sends it: to every process of the group. What is completed is left alone."""
-    swept = (
-        "seed=0,1,2",
-        "steps=60",
-        "log_every=1",
-        "eval_every=20",
-        "hydra.sweep.subdir=at/${seed}",
-    )
+    swept = ("seed=0,1,2", "steps=60", "log_every=1", "eval_every=20")
+    swept += ("hydra.sweep.subdir=at/${seed}",)
     asked = tiny_sweep(tmp_path / "sweep", *swept)
     process = start(*asked, new_group=True)
     wait_for_rows(process, tmp_path / "sweep/at/1", 8)
@@ -235,16 +224,8 @@ def test_the_same_command_goes_on_after_ctrl_c(tmp_path):
 
 
 # seq_len=200000 asks for one matrix of scores: heads * N * N * 4 bytes
-WALL = (
-    "experiment=memory_wall",
-    "attention=naive",
-    "model.hidden_size=128",
-    "model.num_heads=8",
-    "batch_size=1",
-    "eval_sequences=1",
-    "steps=2",
-    "seq_len=32,200000,48",
-)
+WALL = ("experiment=memory_wall", "attention=naive", "model.hidden_size=128", "model.num_heads=8")
+WALL += ("batch_size=1", "eval_sequences=1", "steps=2", "seq_len=32,200000,48")
 
 
 @linux
@@ -276,11 +257,8 @@ def test_shell_completion():
 def test_jobs_in_processes_of_their_own(tmp_path, launcher):
     """A regression test: the callback could not be pickled."""
     pytest.importorskip(f"hydra_plugins.hydra_{launcher.partition('_')[0]}_launcher")
-    done = finish(
-        start(
-            *tiny_sweep(tmp_path, f"attention=naive,{OWN}", "steps=1", f"hydra/launcher={launcher}")
-        )
-    )
+    swept = (f"attention=naive,{OWN}", "steps=1", f"hydra/launcher={launcher}")
+    done = finish(start(*tiny_sweep(tmp_path, *swept)))
     assert done.code == 0 and "Traceback" not in done.output, done.output
     assert [(row["job"], row["attention"], row["status"]) for row in index(tmp_path)] == [
         (0, "naive", "completed"),
@@ -294,12 +272,7 @@ def test_another_sweeper_minimises_val_loss(tmp_path):
     """A regression test: main returned a dictionary, which Optuna cannot compare."""
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     trials = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1")
-    swept = (
-        "attention=choice(naive,tiled)",
-        "attention.block_kv=16",
-        "optim.lr=choice(1e-2,1e-5)",
-        "steps=8",
-    )
+    swept = ("attention=choice(naive,tiled)", "optim.lr=choice(1e-2,1e-5)", "steps=8")
     done = finish(start(*tiny_sweep(tmp_path, *swept, *trials)))
     assert done.code == 0 and "Traceback" not in done.output, done.output
     rows = index(tmp_path)
@@ -345,8 +318,7 @@ def test_wandb_names_and_shows_what_a_sweep_compares(tmp_path):
 
     diverged = json.loads(inspect(offline_log(sweep / "3"), "--summary"))
     assert (diverged["state"], diverged["summary"]["status"]) == ("failed", "diverged")
-    reason = summary(sweep / "3")["diagnosis"]["message"]
-    assert diverged["notes"] == reason and "diverged" in diverged["tags"]
+    assert "diverged" in diverged["tags"]
 
 
 def offline_log(run_dir: Path) -> Path:
@@ -377,21 +349,17 @@ def test_what_an_agent_of_wandb_runs(tmp_path):
 
     attention=naive comes with the option block_kv, which it lacks: an agent cannot know.
     """
-    from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
-
     sweep = yaml.safe_load((ROOT / "sweep.yaml").read_text())
     chosen = {"attention": "naive", "attention.block_kv": 16, "seed": 2}
     assert chosen.keys() == sweep["parameters"].keys()
-    parameters = {key: {"value": value} for key, value in chosen.items()}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(parameters))
-    filled = create_sweep_command_args({"args": parameters})
-    filled |= {"env": ["/usr/bin/env"], "interpreter": [sys.executable]}
-    filled["program"] = [str(ROOT / sweep["program"])]
-    command = []
-    for word in sweep["command"]:  # as the agent does it
-        is_macro = word.startswith("${") and word.endswith("}")
-        command += filled[word[2:-1]] if is_macro else [word]
+    *macros, folder = sweep["command"]
+    assert macros == ["${env}", "${interpreter}", "${program}", "${args_no_hyphens}"]
+    settings = (f"{key}={value}" for key, value in chosen.items())
+    command = [sys.executable, str(ROOT / sweep["program"]), *settings, folder]
     small = [each for each in TINY if not each.startswith("logger=")]
+    (tmp_path / "config.yaml").write_text(
+        yaml.safe_dump({key: {"value": value} for key, value in chosen.items()})
+    )
     agent = {
         "WANDB_SWEEP_ID": "abc123",
         "WANDB_RUN_ID": "run45678",

@@ -27,7 +27,7 @@ from tests.command import (
 from tests.processes import Process
 from tests.test_gpus import LAUNCHER, OWN
 from tests.training.test_ranks import alike
-from training.launch.sweep import read_run
+from training.record.runs import read_run
 
 pytestmark = [
     pytest.mark.gpu,

@@ -58,12 +58,6 @@ def presses_ctrl_c(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOut
     raise KeyboardInterrupt
 
 
-def windowed(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, window: int | None
-) -> AttentionOutput:
-    return naive(q, k, v, causal=causal, scale=scale, window=window)
-
-
 def with_an_option(q: Tensor, k: Tensor, v: Tensor, *, a: float, **arguments) -> AttentionOutput:
     return right(q, k, v, **arguments)
 
@@ -77,7 +71,6 @@ def asks_the_gpu(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutpu
 RIGHT = Backend("right", right)
 ASKS_THE_GPU = Backend("asks_the_gpu", asks_the_gpu)
 WITH_AN_OPTION = Backend("with_an_option", with_an_option, options={"a": 1.0})
-WINDOWED = Backend("windowed", windowed, features={"window"})
 RIGHT_IN_FP32 = Backend("right_in_fp32", right, dtypes=(torch.float32,))
 WRONG_SHAPE = Backend("wrong_shape", wrong_shape)
 WRONG_DTYPE = Backend("wrong_dtype", wrong_dtype)
@@ -86,7 +79,6 @@ BARE_TENSOR = Backend("bare_tensor", bare_tensor)
 NO_GRADIENT = Backend("no_gradient", no_gradient)
 NOT_CAUSAL = Backend("not_causal", not_causal)
 WRONG = Backend("wrong", wrong)
-WRONG_AND_SAYS_SO = Backend("wrong_and_says_so", wrong, exact=False)
 CONTIGUOUS = Backend("contiguous", contiguous)
 CONTIGUOUS_VARIANT = Backend("contiguous_variant", contiguous, exact=False)
 RAISES = Backend("raises", raises)

@@ -47,6 +47,17 @@ def test_during_the_steps_only_a_second_ctrl_c_stops_at_once():
             signal.raise_signal(signal.SIGINT)
 
 
+def test_under_nohup_a_closed_terminal_ends_nothing():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupt() as interrupt:
+            signal.raise_signal(signal.SIGHUP)
+        assert not interrupt.requested
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_around_a_run_a_signal_raises_and_at_its_end_waits():
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt), Ending():

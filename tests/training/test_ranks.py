@@ -29,8 +29,8 @@ from tests.command import (
     tiny,
 )
 from training.launch.command_line import compose
-from training.launch.sweep import read_run
 from training.loop.ranks import GradientSum, Ranks, check_shares, join
+from training.record.runs import read_run
 
 # the ranks of a step share four sequences
 SHARED = ("batch_size=4", "seq_len=32", "log_every=2", "eval_sequences=6", "eval_every=2")

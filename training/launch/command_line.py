@@ -17,11 +17,20 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import hydra
+import yaml
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
 from config import RunConfig, register, setting_keys
+from training.launch.help import explained_keys
 from training.launch.interrupt import Ending, reader_may_leave
 from training.loop.ranks import leave, of_environment
 from training.own_modules import ROOT
@@ -30,9 +39,6 @@ from training.record.foreign_code import run_no_code_of
 
 CONF = ROOT / "conf"
 
-# Hydra's options that take the next argument as their value
-VALUE_OPTIONS = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
-VALUE_OPTIONS += ("--package", "-p", "--cfg", "-c", "--shell-completion", "-sc")
 # the groups of which a run has one choice each
 GROUPS = {folder.name for folder in CONF.iterdir() if folder.is_dir()} - {"experiment", "hydra"}
 # the beginnings of keys that the schema does not list
@@ -54,13 +60,13 @@ def launch(main: Callable[[], Any]) -> None:
     # the imports and torch.compile make a million objects that stay: looking among them for garbage
     # takes 0.7 s of the shortest run
     gc.set_threshold(100_000, 20, 100)
-    atexit.register(leave_garbage)
     logging.raiseExceptions = False  # or each line would print a traceback after `| head`
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     ranks = of_environment()
     if not ranks.first:  # only the first rank prints; the others report to it
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hides that the first rank ended
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
+    OmegaConf.register_new_resolver("keys", explained_keys, replace=True)  # for --help
     try:
         arguments = replay_overrides(sys.argv[1:])
         sys.argv[1:] = arguments if ranks.first else [*arguments, *folder_that_goes()]
@@ -77,14 +83,6 @@ def launch(main: Callable[[], Any]) -> None:
         raise
 
 
-def leave_garbage() -> None:
-    """Do not look for garbage at the exit, which takes half a second.
-
-    Triton prints a line for each of its objects that is frozen.
-    """
-    gc.disable() if "triton" in sys.modules else gc.freeze()
-
-
 def folder_that_goes() -> list[str]:
     """The overrides that give a run a temporary folder, removed when this process ends."""
     folder = tempfile.mkdtemp(prefix="tilegpt-rank-")
@@ -99,19 +97,14 @@ def compose(*overrides: str) -> RunConfig:
 
 def hydra_config(*overrides: str) -> Any:
     """The config that Hydra composes from overrides, with its own node, as in a job."""
-    from hydra import compose as compose_by_hydra
-    from hydra import initialize_config_dir
-
     check_overrides(overrides)
     register()
-    with one_sentence(), initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose_by_hydra("config", list(overrides), return_hydra_config=True)
+    with one_sentence(), hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        return hydra.compose("config", list(overrides), return_hydra_config=True)
 
 
 def read_config(cfg: Any) -> RunConfig:
     """Convert the config that Hydra composed to a RunConfig. Raises ValueError with the reason."""
-    from omegaconf import OmegaConf, open_dict
-
     settings = copy.deepcopy(cfg)
     with one_sentence(), open_dict(settings):
         settings.pop("hydra", None)
@@ -121,25 +114,14 @@ def read_config(cfg: Any) -> RunConfig:
 @contextmanager
 def one_sentence() -> Iterator[None]:
     """Raises errors of Hydra, OmegaConf and YAML inside this block as a ValueError of one line."""
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
     try:
         yield
-    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
-        text = in_one_line(error)
-        if choices := getattr(error, "options", None):
-            group, _, name = error.missing_cfg_file.rpartition("/")
-            hint = did_you_mean(name, {each: each for each in choices})
-            own = " and your own my_module:BACKEND" if group == "attention" else ""
-            text = f"there is no {group}={name}; {hint}the choices are {', '.join(choices)}{own}"
-        elif error.__cause__ is not None:
-            text = f"{text}: {in_one_line(error.__cause__)}"
-        raise ValueError(text) from error
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
+        parts = [getattr(error, "override", None), error, error.__cause__]
+        raise ValueError(": ".join(in_one_line(part) for part in parts if part)) from error
 
 
-def in_one_line(error: BaseException) -> str:
+def in_one_line(error: BaseException | str) -> str:
     # after these words Hydra lists folders, and OmegaConf the types around a key
     text = re.split("Config search path|reference_type=|object_type=", str(error))[0]
     return " ".join(text.split())
@@ -154,25 +136,20 @@ def check_overrides(
     it `sweeps`, a sweep. The error names the closest key, also of `others`, the keys of a command
     that passes these overrides on.
     """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    keys, parser = ["experiment", *setting_keys(RunConfig)], OverridesParser.create()
-    for override in overrides:
-        try:
-            parsed = parser.parse_override(override)
-        except HydraException as error:
-            raise ValueError(f"{override}: {in_one_line(error)}") from None
-        key, value = parsed.key_or_group, parsed.value()
+    with one_sentence():
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    keys = ["experiment", *setting_keys(RunConfig)]
+    for override in parsed:
+        key, value = override.key_or_group, override.value()
         if key not in keys and not key.startswith(FREE):
-            raise ValueError(f"{override}: {no_key(key, [*others, *keys])}")
+            raise ValueError(f"{override.input_line}: {no_key(key, [*others, *keys])}")
         names = getattr(value, "list", [value]) if key in GROUPS else []
         no_name = any(name is None or isinstance(name, list) for name in names)
-        swept = parsed.is_sweep_override() and not sweeps
-        if key in keys and (swept or no_name or parsed.is_delete()):
+        swept = override.is_sweep_override() and not sweeps
+        if key in keys and (swept or no_name or override.is_delete()):
             raise ValueError(
-                f"{override}: a run has one {key}; for several runs write python train.py -m "
-                f"{key}=A,B"
+                f"{override.input_line}: a run has one {key}; for several runs write python "
+                f"train.py -m {key}=A,B"
             )
 
 
@@ -181,13 +158,9 @@ def no_key(key: str, keys: Sequence[str]) -> str:
     last = key.rpartition(".")[2]
     # lr is optim.lr, and so is model.learning_rate
     names = {each.rpartition(".")[2]: each for each in keys} | MEANT | {each: each for each in keys}
-    hint = did_you_mean(last if last in names else key, names)
-    return f"there is no key '{key}'; {hint or 'python train.py --cfg job shows all keys'}".strip()
-
-
-def did_you_mean(word: str, names: dict[str, str]) -> str:
-    close = difflib.get_close_matches(word, names, n=1)
-    return f"did you mean {names[close[0]]}? " if close else ""
+    close = difflib.get_close_matches(last if last in names else key, names, n=1)
+    hint = f"did you mean {names[close[0]]}?" if close else "python train.py --help lists all keys"
+    return f"there is no key '{key}'; {hint}"
 
 
 def replay_overrides(arguments: list[str]) -> list[str]:
@@ -197,23 +170,15 @@ def replay_overrides(arguments: list[str]) -> list[str]:
     ValueError with the reason.
     """
     options, overrides = options_first(arguments)
-    for option in options:
-        if option.startswith("--e"):  # argparse completes --experimental-rerun
-            raise ValueError(
-                f"{option} would write over the run that it repeats: start a new run with the "
-                "settings in its overrides.yaml"
-            )
+    if {"-sc", "--shell-completion"} & set(options):
+        return arguments
     sweep = {"-m", "--multirun"} & set(options)
     recipe = any(each.startswith(("experiment=", "hydra.mode=")) for each in overrides)
     new = [each for each in overrides if key_of(each) != "resume"]
     check_overrides(new, sweeps=bool(sweep) or recipe)
-    if sweep or recipe:  # a variant may have settings that the recipe gives none
-        variant = r"^(hydra\.sweeper\.variants\.\w+=\{)"
-        overrides = [re.sub(variant, r"++\1", each) for each in overrides]
     given = {key_of(each): each.partition("=")[2].strip("'\"") for each in overrides}
     resume = given.get("resume", "null")
     if resume == "null":
-        # argparse finds its own options before the first override or after the last one
         return [*options, *overrides]
     # empty where a variable of the shell is not set
     if not resume or sweep or os.path.isfile(f"{resume}/index.jsonl"):
@@ -247,24 +212,21 @@ def recorded_overrides(run_dir: Path) -> list[str]:
     if not os.path.isfile(path):  # pathlib raises an error for a name that is too long
         raise ValueError(f"resume={no_run(run_dir, path.name)}")
     try:
-        recorded = read_data(path, list)
+        with one_sentence():
+            recorded = read_data(path, list)
         check_overrides(recorded)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is no list of a run's settings: {in_one_line(error)}") from None
+        raise ValueError(f"{path} is no list of a run's settings: {error}") from None
     return recorded
 
 
-def options_first(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Split arguments into Hydra's own options (--config-dir DIR, ...) and the overrides."""
-    options, overrides, pending = [], [], iter(arguments)
-    for argument in pending:
-        if not argument.startswith("-"):
-            overrides.append(argument)
-            continue
-        options.append(argument)
-        if argument in VALUE_OPTIONS:
-            options += islice(pending, 1)
-    return options, overrides
+def options_first(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split arguments into Hydra's own options (--config-dir DIR, ...) and the overrides.
+
+    They may stand in any order, which Hydra itself does not allow.
+    """
+    overrides = get_args_parser().parse_intermixed_args(arguments).overrides
+    return [each for each in arguments if each not in overrides], overrides
 
 
 def key_of(override: str) -> str:
@@ -272,36 +234,28 @@ def key_of(override: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """Quote any string for Hydra, which takes a backslash literally unless a quote follows."""
-    escaped = re.sub(
-        r"(\\*)('|\Z)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), text
-    )
-    return f"'{escaped}'"
+    """Quote a string for Hydra."""
+    return "'" + text.replace("'", r"\'") + "'"
 
 
 def as_written(node: Any) -> Any:
     """Plain lists, dictionaries and values, with interpolations such as ${seq_len} as written."""
-    from omegaconf import OmegaConf
-
     return OmegaConf.to_container(node, resolve=False)
 
 
 def task_overrides() -> list[str]:
     """Every override of the job that runs now, as Hydra recorded it."""
-    from hydra.core.hydra_config import HydraConfig
-
     return as_written(HydraConfig.get().overrides.task)
 
 
-def job_overrides() -> list[str]:
-    """The overrides that repeat this job, with the folders of --config-dir and hydra.searchpath."""
-    from hydra.core.hydra_config import HydraConfig
+def in_a_sweep() -> bool:
+    """Whether the job that runs now is one of a sweep; every launcher numbers these."""
+    return not OmegaConf.is_missing(HydraConfig.get().job, "num")
 
-    sources = HydraConfig.get().runtime.config_sources
-    paths = [source.path for source in sources if "command-line" in source.provider]
-    folders = [quoted(f"file://{path}") for path in dict.fromkeys(paths) if path]
-    searched = [f"hydra.searchpath=[{','.join(folders)}]"] if folders else []
-    return [each for each in task_overrides() if key_of(each) != "resume"] + searched
+
+def job_overrides() -> list[str]:
+    """The overrides that repeat this job."""
+    return [each for each in task_overrides() if key_of(each) != "resume"]
 
 
 def cli_overrides() -> list[str]:

@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import shlex
 from collections import Counter
 from itertools import count
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import IO, Any
 from omegaconf import read_write
 
 from training.launch.command_line import as_written
-from training.record.files import LATEST, META, try_folder
+from training.record.files import try_folder
 
 LOCK = ".lock"
 # what may be there before a run: an old lock, and the file to which a launcher sends the output
@@ -33,8 +32,6 @@ def claim(folder: Path, key: str, *, goes_on: bool = False) -> IO:
     try:
         held = set(os.listdir(folder)) - BEFORE if os.path.lexists(folder) else set()
         if held and not goes_on:
-            if (folder / LATEST / META).is_file():
-                way_out = f"go on with its run by {shlex.quote(f'resume={folder}')}, or {way_out}"
             names = ", ".join(sorted(held)[:3])
             raise Taken(f"error: {key}={folder} holds other files already ({names}); {way_out}")
         try_folder(folder)
@@ -75,17 +72,11 @@ def check_names(names: list[str]) -> None:
     """Refuse folders that the jobs of a sweep cannot have, as hydra.sweep.subdir names them."""
     places = [Path(name) for name in names]
     taken = Counter(parent for place in places for parent in (place, *place.parents))
-    for name, place in zip(names, places, strict=True):
-        longest = max(len(os.fsencode(part)) for part in (*place.parts, ""))
-        if longest > 255:
-            reason = f"has a part of {longest} bytes, and a file system takes 255"
-        elif not place.parts or place.is_absolute() or ".." in place.parts:
-            reason = "is not inside the folder of the sweep"
-        elif taken[place] > 1:
-            reason = "is the folder of two jobs"
-        else:
-            continue
-        raise SystemExit(
-            f"error: hydra.sweep.subdir={name} {reason}; name it by the job, as in "
-            "${hydra.job.num}"
-        )
+    for place in places:
+        is_outside = not place.parts or place.is_absolute() or ".." in place.parts
+        is_too_long = any(len(os.fsencode(part)) > 255 for part in place.parts)
+        if is_outside or is_too_long or taken[place] > 1:
+            raise SystemExit(
+                f"error: hydra.sweep.subdir={place} must be inside the folder of the sweep, of one "
+                "job alone, and each part of at most 255 bytes, as is ${hydra.job.num}"
+            )

@@ -10,18 +10,27 @@ from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import open_dict, read_write
+
 from training.launch.command_line import (
     as_written,
     hydra_config,
+    in_a_sweep,
     read_config,
     replay_overrides,
     task_overrides,
 )
+from training.launch.folders import claim_run
 from training.launch.interrupt import Ending
-from training.loop.ranks import report
+from training.launch.settings import check_settings
+from training.loop.ranks import of_environment, report
 from training.record.clock import PHASES
 from training.record.files import Row
 from training.record.outcome import close_run, outcome_of
+from training.record.runs import read_run, summary_table
+
+log = logging.getLogger("tilegpt")
 
 Train = Callable[[Any, Path, Row], None]  # train(config, run_dir, summary)
 
@@ -34,8 +43,6 @@ def run_job(
     `began` is when the run began; None means now. A failed job does not stop the other jobs of a
     sweep.
     """
-    from hydra.core.hydra_config import HydraConfig
-
     runtime = HydraConfig.get().runtime
     run_dir = Path(runtime.output_dir)
     written, began, failure = as_written(cfg), began or time.time(), None
@@ -51,7 +58,9 @@ def run_job(
         try:
             # paths start where they were typed, also under hydra.job.chdir=true
             with chdir(runtime.cwd):
-                train(read_config(cfg), run_dir, summary)
+                config = read_config(cfg)
+                check_settings(config, summary)
+                train(config, run_dir, summary)
         except BaseException as error:
             ending.held = True
             failure = error
@@ -68,19 +77,33 @@ def run_job(
     return summary, failure
 
 
+def end_job(summary: Row) -> None:
+    """Print the table of a run that was started alone, and end its process by how it went.
+
+    Of a sweep, a signal ends all jobs, not only the one that caught it.
+    """
+    status = summary["status"]
+    stopped = status == "interrupted" or summary["stopped"]
+    if in_a_sweep():
+        if stopped:
+            raise KeyboardInterrupt
+        return
+    if status == "completed":
+        table = summary_table([read_run(Path(HydraConfig.get().runtime.output_dir))])
+        log.info(f"\n{table}")  # logged, so that train.log has it too
+    if status == "failed" or (status == "oom" and of_environment().several):
+        sys.exit(1)  # torchrun ends the other ranks too
+    if stopped:
+        sys.exit(130)
+
+
 def run_overrides(train: Train, overrides: tuple[str, ...]) -> Row:
     """Does the work of training.run(), which has made our own modules importable."""
-    from hydra.core.hydra_config import HydraConfig
-    from omegaconf import open_dict, read_write
-
-    from training.launch.folders import claim_run
-
-    for each in overrides:
-        if not isinstance(each, str) or each.startswith("-"):
-            raise ValueError(
-                f"run({each!r}): run() takes settings as text, such as 'steps=50'; options and "
-                "sweeps (-m) belong to python train.py"
-            )
+    if options := [each for each in overrides if each.startswith("-")]:
+        raise ValueError(
+            f"run({options[0]!r}): run() takes settings, such as 'steps=50'; options and sweeps "
+            "(-m) belong to python train.py"
+        )
     cfg = hydra_config(*replay_overrides(list(overrides)))
     if "MULTIRUN" in str(cfg.hydra.mode):  # a recipe asks for it
         given = shlex.join(overrides)
@@ -107,7 +130,6 @@ def run_overrides(train: Train, overrides: tuple[str, ...]) -> Row:
 @contextmanager
 def lines_shown(path: Path) -> Iterator[None]:
     """Write a run's log lines to standard output and to a file, as Hydra does for a job."""
-    log = logging.getLogger("tilegpt")
     before = log.level, log.propagate
     handlers = [logging.StreamHandler(sys.stdout), logging.FileHandler(path)]
     log.setLevel(logging.INFO)

@@ -12,7 +12,7 @@ from typing import Any
 
 from attention import get_backend
 from config import BACKEND_OPTIONS, SYNTHETIC_SOURCES, TEXT_SOURCES, RunConfig
-from training.launch.command_line import cli_overrides, key_of
+from training.launch.command_line import cli_overrides, in_a_sweep, key_of
 from training.record.loggers import check_logger
 from training.record.names import attention_names
 from training.record.starts import check_resume
@@ -43,8 +43,10 @@ def check_settings(config: RunConfig, summary: dict[str, Any]) -> None:
     Raises ValueError for those that were typed for it, for a logger that is not installed, and for
     a resume under settings that nobody asked for.
     """
-    typed = set(map(key_of, cli_overrides()))
-    left_out = settle(config, asked=set() if chosen_by_a_sweep() else typed)
+    typed = asked_keys(cli_overrides())
+    # a sweep combines settings without knowing which of them each choice reads
+    combined = in_a_sweep() or "WANDB_SWEEP_ID" in os.environ
+    left_out = settle(config, asked=() if combined else typed)
     summary["variant"] = attention_names(config.attention)[0][1]
     if left_out:
         summary["left_out"] = left_out
@@ -53,65 +55,44 @@ def check_settings(config: RunConfig, summary: dict[str, Any]) -> None:
     check_resume(config, asked=typed)
 
 
-def chosen_by_a_sweep() -> bool:
-    """Whether a sweep or `wandb agent` combined the settings, without knowing which of them each
-    choice reads.
-    """
-    from hydra.core.hydra_config import HydraConfig
-    from omegaconf import OmegaConf
-
-    # every launcher numbers the jobs of a sweep, even if it runs each as a separate command
-    swept = not OmegaConf.is_missing(HydraConfig.get().job, "num")
-    return swept or "WANDB_SWEEP_ID" in os.environ
+def asked_keys(overrides: Iterable[str]) -> set[str]:
+    """The keys that overrides set; tokenizer=gpt2 sets tokenizer.name."""
+    keys = set(map(key_of, overrides))
+    return keys | {"tokenizer.name"} if "tokenizer" in keys else keys
 
 
 def settle(config: RunConfig, *, asked: Iterable[str]) -> dict[str, str]:
     """Put the settings that this run does not read back to their defaults; returns {setting: why}.
 
-    Raises ValueError for those in `asked`, the keys that a user set.
+    Raises ValueError for those in `asked`, the keys or overrides that a user gave.
     """
-    asked, left_out = set(asked), {}
-    for key, why in conditional_settings(config).items():
-        if why is None:
-            continue
-        group, name = group_of(config, key)
-        if is_asked(key, asked):
-            raise ValueError(f"{key}={group[name]} has no effect: {why}; leave it out")
-        left_out[key] = why
-        defaults, _ = group_of(RunConfig(), key)
-        if name in defaults:
-            group[name] = defaults[name]
+    left_out, keys, defaults = unread_settings(config), asked_keys(asked), RunConfig()
+    for key, why in left_out.items():
+        group, _, name = key.rpartition(".")
+        settings = attrgetter(group)(config)
+        values = settings if isinstance(settings, dict) else vars(settings)
+        if key in keys:
+            raise ValueError(f"{key}={values[name]} has no effect: {why}; leave it out")
+        if settings is values:  # attention.options
+            del values[name]
         else:
-            del group[name]
+            values[name] = attrgetter(key)(defaults)
     return left_out
 
 
-def is_asked(key: str, asked: set[str]) -> bool:
-    """Whether the keys `asked` include this setting; tokenizer=gpt2 sets tokenizer.name."""
-    return key in asked or (key == "tokenizer.name" and "tokenizer" in asked)
-
-
-def conditional_settings(config: RunConfig) -> dict[str, str | None]:
-    """The changed settings that only some choices read: None if this run reads it, else why not."""
-    settings: dict[str, str | None] = {}
-    defaults = RunConfig()
+def unread_settings(config: RunConfig) -> dict[str, str]:
+    """The changed settings that this run does not read, each with the reason."""
+    unread, defaults = {}, RunConfig()
     for key, (decider, readers) in READ_UNDER.items():
         value_in, chosen = attrgetter(key), attrgetter(decider)(config)
-        if value_in(config) != value_in(defaults):
+        if chosen not in readers and value_in(config) != value_in(defaults):
             choice = decider.removesuffix(".name").removesuffix(".source")
             others = " or ".join(f"{choice}={reader}" for reader in readers)
-            why = f"{choice}={chosen} does not read it, {others} would"
-            settings[key] = None if chosen in readers else why
+            unread[key] = f"{choice}={chosen} does not read it, {others} would"
     options = get_backend(config.attention.name).options
     for name in config.attention.backend_options():
-        key = f"attention.{name}" if name in BACKEND_OPTIONS else f"attention.options.{name}"
-        why = f"attention={config.attention.name} has the options: {', '.join(options) or 'none'}"
-        settings[key] = None if name in options else why
-    return settings
-
-
-def group_of(config: RunConfig, key: str) -> tuple[dict[str, Any], str]:
-    """The settings of a key's group, by name and open to changes, and the key's name there."""
-    path, _, name = key.rpartition(".")
-    group = attrgetter(path)(config)
-    return group if isinstance(group, dict) else vars(group), name
+        if name not in options:
+            key = f"attention.{name}" if name in BACKEND_OPTIONS else f"attention.options.{name}"
+            own = ", ".join(options) or "none"
+            unread[key] = f"attention={config.attention.name} has the options: {own}"
+    return unread

@@ -5,7 +5,6 @@ out-of-memory runs are results and leave the exit code at 0. A failed run makes 
 """
 
 import json
-import logging
 import os
 import shlex
 import shutil
@@ -18,46 +17,33 @@ from typing import IO, Any, NoReturn
 from hydra.experimental.callback import Callback
 
 from training.launch.command_line import as_written, quoted
-from training.launch.folders import Taken, check_names, claim, claim_run
+from training.launch.folders import check_names, claim, claim_run
 from training.loop.ranks import of_environment
-from training.record.files import Row, newest_first, read_mapping, write_file, write_json
+from training.record.files import Row, newest_first, read_mapping, write_file
 from training.record.names import name_runs
-from training.record.runs import (
-    INDEX,
-    not_started,
-    planned_jobs,
-    read_run,
-    read_sweep,
-    summary_table,
-)
-
-log = logging.getLogger("tilegpt")
+from training.record.runs import INDEX, not_started, planned_jobs, read_sweep, summary_table
 
 RESULTS = ("completed", "diverged", "oom")  # what needs no second try
 
 
 class SweepSummary(Callback):
-    """Claims the folders, prints the table and sets the exit code.
+    """Claims the folders of runs and sweeps, and prints the table of a sweep.
 
-    The exit code is raised as SystemExit, because Hydra turns every ordinary exception of a
-    callback into a warning, and returns nothing from its main function.
+    It ends the program by SystemExit, because Hydra turns every ordinary exception of a callback
+    into a warning.
     """
 
     folder: Path | None = None  # of the sweep; None in a single run
-    sweep_file: IO | None = None  # they lock the folders while they are open
-    run_file: IO | None = None
+    # files that lock the folders while they are open
+    sweep_lock: IO | None = None
+    run_lock: IO | None = None
 
     def __getstate__(self) -> Row:
         # a launcher pickles the callback for its jobs; locks stay with the first process
         return {"folder": self.folder}
 
-    def release(self) -> None:
-        """Unlock the folder of the run."""
-        if self.run_file is not None:
-            self.run_file.close()
-
     def on_run_start(self, config: Any, **kwargs: Any) -> None:
-        self.run_file = claim_run(config)
+        self.run_lock = claim_run(config)
 
     def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
         if of_environment().several:
@@ -69,7 +55,7 @@ class SweepSummary(Callback):
         if not config.hydra.sweeper._target_.endswith(".CheckedSweeper"):
             # another sweeper plans its jobs as it goes
             check_names([as_written(config.hydra.sweep)["subdir"]])
-            self.sweep_file = claim(self.folder, "hydra.sweep.dir")
+            self.sweep_lock = claim(self.folder, "hydra.sweep.dir")
             (self.folder / INDEX).touch()
 
     def on_job_start(self, config: Any, **kwargs: Any) -> None:
@@ -78,39 +64,14 @@ class SweepSummary(Callback):
         folder = Path(config.hydra.runtime.output_dir)
         check_names([os.path.relpath(folder, self.folder)])
         if (folder / "metrics.jsonl").exists() and not config.resume:
-            raise Taken(f"error: hydra.sweep.subdir: {folder} is the folder of another job")
-        self.run_file = claim(folder, "hydra.sweep.subdir", goes_on=True)
+            raise SystemExit(f"error: hydra.sweep.subdir: {folder} is the folder of another job")
+        self.run_lock = claim(folder, "hydra.sweep.subdir", goes_on=True)
 
     def on_job_end(self, config: Any, job_return: Any, **kwargs: Any) -> None:
-        if self.folder is None:
-            return
-        self.release()
-        run_dir = Path(job_return.hydra_cfg.hydra.runtime.output_dir)
-        if job_return.status.name == "FAILED":  # main() raised an error
-            record_failure(run_dir, str(job_return._return_value))
-        # Ctrl-C ends the whole sweep, not only the job that caught it
-        row = read_mapping(run_dir / "summary.json")
-        if row.get("status") == "interrupted" or row.get("stopped"):
-            if self.sweep_file is not None:  # no sweeper of ours finishes it
-                finish_sweep(self.folder, 130)
-            raise KeyboardInterrupt
+        self.run_lock.close()
 
     def on_multirun_end(self, config: Any, **kwargs: Any) -> None:
-        assert self.folder is not None
         finish_sweep(self.folder)
-
-    def on_run_end(self, config: Any, job_return: Any, **kwargs: Any) -> None:
-        """Print the table of a single run and set its exit code, by what main() returned."""
-        if job_return.status.name != "COMPLETED":
-            return
-        result = job_return.return_value
-        if result.status == "completed":
-            table = summary_table([read_run(Path(config.hydra.run.dir))])
-            log.info(f"\n{table}")  # logged, so that train.log has it too
-        if result.status == "failed" or (result.status == "oom" and of_environment().several):
-            raise SystemExit(1)  # torchrun ends the other ranks too
-        if result.status == "interrupted" or result.stopped:
-            raise SystemExit(130)
 
 
 @contextmanager
@@ -125,10 +86,9 @@ def begun(folder: Path, jobs: list[Row]) -> Iterator[list[list[str]]]:
     # in other folders there may be files of the user's
     goes_on = before == [(job["dir"], job["overrides"]) for job in jobs]
     with claim(folder, "hydra.sweep.dir", goes_on=goes_on):
-        named = zip(jobs, name_runs(jobs), strict=True)
-        rows = [job | {"variant": names.variant} for job, names in named]
-        lines = [json.dumps({"job": number} | row) for number, row in enumerate(rows)]
-        write_file(folder / INDEX, "".join(f"{line}\n" for line in lines))
+        named = enumerate(zip(jobs, name_runs(jobs), strict=True))
+        rows = ({"job": n} | job | {"variant": names.variant} for n, (job, names) in named)
+        write_file(folder / INDEX, "".join(f"{json.dumps(row)}\n" for row in rows))
         left = [[*in_place, *job["overrides"]] for job in jobs if (in_place := start(folder, job))]
         if goes_on:
             print(f"{len(left)} of {len(jobs)} jobs are left", flush=True)
@@ -152,20 +112,12 @@ def start(sweep: Path, job: Row) -> list[str]:
     return own
 
 
-def record_failure(run_dir: Path, error: str) -> Row:
-    """Write the summary of a job that could not write its own; returns it."""
-    summary = read_run(run_dir) | {"status": "failed", "error": error}
-    write_json(run_dir / "summary.json", summary)
-    return summary
-
-
 def finish_sweep(folder: Path, code: int | None = None) -> NoReturn:
     """Print the table of a sweep and write it to its file; exit with `code`, or by the runs."""
-    rows = read_sweep(folder)
+    rows, missing = read_sweep(folder), not_started(folder)
     table = summary_table(rows)
     write_file(folder / "table.txt", f"{table}\n")  # first: printing may fail
     print(f"\n{table}")
-    missing = not_started(folder)
     if missing:
         print(f"{len(missing)} of {len(rows) + len(missing)} jobs not started")
     if missing or any(row["status"] not in RESULTS for row in rows):
@@ -176,7 +128,7 @@ def finish_sweep(folder: Path, code: int | None = None) -> NoReturn:
     place = shlex.quote(str(folder))
     print(f"{folder}\nreport: python -m scripts.report {place}")
     if any((folder / "wandb").glob("offline-run-*")):
-        print(f"wandb: wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*")
+        print(f"wandb: wandb sync {place}/wandb/offline-run-*")
     if (folder / "tensorboard").is_dir():
         print(f"tensorboard: tensorboard --logdir {place}/tensorboard")
     raise SystemExit(exit_code(rows) if code is None else code)
