@@ -1,13 +1,8 @@
-"""Reading tokens by position, and what makes a file on disk trustworthy: checksums and syncing.
-
-Nothing is mapped into memory. If another program truncates a mapped file, the system ends the
-process with SIGBUS. A read past the end is an OSError that names the file.
-"""
+"""Reading tokens by position, and what makes a file on disk trustworthy: checksums and syncing."""
 
 import hashlib
 import json
 import os
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,37 +10,30 @@ import numpy as np
 
 
 class TokenFile:
-    """A file of T tokens. `rows(starts, length)` reads it at every call.
-
-    The file stays open as long as the object lives, so a run can go on reading its store after
-    another process replaced it.
-    """
+    """A file of tokens. `len` is their number; `rows(starts, length)` reads some of them."""
 
     def __init__(self, path: Path, dtype: str) -> None:
         self.path, self.dtype = path, np.dtype(dtype)
-        self._descriptor = os.open(path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self._descriptor)
-        self._length = os.fstat(self._descriptor).st_size // self.dtype.itemsize
+        self._length = path.stat().st_size // self.dtype.itemsize
 
     def __len__(self) -> int:
         return self._length
 
     def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """`length` tokens from each of B starts, (B, length), read-only.
+        """`length` tokens from each of B starts, (B, length).
 
-        Raises OSError, naming the file, if it became shorter.
+        Raises OSError, naming the file, if it became shorter or is gone.
         """
-        size = length * self.dtype.itemsize
-        positions = (starts * self.dtype.itemsize).tolist()
-        # as fast as copying rows out of a mapped file; reading into the rows of an array takes
-        # 1.4 times as long
-        content = b"".join([os.pread(self._descriptor, size, each) for each in positions])
-        if len(content) < len(starts) * size:
+        # mapped anew at each call: pages of a lasting map would count as the run's memory, and
+        # reading past the end of a file that became shorter would end the process
+        try:
+            tokens = np.memmap(self.path, self.dtype, "r", shape=self._length)
+        except ValueError as error:
             raise OSError(
                 f"{self.path} became shorter than its {self._length:,} tokens while the run read "
                 "it; the next start builds it again"
-            )
-        return np.frombuffer(content, self.dtype).reshape(len(starts), length)
+            ) from error
+        return np.lib.stride_tricks.sliding_window_view(tokens, length)[starts]
 
 
 def sha256_of(path: Path) -> str:
@@ -60,11 +48,12 @@ def entry(path: Path) -> dict[str, Any]:
 
 
 def check(path: Path, written: dict[str, Any]) -> None:
-    """Raise ValueError if a file is not what was written. It is read only if its stamp changed."""
+    """Raise ValueError if a file is not what was written. It is read only if its size or time stamp
+    changed.
+    """
     found = path.stat()
-    if found.st_size != written["bytes"]:
-        raise ValueError(f"{path.name} has {found.st_size:,} bytes instead of {written['bytes']:,}")
-    if found.st_mtime_ns != written["mtime_ns"] and sha256_of(path) != written["sha256"]:
+    unchanged = found.st_size == written["bytes"] and found.st_mtime_ns == written["mtime_ns"]
+    if not unchanged and sha256_of(path) != written["sha256"]:
         raise ValueError(f"{path.name} was altered: its checksum differs")
 
 
