@@ -1,8 +1,13 @@
-"""Reading tokens by position, and what makes a file on disk trustworthy: checksums and syncing."""
+"""Reading tokens by position, and what makes a file on disk trustworthy: checksums and syncing.
+
+Nothing is mapped into memory. A mapped file counts as memory that the run takes, and if another
+program truncates it, the system ends the process. Here a read past the end is an OSError.
+"""
 
 import hashlib
 import json
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -10,30 +15,34 @@ import numpy as np
 
 
 class TokenFile:
-    """A file of tokens. `len` is their number; `rows(starts, length)` reads some of them."""
+    """A file of tokens. `len` is their number; `rows(starts, length)` reads some of them.
+
+    The file stays open as long as the object lives, so a run goes on after its store was deleted.
+    """
 
     def __init__(self, path: Path, dtype: str) -> None:
         self.path, self.dtype = path, np.dtype(dtype)
+        self._descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
         self._length = path.stat().st_size // self.dtype.itemsize
 
     def __len__(self) -> int:
         return self._length
 
     def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """`length` tokens from each of B starts, (B, length).
+        """`length` tokens from each of B starts, (B, length), read-only.
 
-        Raises OSError, naming the file, if it became shorter or is gone.
+        Raises OSError, naming the file, if it became shorter.
         """
-        # mapped anew at each call: pages of a lasting map would count as the run's memory, and
-        # reading past the end of a file that became shorter would end the process
-        try:
-            tokens = np.memmap(self.path, self.dtype, "r", shape=self._length)
-        except ValueError as error:
+        size = length * self.dtype.itemsize
+        positions = (starts * self.dtype.itemsize).tolist()
+        content = b"".join([os.pread(self._descriptor, size, each) for each in positions])
+        if len(content) < len(starts) * size:
             raise OSError(
                 f"{self.path} became shorter than its {self._length:,} tokens while the run read "
                 "it; the next start builds it again"
-            ) from error
-        return np.lib.stride_tricks.sliding_window_view(tokens, length)[starts]
+            )
+        return np.frombuffer(content, self.dtype).reshape(len(starts), length)
 
 
 def sha256_of(path: Path) -> str:

@@ -5,6 +5,7 @@ With data.documents=true, windows number their documents, and the fingerprint sa
 
 import hashlib
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -102,6 +103,20 @@ def test_a_file_that_becomes_shorter_is_named(config, size):
     os.truncate(data.train.path, size)
     with pytest.raises(OSError, match=f"{data.train.path} .*{len(data.train):,}"):
         data.train_batch(0, 400)
+
+
+def test_a_store_may_be_deleted_and_is_closed_with_the_data(config):
+    """A sweep opens its data anew for every job."""
+    free = os.dup(0)
+    os.close(free)
+    data = open_data(config)
+    before = data.train_batch(0, 4).inputs
+    shutil.rmtree(data.train.path.parent)
+    assert torch.equal(data.train_batch(0, 4).inputs, before)
+    del data
+    after = os.dup(0)
+    os.close(after)
+    assert after == free
 
 
 # documents apart

@@ -117,9 +117,3 @@ def test_recall_has_the_sizes_of_zoology():
     data = build_data(config, TokenizerConfig(), seq_len=64, seed=0)
     assert data.vocab_size == 8192
     assert {len(np.flatnonzero(row >= 0)) for row in data.val_batch(3).targets.numpy()} == {4}
-
-
-def test_scored_by_accuracy_without_a_tokenizer():
-    data = task(num_values=4)
-    assert (data.metric, data.tokenizer) == ("accuracy", None)
-    assert "25.0%" in data.description
