@@ -63,10 +63,8 @@ class Tokenizer:
         """UTF-8 bytes that these tokens stand for. The end of text counts as one byte, as it does
         for bytes as tokens, so that tokenizers compare.
         """
-        distinct, counts = np.unique(tokens, return_counts=True)
-        pieces = map(self.encoding.decode_single_token_bytes, distinct.tolist())
-        lengths = np.fromiter(map(len, pieces), np.int64)
-        return int(counts @ np.where(distinct == self.end_of_text, 1, lengths))
+        words = tokens[tokens != self.end_of_text]
+        return len(self.encoding.decode_bytes(words.tolist())) + tokens.size - words.size
 
 
 def read_ranks(file: Path) -> dict[bytes, int]:
