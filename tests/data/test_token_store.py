@@ -177,15 +177,10 @@ def flip(file, position):
     file.write_bytes(content)
 
 
-def val_is_the_head_of_train(folder):
-    size = (folder / "val.bin").stat().st_size
-    (folder / "val.bin").write_bytes((folder / "train.bin").read_bytes()[:size])
-
-
 # what is done to the store's folder, and the file that the warning must name
 DAMAGE = {
     "a-bit": (lambda folder: flip(folder / "train.bin", 1000), "train.bin"),
-    "val-is-the-head-of-train": (val_is_the_head_of_train, "val.bin"),
+    "a-bit-held-out": (lambda folder: flip(folder / "val.bin", 1000), "val.bin"),
     "truncated": (lambda folder: os.truncate(folder / "train.bin", 100), "train.bin"),
     "no-tokens": (lambda folder: (folder / "train.bin").unlink(), "train.bin"),
     "half-a-meta": (lambda folder: os.truncate(folder / "meta.json", 20), "char"),
