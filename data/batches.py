@@ -39,29 +39,32 @@ class TextData:
     def __init__(
         self, config: DataConfig, tokenizer: Tokenizer, *, seq_len: int, seed: int
     ) -> None:
-        store = open_store(config, tokenizer)
-        meta = store.meta
+        self.train, self.val, meta = open_store(config, tokenizer)
         self.tokenizer = tokenizer
         self.vocab_size = tokenizer.vocab_size
         self.seq_len = seq_len
         self.seed = seed
-        self.train, self.val = store.train, store.val
         # if neither half has a second document, there is nothing to keep apart: batches and losses
         # are the same with and without data.documents
-        apart = config.documents and max(meta["train_documents"], meta["val_documents"]) > 1
+        documents = meta["documents"]
+        apart = config.documents and max(documents.values()) > 1
         self.end_of_text = tokenizer.end_of_text if apart else None
         identity = f"{meta['corpus']} {tokenizer.fingerprint} {config.val_fraction}"
         identity += " documents" * apart
         self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
-        self.description = describe(config, meta) + ", documents kept apart" * apart
-        longest = min(len(self.train), len(self.val)) - 1
-        if seq_len > longest:
-            shorter = f"seq_len={longest} or less, " if longest > 0 else ""
+        self.description = (
+            f"{subject(config)}: "
+            f"{len(self.train):,} tokens of {documents['train']:,} documents to train on, "
+            f"{len(self.val):,} tokens of {documents['val']:,} documents held out; tokenizer "
+            f"{tokenizer.fingerprint}, corpus {meta['corpus'][:8]}"
+        )
+        self.description += ", documents kept apart" * apart
+        if seq_len >= min(len(self.train), len(self.val)):
             raise ValueError(
                 f"{subject(config)} is shorter than one sequence: seq_len={seq_len} needs "
                 f"{seq_len + 1} tokens in each half, and there are {len(self.train)} to train on "
-                f"and {len(self.val)} held out; give more text, {shorter}"
-                f"or another share than data.val_fraction={config.val_fraction}"
+                f"and {len(self.val)} held out; give more text, a smaller seq_len, or another "
+                f"share than data.val_fraction={config.val_fraction}"
             )
 
     def train_batch(self, step: int, num_sequences: int) -> Batch | PackedBatch:
@@ -93,15 +96,3 @@ def windows(rows: np.ndarray, *, end_of_text: int | None = None) -> Batch | Pack
     # the number of ends before each token, not counting the token itself
     document_ids = np.cumsum(is_end, axis=1, dtype=np.int32) - is_end
     return to_batch(inputs, targets, document_ids)
-
-
-def describe(config: DataConfig, meta: dict) -> str:
-    """The corpus, its two halves and its tokenizer in one line."""
-    train, held_out = (
-        f"{meta[f'{half}_tokens']:,} tokens of {meta[f'{half}_documents']:,} documents"
-        for half in ("train", "val")
-    )
-    return (
-        f"{subject(config)}: {train} to train on, {held_out} held out; tokenizer "
-        f"{meta['tokenizer']}, corpus {meta['corpus'][:8]}"
-    )

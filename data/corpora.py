@@ -10,13 +10,13 @@ hub           data.name=org/name on the Hugging Face hub (data.subset, data.spli
 
 import hashlib
 import json
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from config import DataConfig
-from data.hub import load_from_hub
 from data.local_files import list_files
-from data.readers import TABLES, read_rows, read_text, texts
+from data.network import answers
+from data.readers import TABLES, Row, read_rows, read_text, texts
 
 
 class Document(NamedTuple):
@@ -35,7 +35,7 @@ def subject(config: DataConfig) -> str:
     if config.source == "text":
         return f"data.path={config.path}"
     if config.source == "hub":
-        return f"data.name={config.name}"
+        return f"data.name={config.name} data.subset={config.subset} data.split={config.split}"
     return f"data={config.source}"
 
 
@@ -44,9 +44,7 @@ class Corpus:
 
     def __init__(self, config: DataConfig) -> None:
         self.config = config
-        self.is_hub = config.source == "hub"
-        if not self.is_hub:
-            self.root, self.files = list_files(config)
+        self.root, self.files = (None, []) if config.source == "hub" else list_files(config)
 
     def identity(self) -> str:
         """A hash of what is known without reading the corpus. It names the token store.
@@ -55,13 +53,9 @@ class Corpus:
         it is tokenized, the hub is not asked again, with or without a network.
         """
         config = self.config
-        # None was the number of documents: stores of earlier releases keep their names
-        parts: list[Any] = [config.source, config.field, None]
-        if self.is_hub:
-            parts += [config.name, config.subset, config.split]
-        else:
-            stats = [(str(file), file.stat()) for file in self.files]
-            parts += [str(self.root), [(name, x.st_size, x.st_mtime_ns) for name, x in stats]]
+        found = [(str(file), file.stat()) for file in self.files]
+        files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+        parts = [config.name, config.subset, config.split, config.field, files]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def documents(self) -> Iterator[Document]:
@@ -69,33 +63,41 @@ class Corpus:
 
         Raises ValueError, naming the file and the row, for what cannot be read.
         """
-        found = self._hub_documents() if self.is_hub else self._local_documents()
-        return (document for document in found if document.text)
+        return (document for document in self._read() if document.text)
 
-    def _hub_documents(self) -> Iterator[Document]:
-        table = load_from_hub(self.config)
-        try:
-            for number, text in enumerate(texts(table, self.config.field)):
-                yield Document(str(number), text)
-        except ValueError as error:
-            raise ValueError(f"{subject(self.config)}: {error}") from error
-
-    def _local_documents(self) -> Iterator[Document]:
+    def _read(self) -> Iterator[Document]:
         """One document for each text file, and one for each row of a table."""
-        field = self.config.field
-        for file in self.files:
-            path = file.relative_to(self.root).as_posix()
-            try:
-                if file.suffix.lower() not in TABLES:
+        field, place = self.config.field, subject(self.config)
+        try:
+            if self.config.source == "hub":
+                for number, text in enumerate(texts(hub_rows(self.config), field)):
+                    yield Document(str(number), text)
+            for file in self.files:
+                path = file.relative_to(self.root).as_posix()
+                place = f"{subject(self.config)}: {file}"
+                if file.suffix.lower() in TABLES:
+                    for number, text in enumerate(texts(read_rows(file, field), field)):
+                        yield Document(f"{path}:{number}", text)
+                else:
                     yield Document(path, read_text(file))
-                    continue
-                for number, text in enumerate(texts(read_rows(file, field), field)):
-                    yield Document(f"{path}:{number}", text)
-            except (OSError, ValueError) as error:
-                # a package may hold a file in an old encoding; a file of the user is never dropped
-                # silently
-                if self.config.source == "text" or not isinstance(error, UnicodeDecodeError):
-                    raise ValueError(
-                        f"{subject(self.config)}: {file}: {error}; mend it, or leave it out with a "
-                        f"glob such as '{file.parent}/*.txt'"
-                    ) from error
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ValueError(f"{place}: {error}") from error
+
+
+def hub_rows(config: DataConfig) -> Iterable[Row]:
+    """One split of a dataset; with HF_HUB_OFFLINE=1, from this machine's cache alone.
+
+    Where the hub is out of reach, `datasets` would retry for 25 seconds. So its host is tried
+    first. Raises OSError, ValueError or RuntimeError if the dataset cannot be had.
+    """
+    import datasets
+
+    hub = datasets.config.HF_ENDPOINT
+    try:
+        if not datasets.config.HF_HUB_OFFLINE and not answers(hub):
+            raise OSError(f"{hub} does not answer; HF_HUB_OFFLINE=1 reads what this machine has")
+        return datasets.load_dataset(config.name, config.subset, split=config.split)
+    except OSError as error:
+        raise OSError(
+            f"{error}; data=stdlib, data=torch_source and data=text data.path=FILE need no network"
+        ) from error

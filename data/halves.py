@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from data.corpora import Corpus, subject
+from data.corpora import Corpus, Document, subject
 from data.tokenizer import Tokenizer, token_dtype
 
 # this many are tokenized in parallel threads, because tiktoken releases the interpreter's lock
@@ -25,24 +25,21 @@ def write_halves(corpus: Corpus, tokenizer: Tokenizer, folder: Path) -> dict[str
     """Write both files; return what a store says of them. Raises ValueError for no text."""
     val_fraction = corpus.config.val_fraction
     dtype = token_dtype(tokenizer.vocab_size)
-    end_of_text = np.array([tokenizer.end_of_text], dtype).tobytes()
-    digest = hashlib.sha256()
-    paths = {half: folder / f"{half}.bin" for half in ("train", "val")}
-    documents = dict.fromkeys(paths, 0)
+    end_of_text = np.array([tokenizer.end_of_text], dtype)
+    train_file, val_file = folder / "train.bin", folder / "val.bin"
+    documents, digest = {"train": 0, "val": 0}, hashlib.sha256()
     lowest = (1.0, 0, 0)  # the training document that is next to be held out: hash, and its bytes
-    with open(paths["train"], "wb") as train_file, open(paths["val"], "wb") as val_file:
-        for path, text, tokens in tokenized_documents(corpus, tokenizer):
-            for part in (path, text):
-                digest.update(part.encode(errors="replace"))
-                digest.update(b"\0")
+    with open(train_file, "wb") as train, open(val_file, "wb") as val:
+        for (path, text), tokens in tokenized(corpus, tokenizer):
+            digest.update(f"{path}\0{text}\0".encode(errors="replace"))
             position = hash_of_path(path)
             # the first document is always trained on: every corpus needs a training half
             is_held_out = position < val_fraction and documents["train"] > 0
-            file = val_file if is_held_out else train_file
-            start = file.tell()
-            file.write(tokens.astype(dtype, copy=False))
-            file.write(end_of_text)
             documents["val" if is_held_out else "train"] += 1
+            file = val if is_held_out else train
+            start = file.tell()
+            file.write(tokens)
+            file.write(end_of_text)
             if not is_held_out:
                 lowest = min(lowest, (position, start, file.tell()))
     if not documents["train"]:
@@ -52,36 +49,26 @@ def write_halves(corpus: Corpus, tokenizer: Tokenizer, folder: Path) -> dict[str
         )
     # a corpus so small that no hash is below val_fraction
     if not documents["val"]:
-        tokens = np.fromfile(paths["train"], dtype)
+        tokens = np.fromfile(train_file, dtype)
         start, stop = (place // dtype.itemsize for place in lowest[1:])
         if documents["train"] == 1:
             start = stop - max(1, round(stop * val_fraction))
-        tokens[start:stop].tofile(paths["val"])
-        np.delete(tokens, slice(start, stop)).tofile(paths["train"])
+        tokens[start:stop].tofile(val_file)
+        np.delete(tokens, slice(start, stop)).tofile(train_file)
         documents = {"train": max(1, documents["train"] - 1), "val": 1}
-    return {
-        "corpus": digest.hexdigest(),
-        "tokenizer": tokenizer.fingerprint,
-        "dtype": dtype.name,
-        **{f"{half}_tokens": paths[half].stat().st_size // dtype.itemsize for half in paths},
-        **{f"{half}_documents": count for half, count in documents.items()},
-    }
+    return {"corpus": digest.hexdigest(), "dtype": dtype.name, "documents": documents}
 
 
-def tokenized_documents(
-    corpus: Corpus, tokenizer: Tokenizer
-) -> Iterator[tuple[str, str, np.ndarray]]:
-    """(path, text, tokens) of every document. On a terminal it shows a progress bar."""
+def tokenized(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[tuple[Document, np.ndarray]]:
+    """Every document and its tokens. On a terminal it shows a progress bar."""
     from tqdm import tqdm
 
     description = f"tokenizing {corpus.config.source}"
-    documents = tqdm(corpus.documents(), desc=description, unit=" documents", disable=None)
-    with ThreadPoolExecutor() as threads, documents:
-        stream = iter(documents)
+    stream = iter(tqdm(corpus.documents(), description, unit=" documents", disable=None))
+    with ThreadPoolExecutor() as threads:
         while some := list(itertools.islice(stream, DOCUMENTS_AT_ONCE)):
-            tokens = threads.map(tokenizer.encode, (document.text for document in some))
-            for document, encoded in zip(some, tokens, strict=True):
-                yield *document, encoded
+            texts = (document.text for document in some)
+            yield from zip(some, threads.map(tokenizer.encode, texts), strict=True)
 
 
 def hash_of_path(path: str) -> float:

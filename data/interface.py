@@ -76,7 +76,7 @@ def to_batch(
     """Tensors from (B, N) integer arrays; document_ids are int32."""
     import torch
 
-    batch = Batch(*(torch.from_numpy(x.astype(np.int64)) for x in (inputs, targets)))
+    tensors = [torch.from_numpy(x.astype(np.int64)) for x in (inputs, targets)]
     if document_ids is None:
-        return batch
-    return PackedBatch(*batch, torch.from_numpy(document_ids))
+        return Batch(*tensors)
+    return PackedBatch(*tensors, torch.from_numpy(document_ids))

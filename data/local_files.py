@@ -85,11 +85,7 @@ def folders_under(top: Path, left_out: Container[str]) -> Iterator[Path]:
             continue
         seen.add(identity(folder))
         yield folder
-        try:
-            children = sorted(folder.iterdir())
-        except OSError as error:
-            raise ValueError(f"the folder {folder} cannot be read ({error.strerror})") from error
-        for child in children:
+        for child in sorted(folder.iterdir()):
             if child.name not in left_out and not child.name.startswith("."):
                 add = waiting.append if child.is_symlink() else waiting.appendleft
                 add(child)

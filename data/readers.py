@@ -1,7 +1,7 @@
 """How files are read: as one text, or as a table with a document in each row.
 
     .jsonl .ndjson .jsonlines .json     objects, one a line, or one array of them
-    .csv .tsv                           with the names of the columns in the first row
+    .csv .tsv                           with the names of the columns in the first line
     .parquet
     anything else                       UTF-8 text
 
@@ -13,7 +13,7 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 Row = dict[str, Any]
 
@@ -44,10 +44,8 @@ def read_rows(file: Path, field: str) -> Iterator[Row]:
         with open(file, "rb") as lines:
             yield from json_rows(lines)
     else:
-        csv.field_size_limit(2**31 - 1)  # its default is 128 KiB
         with open(file, encoding="utf-8-sig", newline="") as lines:
-            delimiter = "\t" if kind == ".tsv" else ","
-            yield from csv_rows(csv.reader(lines, delimiter=delimiter, strict=True))
+            yield from csv_rows(lines, delimiter="\t" if kind == ".tsv" else ",")
 
 
 def json_rows(lines: BinaryIO) -> Iterator[Row]:
@@ -59,18 +57,21 @@ def json_rows(lines: BinaryIO) -> Iterator[Row]:
         yield from map(json.loads, itertools.chain([first], filled))
 
 
-def csv_rows(lines: Iterable[list[str]]) -> Iterator[Row]:
-    """The rows under the first one, which names the columns. Raises csv.Error for a row with more
-    or fewer cells: an unquoted comma would cut a text off.
+def csv_rows(lines: TextIO, delimiter: str) -> Iterator[Row]:
+    """Raises csv.Error for a row with more or fewer cells than there are columns: an unquoted comma
+    would cut a text off.
     """
-    filled = (cells for cells in lines if cells)
-    names = next(filled, [])
+    csv.field_size_limit(2**31 - 1)  # its default is 128 KiB
+    filled = itertools.dropwhile(str.isspace, lines)
+    rows = csv.DictReader(filled, delimiter=delimiter, strict=True)
+    names = rows.fieldnames or []
     if len(set(names)) < len(names):
         raise csv.Error(f"two columns have one name: {', '.join(names)}")
-    for cells in filled:
-        if len(cells) != len(names):
-            raise csv.Error(f"{len(cells)} cells under {len(names)} columns")
-        yield dict(zip(names, cells, strict=True))
+    for row in rows:
+        # DictReader puts None where a name or a cell is missing
+        if None in row or None in row.values():
+            raise csv.Error(f"it has more or fewer cells than the {len(names)} columns")
+        yield row
 
 
 def texts(rows: Iterable[Row], field: str) -> Iterator[str]:
@@ -79,23 +80,18 @@ def texts(rows: Iterable[Row], field: str) -> Iterator[str]:
     Raises ValueError, naming the row by its number from 0, for a row that cannot be read, lacks the
     column or holds no text in it.
     """
-    remaining = iter(rows)
-    for number in itertools.count():
-        row = {}
-        try:
-            row = next(remaining, None)
-            if row is None:
-                return
-            text = row[field] or ""
-            text.encode()  # half of a surrogate pair, as JSON can hold it, is no text
-        except KeyError as error:
-            raise ValueError(
-                f"row {number} has no data.field={field}; there are: {', '.join(row or ())}"
-            ) from error
-        # TypeError and AttributeError: the row is no object, or the field no text
-        except (OSError, ValueError, RecursionError, TypeError, AttributeError, csv.Error) as error:
-            reason = str(error).partition("\n")[0]
-            raise ValueError(
-                f"row {number} of data.field={field} cannot be read ({reason})"
-            ) from error
-        yield text
+    number = 0
+    try:
+        for row in rows:
+            yield text_of(row, field)
+            number += 1
+    except Exception as error:  # a row can hold anything, and so fail in many ways
+        raise ValueError(f"row {number} cannot be read as data.field={field}: {error}") from error
+
+
+def text_of(row: Row, field: str) -> str:
+    if field not in row:
+        raise ValueError(f"there is no such column in it, but: {', '.join(row)}")
+    text = row[field] or ""
+    text.encode()  # half of a surrogate pair, as JSON can hold it, is no text
+    return text

@@ -1,15 +1,16 @@
 """A corpus as tokens on disk: written once, then read by every run.
 
     <cache>/stdlib-1f0c.../  train.bin  val.bin     the two halves (halves.py)
-                             meta.json              counts, hashes; size, time and SHA-256 of both
+                             meta.json              documents of each half, hash of the corpus;
+                                                    size, time and SHA-256 of both files
 
 The folder is named by what it is built from, so a store is found without reading the corpus. A file
 whose size or time stamp changed is read and compared with its checksum. A store that is not whole
 is built again, with a warning that says what was wrong.
 
-A store is written to a temporary folder, synced to disk and renamed. So a killed build is never
-taken for a store; its stdlib-1f0c....unfinished-... may be deleted. If two processes build the same
-store, both write the same bytes. Nothing else in the cache folder is touched.
+The files are written to a temporary folder, synced to disk and renamed, meta.json last. So a killed
+build is never taken for a store; its stdlib-1f0c....unfinished-... may be deleted. If two processes
+build the same store, both write the same bytes. Nothing else in the cache folder is touched.
 """
 
 import hashlib
@@ -28,13 +29,9 @@ from data.tokenizer import Tokenizer
 
 log = logging.getLogger("tilegpt")
 
-LAYOUT = 2  # raise it when the files change their meaning, so that older stores are not found
+LAYOUT = 3  # raise it when the files change their meaning, so that older stores are not found
 FILES = ("train.bin", "val.bin")
 META = "meta.json"
-
-
-class DamagedStore(ValueError):
-    """A store that cannot be used, and why, in one line."""
 
 
 class TokenStore(NamedTuple):
@@ -54,11 +51,12 @@ def open_store(config: DataConfig, tokenizer: Tokenizer) -> TokenStore:
     built_from = [LAYOUT, corpus.identity(), tokenizer.fingerprint, config.val_fraction]
     name = hashlib.sha256(json.dumps(built_from).encode()).hexdigest()[:16]
     folder = cache_folder() / f"{config.source}-{name}"
-    if os.path.exists(folder):  # unlike Path.exists(), it is False where the system cannot tell
+    if os.path.exists(folder / META):  # Path.exists() raises an error where it cannot tell
         try:
             return load(folder)
-        except DamagedStore as damage:
-            log.warning(f"{damage}; it is built again")
+        # another OSError, such as too many open files, says nothing about the store
+        except (FileNotFoundError, ValueError) as damage:
+            log.warning(f"the token store {folder} is damaged: {damage}; it is built again")
     try:
         build(corpus, tokenizer, folder)
     # an error in reading the corpus is a ValueError already, so this one came from writing
@@ -71,18 +69,14 @@ def open_store(config: DataConfig, tokenizer: Tokenizer) -> TokenStore:
 
 
 def load(folder: Path) -> TokenStore:
-    """The store in that folder. Raises DamagedStore if it is not whole."""
-    try:
-        meta = json.loads((folder / META).read_bytes())
-        if meta.get("sha256") != meta_checksum(meta):
-            raise ValueError(f"{META} was altered")
-        for name in FILES:
-            check(folder / name, meta["files"][name])
-        train, val = (TokenFile(folder / name, meta["dtype"]) for name in FILES)
-        return TokenStore(train, val, meta)
-    # another OSError, such as too many open files, says nothing about the store
-    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError) as error:
-        raise DamagedStore(f"the token store {folder} is damaged: {error}") from error
+    """The store in that folder. Raises ValueError or FileNotFoundError if it is not whole."""
+    meta = json.loads((folder / META).read_bytes())
+    if meta.get("sha256") != meta_checksum(meta):
+        raise ValueError(f"{META} was altered")
+    for name in FILES:
+        check(folder / name, meta["files"][name])
+    train, val = (TokenFile(folder / name, meta["dtype"]) for name in FILES)
+    return TokenStore(train, val, meta)
 
 
 def build(corpus: Corpus, tokenizer: Tokenizer, folder: Path) -> None:
@@ -90,17 +84,13 @@ def build(corpus: Corpus, tokenizer: Tokenizer, folder: Path) -> None:
     cache = folder.parent
     cache.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f"{folder.name}.unfinished-", dir=cache) as temporary:
-        unfinished = Path(temporary, folder.name)
-        unfinished.mkdir()
+        unfinished = Path(temporary)
         meta = write_halves(corpus, tokenizer, unfinished)
         meta["files"] = {name: entry(unfinished / name) for name in FILES}
         meta["sha256"] = meta_checksum(meta)
         (unfinished / META).write_text(json.dumps(meta, indent=1))
-        for path in (*unfinished.iterdir(), unfinished):
-            sync(path)
-        try:
-            unfinished.rename(folder)
-        except OSError:  # a damaged store is there, or that of a faster process
-            for name in (*FILES, META):
-                (unfinished / name).replace(folder / name)
-        sync(cache)
+        for file in unfinished.iterdir():
+            sync(file)
+        folder.mkdir(exist_ok=True)
+        for name in (*FILES, META):
+            (unfinished / name).replace(folder / name)

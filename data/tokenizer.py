@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from data.network import answers
-
 if TYPE_CHECKING:
     import tiktoken
 
@@ -65,10 +63,8 @@ class Tokenizer:
         """UTF-8 bytes that these tokens stand for. The end of text counts as one byte, as it does
         for bytes as tokens, so that tokenizers compare.
         """
-        distinct, counts = np.unique(tokens, return_counts=True)
-        pieces = map(self.encoding.decode_single_token_bytes, distinct.tolist())
-        lengths = np.fromiter(map(len, pieces), np.int64)
-        return int(counts @ np.where(distinct == self.end_of_text, 1, lengths))
+        words = tokens[tokens != self.end_of_text]
+        return len(self.encoding.decode_bytes(words.tolist())) + tokens.size - words.size
 
 
 def read_ranks(file: Path) -> dict[bytes, int]:
@@ -76,14 +72,8 @@ def read_ranks(file: Path) -> dict[bytes, int]:
 
     tiktoken's own reader caches by file name, and returns the old content after the file changed.
     """
-    try:
-        pairs = map(bytes.split, file.read_bytes().splitlines())
-        return {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"the vocabulary {file} cannot be read ({error}); restore it from the repository, or "
-            "learn another with python -m scripts.train_bpe"
-        ) from error
+    pairs = map(bytes.split, file.read_bytes().splitlines())
+    return {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
 
 
 def own(name: str, pattern: str, ranks: dict[bytes, int], fingerprint: str) -> Tokenizer:
@@ -113,17 +103,9 @@ def bpe(ranks_file: Path = RANKS_FILE) -> Tokenizer:
 
 def gpt2() -> Tokenizer:
     """GPT-2's vocabulary, from tiktoken's cache or from its server."""
-    import tiktoken.load
-
-    download = tiktoken.load.read_file  # called for what is not cached; it has no timeout
-
-    def ask_first(url: str) -> bytes:
-        if not answers(url):
-            raise OSError("it is not on this machine and its server does not answer")
-        return download(url)
+    import tiktoken
 
     try:
-        tiktoken.load.read_file = ask_first
         return Tokenizer(tiktoken.get_encoding("gpt2"), "gpt2")
     except (OSError, ValueError) as error:
         raise ValueError(
@@ -131,8 +113,6 @@ def gpt2() -> Tokenizer:
             "tokenizer=byte, which need no network, or set TIKTOKEN_CACHE_DIR to a folder in "
             "which tiktoken has already stored it"
         ) from error
-    finally:
-        tiktoken.load.read_file = download
 
 
 BUILDERS = {"byte": byte, "bpe": bpe, "gpt2": gpt2}

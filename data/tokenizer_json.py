@@ -10,15 +10,10 @@ from typing import Any
 
 from data.tokenizer import END_OF_TEXT, Tokenizer
 
-# in these files a byte that is not a visible Latin-1 character is a character from U+0100 on, as in
+# in these files a byte is a Latin-1 character if that is visible, else one from U+0100 on, as in
 # GPT-2 (Radford et al. 2019): " the\n" is "ĠtheĊ"
-VISIBLE = (*range(33, 127), *range(161, 173), *range(174, 256))
-HIDDEN = [byte for byte in range(256) if byte not in VISIBLE]
-CHARACTERS = [chr(256 + HIDDEN.index(byte) if byte in HIDDEN else byte) for byte in range(256)]
-
-
-def as_characters(token: bytes) -> str:
-    return "".join(CHARACTERS[byte] for byte in token)
+HIDDEN = (*range(33), *range(127, 161), 173)
+SHOWN = {byte: 256 + number for number, byte in enumerate(HIDDEN)}
 
 
 def has_vocabulary(content: dict[str, Any], tokenizer: Tokenizer) -> bool:
@@ -26,7 +21,8 @@ def has_vocabulary(content: dict[str, Any], tokenizer: Tokenizer) -> bool:
 
     A vocabulary lists its tokens in the order of its merges, so equal ones split a word equally.
     """
-    ours = {as_characters(x): rank for x, rank in tokenizer.encoding._mergeable_ranks.items()}
+    ranks = tokenizer.encoding._mergeable_ranks.items()
+    ours = {token.decode("latin-1").translate(SHOWN): rank for token, rank in ranks}
     try:
         is_whole = ours.items() <= content["model"]["vocab"].items()
     except (KeyError, TypeError, AttributeError):

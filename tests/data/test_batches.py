@@ -1,76 +1,68 @@
-"""Windows of text: right tokens, functions of (seed, step), a held-out half that never moves."""
+"""Windows of text: right tokens, functions of (seed, step), a held-out half that never moves.
+
+With data.documents=true, windows number their documents, and the fingerprint says so.
+"""
 
 import hashlib
 import os
+import shutil
 
 import numpy as np
 import pytest
+import torch
 
 from config import TokenizerConfig
-from data import build_data
+from data import Batch, PackedBatch, build_data
 from data.batches import windows
 from data.token_file import TokenFile
 
+END = 9
 # of this page's corpus, on the first version
 GOLDEN = ["33c5158dd910a375", "439b183ec41eb8a5", "d3986d9f342699b2"]
 
 
-def open_data(config, *, seed=0, seq_len=32, tokenizer="byte"):
+def open_data(config, *, seed=0, seq_len=32, tokenizer="byte", documents=False):
+    config.documents = documents
     return build_data(config, TokenizerConfig(tokenizer), seq_len=seq_len, seed=seed)
 
 
-def test_targets_are_the_next_tokens():
-    batch = windows(np.array([[3, 4, 5, 6, 7], [50, 51, 52, 53, 54]], dtype=np.uint16))
-    assert batch.inputs.tolist() == [[3, 4, 5, 6], [50, 51, 52, 53]]
-    assert batch.targets.tolist() == [[4, 5, 6, 7], [51, 52, 53, 54]]
+def token_file(path, count):
+    np.arange(count, dtype=np.uint16).tofile(path)
+    return TokenFile(path, "uint16")
 
 
-def token_file(path, tokens):
-    tokens.tofile(path)
-    return TokenFile(path, tokens.dtype.name)
-
-
-def test_training_windows_reach_both_ends(config, tmp_path):
+def test_windows_reach_both_ends_and_targets_are_the_next_tokens(config, tmp_path):
     data = open_data(config, seq_len=32)
-    data.train = token_file(tmp_path / "train.bin", np.arange(35, dtype=np.uint16))
-    firsts = {int(first) for step in range(50) for first in data.train_batch(step, 4).inputs[:, 0]}
-    assert firsts == {0, 1, 2}
+    data.train = token_file(tmp_path / "train.bin", 35)
+    batches = [data.train_batch(step, 4) for step in range(50)]
+    assert {int(first) for batch in batches for first in batch.inputs[:, 0]} == {0, 1, 2}
+    assert all(torch.equal(batch.targets, batch.inputs + 1) for batch in batches)
 
 
 def test_held_out_windows_are_spread_evenly(config, tmp_path):
     data = open_data(config, seq_len=10)
-    data.val = token_file(tmp_path / "val.bin", np.arange(101, dtype=np.uint16))
+    data.val = token_file(tmp_path / "val.bin", 101)
     assert data.val_batch(1).inputs[:, 0].tolist() == [0]
     assert data.val_batch(4).inputs[:, 0].tolist() == [0, 30, 60, 90]
     assert data.val_batch(4).targets[-1, -1] == 100
 
 
-def test_description_names_the_corpus(config):
-    data = open_data(config)
-    assert f"data.path={config.path}" in data.description and "\n" not in data.description
-
-
-def test_files_are_closed_with_the_data(config):
-    """A sweep opens its data anew for every job."""
-    free = os.dup(0)
-    os.close(free)
-    for _ in range(3):
-        open_data(config)
-    after = os.dup(0)
-    os.close(after)
-    assert after == free
-
-
-def test_fingerprint_changes_with_corpus_tokenizer_and_share_alone(config, tmp_path):
+def test_the_fingerprint_changes_with_what_a_loss_depends_on(config, tmp_path):
     fingerprint = open_data(config).fingerprint
     assert fingerprint == open_data(config, seed=3, seq_len=16).fingerprint
-    others = {open_data(config, tokenizer="bpe").fingerprint}
+    others = [open_data(config, tokenizer="bpe"), open_data(config, documents=True)]
     config.val_fraction = 0.3
-    others.add(open_data(config).fingerprint)
+    others.append(open_data(config))
     config.val_fraction = 0.2
     (tmp_path / "corpus" / "07.txt").write_text("changed")
-    others.add(open_data(config).fingerprint)
-    assert len(others | {fingerprint}) == 4
+    others.append(open_data(config))
+    assert len({fingerprint, *(data.fingerprint for data in others)}) == 5
+
+
+def test_the_description_names_corpus_and_documents(config):
+    together, apart = (open_data(config, documents=each).description for each in (False, True))
+    assert f"data.path={config.path}" in together and "\n" not in together
+    assert apart.startswith(together) and "apart" in apart
 
 
 @pytest.mark.parametrize("short_half", ["train", "val"])
@@ -81,9 +73,12 @@ def test_shorter_than_one_sequence(config, short_half):
     assert open_data(config, seq_len=longest).train_batch(0, 2).inputs.shape == (2, longest)
     with pytest.raises(ValueError) as refused:
         open_data(config, seq_len=longest + 1)
-    words = (f"data.path={config.path}", f"seq_len={longest}", f"seq_len={longest + 1}")
-    for named in (*words, f"data.val_fraction={config.val_fraction}"):
-        assert named in str(refused.value)
+    for named in (
+        f"path={config.path}",
+        f"seq_len={longest + 1}",
+        f"fraction={config.val_fraction}",
+    ):
+        assert f"{named} " in f"{refused.value} "
 
 
 def golden(config, **settings):
@@ -97,20 +92,58 @@ def golden(config, **settings):
 
 def test_batches_are_those_of_every_version(config):
     """If a step read other tokens, no earlier run could be repeated."""
-    found = [golden(config, seed=7), golden(config, seed=7, tokenizer="bpe", seq_len=9)]
-    config.documents = True
-    assert [*found, golden(config, seed=7)] == GOLDEN
+    settings = ({}, {"tokenizer": "bpe", "seq_len": 9}, {"documents": True})
+    assert [golden(config, seed=7, **each) for each in settings] == GOLDEN
 
 
-@pytest.mark.parametrize(
-    "half, read",
-    [("train", lambda data: data.train_batch(0, 400)), ("val", lambda data: data.val_batch(9))],
-)
-def test_a_file_that_becomes_shorter_is_named(config, half, read):
-    """A regression test: mapped into memory, it ended the process with SIGBUS."""
+@pytest.mark.parametrize("size", [0, 101, 1000])
+def test_a_file_that_becomes_shorter_is_named(config, size):
+    """A regression test: SIGBUS ended the process."""
     data = open_data(config)
-    tokens = getattr(data, half)
-    assert tokens.path.name == f"{half}.bin"
-    os.truncate(tokens.path, tokens.path.stat().st_size // 2)
-    with pytest.raises(OSError, match=f"{tokens.path} .*{len(tokens):,}"):
-        read(data)
+    os.truncate(data.train.path, size)
+    with pytest.raises(OSError, match=f"{data.train.path} .*{len(data.train):,}"):
+        data.train_batch(0, 400)
+
+
+def test_a_store_may_be_deleted_and_is_closed_with_the_data(config):
+    """A sweep opens its data anew for every job."""
+    free = os.dup(0)
+    os.close(free)
+    data = open_data(config)
+    before = data.train_batch(0, 4).inputs
+    shutil.rmtree(data.train.path.parent)
+    assert torch.equal(data.train_batch(0, 4).inputs, before)
+    del data
+    after = os.dup(0)
+    os.close(after)
+    assert after == free
+
+
+# documents apart
+
+
+def test_documents_by_hand():
+    """An end belongs to the document it ends, even twice in a row, as first token or as last."""
+    tokens = np.array([1, 2, END, 3, END, END, 4, 5, END], dtype=np.uint16)
+    batch = windows(np.stack([tokens[:7], tokens[2:]]), end_of_text=END)
+    assert batch.inputs.tolist() == [[1, 2, END, 3, END, END], [END, 3, END, END, 4, 5]]
+    assert batch.document_ids.tolist() == [[0, 0, 0, 1, 1, 2], [0, 1, 1, 2, 3, 3]]
+    assert batch.targets.tolist() == [[2, END, 3, END, END, 4], [3, END, END, 4, 5, END]]
+
+
+def test_tokens_and_targets_are_those_of_documents_together(config):
+    apart = open_data(config, documents=True).train_batch(3, 64)
+    together = open_data(config).train_batch(3, 64)
+    assert isinstance(together, Batch) and all(map(torch.equal, together, apart[:2]))
+    assert isinstance(apart, PackedBatch) and (apart.document_ids > 0).any()
+    assert [x.dtype for x in apart] == [torch.int64, torch.int64, torch.int32]
+    assert all(x.shape == (64, 32) and x.is_contiguous() for x in apart)
+
+
+def test_a_single_document_is_the_same_either_way(config):
+    """Its end is a target but never an input: there is nothing to keep apart."""
+    config.path += "/59.txt"
+    apart, together = (open_data(config, documents=each) for each in (True, False))
+    assert (apart.fingerprint, apart.description) == (together.fingerprint, together.description)
+    for read in (lambda data: data.train_batch(0, 8), lambda data: data.val_batch(8)):
+        assert all(map(torch.equal, read(apart), read(together)))
