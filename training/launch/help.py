@@ -22,9 +22,11 @@ def explained_keys(*, _root_: Any) -> str:
     for prefix, schema in ({"": RunConfig} | groups).items():
         lines = [inspect.getdoc(schema).partition("\n\n")[0]]
         for comment, name in FIELD.findall(inspect.getsource(schema)):
-            value = as_typed(OmegaConf.select(_root_, f"{prefix}{name}"))
+            value = OmegaConf.select(_root_, f"{prefix}{name}")
+            if OmegaConf.is_config(value):
+                value = OmegaConf.to_container(value)
             sentence = " ".join(re.findall("# (.*)", comment))
-            indent = f"  {f'{prefix}{name}={value}':32} "
+            indent = f"  {f'{prefix}{name}={as_typed(value)}':32} "
             lines.append(fill(sentence, 100, initial_indent=indent, subsequent_indent=" " * 35))
         paragraphs.append("\n".join(lines))
     # Hydra takes a dollar sign for one of its variables
