@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from data.network import answers
+
 if TYPE_CHECKING:
     import tiktoken
 
@@ -103,9 +105,17 @@ def bpe(ranks_file: Path = RANKS_FILE) -> Tokenizer:
 
 def gpt2() -> Tokenizer:
     """GPT-2's vocabulary, from tiktoken's cache or from its server."""
-    import tiktoken
+    import tiktoken.load
+
+    download = tiktoken.load.read_file  # called for what is not cached; it has no timeout
+
+    def ask_first(url: str) -> bytes:
+        if not answers(url):
+            raise OSError("it is not on this machine and its server does not answer")
+        return download(url)
 
     try:
+        tiktoken.load.read_file = ask_first
         return Tokenizer(tiktoken.get_encoding("gpt2"), "gpt2")
     except (OSError, ValueError) as error:
         raise ValueError(
@@ -113,6 +123,8 @@ def gpt2() -> Tokenizer:
             "tokenizer=byte, which need no network, or set TIKTOKEN_CACHE_DIR to a folder in "
             "which tiktoken has already stored it"
         ) from error
+    finally:
+        tiktoken.load.read_file = download
 
 
 BUILDERS = {"byte": byte, "bpe": bpe, "gpt2": gpt2}

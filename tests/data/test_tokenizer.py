@@ -5,8 +5,8 @@ import socket
 
 import numpy as np
 import pytest
-import requests
 import tiktoken
+import tiktoken.load
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -129,16 +129,31 @@ def test_a_broken_vocabulary_is_refused(tmp_path, lines):
         bpe(tmp_path / "ranks")
 
 
-def test_gpt2_without_a_network(tmp_path, monkeypatch):
-    """tiktoken's cache is enough; without it, the way out is named."""
+def test_gpt2_in_the_cache_is_used_without_asking_the_network(monkeypatch):
     monkeypatch.setattr(socket, "create_connection", lambda *_, **__: pytest.fail("it was asked"))
-    monkeypatch.setattr(requests, "get", raising(requests.ConnectionError("unreachable")))
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: {"gpt2": BPE.encoding}[name])
+    assert build_tokenizer(TokenizerConfig("gpt2")).vocab_size == BPE.vocab_size
+
+
+@pytest.mark.parametrize("answers", [False, True], ids=["silent", "breaks-off"])
+def test_a_failed_download_names_the_way_out(tmp_path, monkeypatch, answers):
+    def connect(*_, **__):
+        if not answers:
+            raise OSError("network unreachable")
+        return socket.socket()
+
+    def download(url):
+        assert answers
+        raise OSError("connection reset")
+
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.delitem(tiktoken.registry.ENCODINGS, "gpt2", raising=False)
-    with pytest.raises(ValueError, match="tokenizer=gpt2.*unreachable.*tokenizer=bpe"):
+    monkeypatch.setattr(socket, "create_connection", connect)
+    monkeypatch.setattr(tiktoken.load, "read_file", download)
+    reason = "connection reset" if answers else "server does not answer"
+    with pytest.raises(ValueError, match=f"{reason}.*tokenizer=bpe"):
         build_tokenizer(TokenizerConfig("gpt2"))
-    monkeypatch.setitem(tiktoken.registry.ENCODINGS, "gpt2", BPE.encoding)
-    assert build_tokenizer(TokenizerConfig("gpt2")).vocab_size == BPE.vocab_size
+    assert tiktoken.load.read_file is download
 
 
 def raising(error):
