@@ -273,6 +273,24 @@ def test_not_causal_is_told_by_the_leak():
     assert red(user_backends.NOT_CAUSAL, *leaks, "rows sum to one") == leaks
 
 
+@pytest.mark.parametrize("row", [15, 31, 33, -2])
+def test_a_leak_at_one_place_is_red(row):
+    """A regression test: green where a single query saw one key too many, at a border of tiles or
+    at the end.
+    """
+
+    def leaks(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> AttentionOutput:
+        seen = torch.ones(q.shape[2], k.shape[2]).tril().bool()
+        if seen.shape[0] > 40:
+            seen[row, row + 1] = True
+        return AttentionOutput((q @ k.mT * scale).masked_fill(~seen, -torch.inf).softmax(-1) @ v)
+
+    found = column(Backend("leaks", leaks), "no leak (outputs)", "no leak (gradients)")
+    assert found["no leak (outputs)"] == "red"
+    # gradients are looked at where borders of tiles may be, and at the end
+    assert found["no leak (gradients)"] == ("green" if row == 33 else "red")
+
+
 def test_a_backend_that_raises_is_red_with_its_words():
     asked = [cell for cell in verify_backend(user_backends.RAISES) if cell.status != "n/a"]
     assert len(asked) > 10

@@ -18,19 +18,10 @@ from torch import Tensor
 
 from attention import AttentionOutput, Backend, attention
 from conformance.cases import SHORT, distance
-from conformance.dialects import (
-    DIALECTS,
-    LAYOUTS,
-    LSE_LAYOUTS,
-    MASKS,
-    WINDOWS,
-    Adapter,
-    Dialect,
-    fitted,
-    load,
-    parameters,
-)
 from conformance.errors import in_one_line
+from conformance.outside.adapter import Adapter
+from conformance.outside.dialect import BOUNDS, LAYOUTS, LSE_LAYOUTS, MASKS, WINDOWS, Dialect
+from conformance.outside.dialects import DIALECTS, fitted, load, parameters
 
 NAMES = {
     "causal": ("causal", "is_causal"),
@@ -174,7 +165,7 @@ def hypotheses(trial: Trial) -> Iterator[Dialect]:
     choices = (
         [*causal, "always", "never"],
         [*trial.names("scale"), ""],
-        [layout for layout in LAYOUTS if layout != "THD" or "cu_seqlens_q" in known],
+        [layout for layout in LAYOUTS if layout != "THD" or {*BOUNDS} <= {*known}],
         ["", "BHND", "BNHD"],
         ["out", "out,_", "_,out"],
     )
@@ -385,7 +376,5 @@ def relevant(dialect: Dialect) -> dict[str, Any]:
             fields |= dict.fromkeys(keys)
     if dialect.causal in ("always", "never"):
         fields["corner"] = None
-    if not dialect.packed:
-        fields["bounds"] = None
     del fields["value_dim"]  # no step probes it
     return fields

@@ -51,20 +51,19 @@ def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.It
         return
     import torch
 
-    from conformance.backend_under_test import Subject
     from conformance.cases import SHORT
-    from conformance.command import Options, parse_dialect, properties_of, set_up
-    from conformance.dialects import target
+    from conformance.outside.command import Options, named
+    from conformance.outside.properties import properties_of
+    from conformance.verification import set_up
 
     options = Options()
     set_up(torch.device(options.device))
     try:
-        words = session.config.option.dialect.split()
-        found = target(text, *parse_dialect(words))
+        found = named(text, session.config.option.dialect)
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
     for dtype in options.dtypes:
-        subject = Subject(found.backend, options.device, dtype, options.cases, options.seed)
-        for name, check in properties_of(subject).items():
+        subject = found.subject(options.device, dtype, options.cases, options.seed)
+        for name, check in properties_of(found.backend).items():
             each = {"name": f"{name}[{SHORT[dtype]}]", "property": name, "check": check}
             items.append(PropertyItem.from_parent(session, subject=subject, **each))
