@@ -233,15 +233,8 @@ def write(path: Path, text: str) -> None:
 def head_of(text: str, options: Options) -> Row:
     """What was measured, and on what."""
     gpu = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor()
-    return {
-        "attention": text,
-        "environment": {
-            "torch": torch.__version__,  # with its build, which package metadata may omit
-            "python": platform.python_version(),
-            "system": platform.platform(),
-            "device": f"{options.device} {gpu}".strip(),
-        },
-    }
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    return {"attention": text, "environment": versions | {"device": f"{options.device} {gpu}"}}
 
 
 def run_probe(words: list[str]) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attention import AttentionOutput, Backend, attention
-from conformance.cases import SHORT, distance
+from conformance.cases import SHORT, Case, distance, run
 from conformance.errors import in_one_line
 from conformance.outside.adapter import Adapter
 from conformance.outside.dialect import BOUNDS, LAYOUTS, LSE_LAYOUTS, MASKS, WINDOWS, Dialect
@@ -59,21 +59,26 @@ class Trial:
         found = [name for name in NAMES[field] if name in names or not names]
         return [str(names.index(name)) for name in found] if by_position and names else found
 
-    def inputs(self, n: int, m: int, groups: int, dtype: torch.dtype) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(0)
-        shapes = [(2, 2 * groups, n), (2, 2, m), (2, 2, m)]
-        drawn = [torch.randn(*shape, self.head_dim, generator=generator) for shape in shapes]
-        return [x.to(self.device, dtype) for x in drawn]
+    def case(
+        self, *, causal: bool, num_keys: int | None = None, groups: int = 1, **optional: Any
+    ) -> Case:
+        return Case(
+            batch=2,
+            num_heads=2 * groups,
+            num_queries=self.length,
+            num_keys=num_keys or self.length,
+            head_dim=self.head_dim,
+            causal=causal,
+            optional=optional,
+        )
 
     def call(
-        self, dialect: Dialect, tensors: list[Tensor], causal: bool, **arguments: Any
+        self, dialect: Dialect, tensors: list[Tensor], *, scale: float | None = None, **given: Any
     ) -> AttentionOutput | None:
         """The output; None if the call raises or returns no output."""
-        scale = arguments.pop("scale", None) or tensors[0].shape[-1] ** -0.5
+        scale = scale or self.head_dim**-0.5
         try:
-            return Adapter(self.function, dialect)(
-                *tensors, causal=causal, scale=scale, **arguments
-            )
+            return Adapter(self.function, dialect)(*tensors, scale=scale, **given)
         except Exception as error:  # a user's function may raise anything
             self.error = in_one_line(error)
             return None
@@ -82,58 +87,45 @@ class Trial:
         self,
         dialect: Dialect,
         *,
-        causal: bool | None = None,
-        m: int | None = None,
-        groups: int = 1,
         tensor: str = "out",
+        causal: bool | None = None,
+        scale: float | None = None,
         dtype: torch.dtype | None = None,
         top_left: bool = False,
-        **arguments: Any,
+        **fields: Any,
     ) -> bool:
         """Whether the call equals float64 attention. Without causal= it is causal only if the
-        function always is.
+        function always is. top_left: such a mask shows only the first N of M keys.
         """
-        n, causal = self.length, dialect.causal == "always" if causal is None else causal
-        q, k, v = self.inputs(n, m or n, groups, dtype or self.dtype)
-        found = self.call(dialect, [q, k, v], causal, **arguments)
-        x = getattr(found, tensor, None)
-        if top_left:  # such a mask shows only the first N of M keys
-            k, v = k[:, :, :n], v[:, :, :n]
-        scale = self.true_scale or arguments.pop("scale", None)
-        exact = attention(
-            *(x.double() for x in (q, k, v)),
-            backend="naive",
-            causal=causal,
-            **{"scale": scale} | arguments,
-        )
-        exact = getattr(exact, tensor)
-        if not isinstance(x, Tensor) or x.shape != exact.shape:
-            return False
-        return distance(x.detach().double(), exact) < TOLERANCE * exact.abs().max().item()
+        causal = dialect.causal == "always" if causal is None else causal
+        case = self.case(causal=causal, **fields)
+        (q, k, v), arguments, *_ = case.make(dtype or self.dtype, self.device)
+        found = getattr(self.call(dialect, [q, k, v], scale=scale, **arguments), tensor, None)
+        shown = slice(self.length if top_left else None)
+        wide = [x.double() for x in (q, k[:, :, shown], v[:, :, shown])]
+        scale = self.true_scale or scale
+        exact = getattr(attention(*wide, backend="naive", scale=scale, **arguments), tensor)
+        return isinstance(found, Tensor) and close(found, exact)
 
     def gradients_agree(self, dialect: Dialect, tensor: str) -> bool:
         """Whether the gradient of `tensor` with respect to q equals that of float64 attention."""
-        tensors = self.inputs(self.length, self.length, 1, self.dtype)
-        tensors = [x.requires_grad_() for x in tensors]
-        causal = dialect.causal != "never"
-        gradients = []
-        exact = [x.detach().double().requires_grad_() for x in tensors]
-        outputs = (
-            (tensors, self.call(dialect, tensors, causal)),
-            (exact, attention(*exact, backend="naive", causal=causal, scale=self.true_scale)),
-        )
-        for each, output in outputs:
-            x = getattr(output, tensor, None)
-            if x is None or not x.requires_grad:
-                return False
-            weights = torch.arange(x.numel(), device=x.device).view(x.shape).cos()
-            try:
-                gradients.append(torch.autograd.grad((x.double() * weights).sum(), each[0])[0])
-            except Exception as error:  # a user's backward pass may raise anything
-                self.error = in_one_line(error)
-                return False
-        largest = gradients[1].abs().max().item()
-        return distance(gradients[0].double(), gradients[1]) < TOLERANCE * largest
+        case = self.case(causal=dialect.causal != "never")
+        tensors, arguments, d_out, d_lse = case.make(self.dtype, self.device)
+        arguments["scale"] = self.true_scale
+        d_out, d_lse = (d_out, None) if tensor == "out" else (0 * d_out, d_lse)
+        backend = Adapter(self.function, dialect).backend("probed")
+        try:
+            found = run(backend, tensors, arguments, d_out, d_lse)["dq"]
+        except Exception as error:  # a user's function may raise anything
+            self.error = in_one_line(error)
+            return False
+        wide = [x.double() for x in tensors]
+        return close(found, run("naive", wide, arguments, d_out, d_lse)["dq"])
+
+
+def close(x: Tensor, exact: Tensor) -> bool:
+    limit = TOLERANCE * exact.abs().max().item()
+    return x.shape == exact.shape and distance(x.detach().double(), exact) < limit
 
 
 Found = tuple[Dialect, list[str]]  # the dialect after a step, and the lines that it prints
@@ -201,26 +193,21 @@ def describe_basis(trial: Trial, dialect: Dialect) -> list[str]:
         said.append(f"lengths       not {SIZES[0][0]}, but {dialect.multiple}")
     if trial.true_scale:
         said.append("scale         1, whatever it is given: the scores are not scaled")
-    elif not dialect.scale:
-        said.append("scale         D**-0.5, no argument changes it")
     else:
-        trial.error = ""
-        usual = trial.agrees(replace(dialect, scale=""))
-        otherwise = "must be given" if trial.error else "not D**-0.5 by default"
-        default = "D**-0.5 by default" if usual else otherwise
-        said.append(f"scale         {dialect.scale}=, {default}")
+        known = f"{dialect.scale}=" if dialect.scale else "D**-0.5, no argument changes it"
+        said.append(f"scale         {known}")
     return said
 
 
 def corner(trial: Trial, dialect: Dialect) -> Found:
     """Whether there may be more keys than queries, and the corner of the causal mask then."""
     n, flag = trial.length, dialect.causal
-    if flag != "always" and not trial.agrees(dialect, m=2 * n):
+    if flag != "always" and not trial.agrees(dialect, num_keys=2 * n):
         return replace(dialect, cross_length=False), ["N != M        not taken"]
     if flag == "never":
         return dialect, ["causal        by no argument of its own"]
     for value, top_left in (("bottom_right", False), ("top_left", True)):
-        if trial.agrees(dialect, causal=True, m=2 * n, top_left=top_left):
+        if trial.agrees(dialect, causal=True, num_keys=2 * n, top_left=top_left):
             return replace(dialect, corner=value), [f"causal        {flag}=, {value} for N != M"]
     return dialect, [f"causal        {flag}=, could not tell: no causal mask in either corner"]
 
@@ -243,9 +230,6 @@ def window(trial: Trial, dialect: Dialect) -> Found:
     for name, form in product(trial.names("window"), WINDOWS):
         found = replace(dialect, window=name, window_form=form)
         if trial.agrees(found, causal=True, window=3):
-            either = replace(found, window_form="either")
-            if form == "count" and trial.agrees(either, causal=False, window=(2, 1)):
-                return either, [f"window        {name}=w sees w keys, {name}=(left, right) too"]
             call = WINDOWS[form].format(left="w - 1", right=0)
             return found, [f"window        {name}={call} sees w keys, its own included"]
     said = [f"window        {x}=, could not tell its form" for x in trial.names("window")]
@@ -254,15 +238,13 @@ def window(trial: Trial, dialect: Dialect) -> Found:
 
 def changes(trial: Trial, dialect: Dialect) -> Found:
     """Arguments that change the scores, sinks and documents."""
-    n, causal = trial.length, dialect.causal != "never" or bool(dialect.mask)
+    causal = dialect.causal != "never" or bool(dialect.mask)
     said: list[str] = []
-    slopes = torch.tensor([0.5, 0.25], device=trial.device)
-    ids = (torch.arange(n, device=trial.device) >= n // 2).int().expand(2, -1)
     arguments: dict[str, dict[str, Any]] = {
         "softcap": {"softcap": 0.5},
-        "alibi": {"alibi_slopes": slopes},
-        "sinks": {"sinks": 2 * slopes},
-        "documents": {"document_ids": ids},
+        "alibi": {"alibi_slopes": True},
+        "sinks": {"sinks": True},
+        "documents": {"document_ids": True},
         "score_mod": {"softcap": 0.5},
     }
     for field, argument in arguments.items():
@@ -298,8 +280,10 @@ def log_sum_exp(trial: Trial, dialect: Dialect) -> Found:
 
 
 def gradients(trial: Trial, dialect: Dialect) -> Found:
-    tensors, trial.error = trial.inputs(trial.length, trial.length, 1, trial.dtype), ""
-    output = trial.call(dialect, [x.requires_grad_() for x in tensors], dialect.causal == "always")
+    trial.error = ""
+    case = trial.case(causal=dialect.causal == "always")
+    tensors, arguments, *_ = case.make(trial.dtype, trial.device)
+    output = trial.call(dialect, [x.requires_grad_() for x in tensors], **arguments)
     backward = output is not None and output.out.requires_grad
     right = backward and trial.gradients_agree(dialect, "out")
     unknown = (
@@ -314,8 +298,9 @@ def empty_rows(trial: Trial, dialect: Dialect) -> Found:
     n = trial.length
     if not dialect.mask and (dialect.causal == "never" or dialect.corner == "top_left"):
         return dialect, []
-    q, k, v = trial.inputs(2 * n, n, 1, trial.dtype)
-    output = trial.call(dialect, [q, k, v], True)
+    case = replace(trial.case(causal=True), num_queries=2 * n)
+    (q, k, v), arguments, *_ = case.make(trial.dtype, trial.device)
+    output = trial.call(dialect, [q, k, v], **arguments)
     if output is None:
         return dialect, [f"empty rows    could not tell: {trial.error}"]
     rows = output.out[:, :, :n]
@@ -338,43 +323,34 @@ def kinds(trial: Trial, dialect: Dialect) -> Found:
     return replace(dialect, dtypes=",".join(fine)), [f"dtypes        {', '.join(fine)}"]
 
 
-# fields without an effect where a dialect has no window, mask or lse
-UNUSED = ("window_form", "mask_form", "more_mask_forms", "lse", "lse_base", "lse_gradient")
-
-
 def words(text: str, function: Callable[..., Any], dialect: Dialect) -> str:
     """The command with the nearest dialect and the fields that differ from it."""
-    differences = {
-        name: {
-            key: value
+    nearest = None
+    for name, each in DIALECTS.items():
+        usual = asdict(Dialect()) | relevant(fitted(each, function))
+        changes = [
+            f"{key}={value if isinstance(value, str) else str(value).lower()}"
             for key, value in relevant(dialect).items()
-            if relevant(fitted(each, function))[key] != value
-            and not (value is None and key in UNUSED)
-        }
-        for name, each in DIALECTS.items()
-    }
-    name = min(differences, key=lambda name: len(differences[name]))
-    values = asdict(dialect)
-    values |= {key: str(x).lower() for key, x in values.items() if isinstance(x, bool)}
-    changed = [f"{key}={values[key]}" for key in differences[name]]
-    return " ".join(["attn-conform run", text, f"dialect={name}", *changed])
+            if usual[key] != value
+        ]
+        if nearest is None or len(changes) < len(nearest) - 1:
+            nearest = [f"dialect={name}", *changes]
+    return " ".join(["attn-conform run", text, *(nearest or ())])
 
 
 def relevant(dialect: Dialect) -> dict[str, Any]:
-    """The fields, normalised so that equivalent dialects compare equal."""
+    """The fields that have an effect, in one form."""
     fields, parts = asdict(dialect), dialect.parts
-    places = [parts.index(name) if name in parts else None for name in ("out", "lse")]
-    fields["returns"] = (len(parts) > 1, *places)
-    fields["out_layout"] = dialect.out_layout or dialect.layout
-    without = {
-        "window": ["window_form"],
-        "mask": ["mask_form", "more_mask_forms"],
-        "lse": ["lse", "lse_base", "lse_gradient", "lse_flag"],
-    }
-    for name, keys in without.items():
-        if not (fields[name] if name != "lse" else "lse" in parts):
-            fields |= dict.fromkeys(keys)
+    while len(parts) > 2 and parts[-1] == "_":
+        parts = parts[:-1]
+    fields |= {"returns": ",".join(parts), "out_layout": dialect.out_layout or dialect.layout}
+    unused = ["value_dim"]  # no step probes it
+    if not dialect.window:
+        unused += ["window_form"]
+    if not dialect.mask:
+        unused += ["mask_form", "more_mask_forms"]
+    if "lse" not in parts:
+        unused += ["lse", "lse_base", "lse_gradient"]
     if dialect.causal in ("always", "never"):
-        fields["corner"] = None
-    del fields["value_dim"]  # no step probes it
-    return fields
+        unused += ["corner"]
+    return {name: value for name, value in fields.items() if name not in unused}

@@ -46,15 +46,6 @@ def mask_positions(subject: Subject) -> Iterator[Check]:
     yield from masks_as_tensors(subject)
 
 
-def for_every_head(mask: Tensor, heads: int) -> Tensor:
-    """(B, H, N, M), with strides of 0."""
-    return mask.expand(-1, heads, -1, -1)
-
-
-def written_out(mask: Tensor, heads: int) -> Tensor:
-    return for_every_head(mask, heads).contiguous()
-
-
 def part_of_larger(mask: Tensor, heads: int) -> Tensor:
     """The beginning of a larger mask that hides nothing more."""
     *sizes, n, m = mask.shape
@@ -69,9 +60,10 @@ def of_one_row(mask: Tensor, heads: int) -> Tensor:
     return row if torch.equal(row, mask) else mask
 
 
+# changes of a mask (B, 1, N, M), given the number of heads
 LAYOUTS: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "a mask for every head": for_every_head,
-    "a mask written out": written_out,
+    "a mask for every head": lambda mask, heads: mask.expand(-1, heads, -1, -1),
+    "a mask written out": lambda mask, heads: mask.repeat(1, heads, 1, 1),
     "a part of a larger mask": part_of_larger,
     "a mask of one row": of_one_row,
 }

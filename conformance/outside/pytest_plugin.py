@@ -17,10 +17,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-class Red(Exception):
-    """A property is red; the message says where."""
-
-
 class PropertyItem(pytest.Item):
     def __init__(self, *, subject: Any, property: str, check: Any, **others: Any) -> None:
         super().__init__(**others)
@@ -33,12 +29,8 @@ class PropertyItem(pytest.Item):
         if cell.status == "n/a":
             pytest.skip(cell.note)
         if not cell.ok:
-            raise Red(cell.note or "green, but the backend documents it as red")
-
-    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        if isinstance(excinfo.value, Red):
-            return str(excinfo.value)
-        return super().repr_failure(excinfo, style)
+            said = cell.note or "green, but the backend documents it as red"
+            pytest.fail(said, pytrace=False)
 
     def reportinfo(self) -> tuple[Any, None, str]:
         return self.path, None, self.name

@@ -37,8 +37,8 @@ def gradients(subject: Subject) -> Iterator[Check]:
     if backend.claims_softmax or backend.reference or torch.float64 not in backend.dtypes:
         return
     if subject.takes(case, backward=True):
-        for name, error, excused in finite_differences(backend, case, subject.device):
-            yield Check(f"slope along {name} of {case} in float64", error, excused)
+        error, excused = finite_differences(backend, case, subject.device)
+        yield Check(f"a slope of {case} in float64", error, excused)
 
 
 def log_sum_exp(subject: Subject) -> Iterator[Check]:

@@ -165,7 +165,7 @@ PROBED = {
     "top_left": "dialect=fa corner=top_left",
     "base_2": "dialect=fa lse_base=2",
     "flash_varlen": "dialect=fa-varlen",
-    "out_alone": "dialect=fa corner=top_left gqa=no returns=out lse_flag=",
+    "out_alone": "dialect=fa corner=top_left gqa=no returns=out",
 }
 
 
