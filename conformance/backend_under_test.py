@@ -74,8 +74,8 @@ class Limits:
 
     multiple: int = 1  # N and M must be multiples of it
     lse_gradient: bool = True  # whether a gradient flows through the lse
-    # reasons against q, k and these arguments that depend on the values of tensors
-    by_value: Callable[..., list[str]] | None = None
+    # reasons(q, k, **arguments) against a call
+    reasons: Callable[..., list[str]] | None = None
 
 
 @dataclass
@@ -145,11 +145,21 @@ class Subject:
         reasons = self.backend.unsupported_reasons(
             *(x.requires_grad_(backward) for x in tensors), **arguments
         )
-        if self.limits.by_value is not None:
-            reasons += self.limits.by_value(*tensors[:2], **arguments)
+        if self.limits.reasons is not None:
+            reasons += self.limits.reasons(*tensors[:2], **arguments)
         merged = "sinks" in case.optional and "sinks" not in self.backend.features
         if backward and merged and not self.lse_gradient:
             reasons.append("no gradient flows through its lse, which sinks need")
+        self.refusals += reasons
+        return not reasons
+
+    def takes_views(
+        self, views: list[Tensor], arguments: dict[str, Any], *, backward: bool
+    ) -> bool:
+        """Whether the backend takes these views of tensors that it takes."""
+        reasons = self.backend.unsupported_reasons(
+            *(x.requires_grad_(backward) for x in views), **arguments
+        )
         self.refusals += reasons
         return not reasons
 

@@ -116,8 +116,8 @@ def remarks(columns: Mapping[str, Row]) -> Iterable[str]:
                 f"{mark([cell])} {name}, {cell['property']}, {cell['dtype']}: "
                 f"{cell['status']}{found}"
             )
-            if cell.get("script"):
-                yield f"  a call that shows it: {cell['script']}"
+            if "script" in cell:
+                yield f"  a call that shows it: {cell['script'] or 'none with random inputs'}"
 
 
 def not_verified(column: Row) -> bool:

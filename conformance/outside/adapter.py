@@ -90,35 +90,28 @@ class Adapter:
             raise Misfit(f"its lse is None; if it has none to return, add returns={without}")
         return AttentionOutput(self.out(result, batch), self.lse(result, batch))
 
-    def requirements(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **_: Any) -> list[str]:
-        """Reasons why it cannot take these shapes; see Backend.requirements."""
-        dialect, num_queries, num_keys = self.dialect, q.shape[2], k.shape[2]
+    def reasons(self, q: Tensor, k: Tensor, *, causal: bool, **optional: Any) -> list[str]:
+        """Why its conventions exclude these arguments."""
+        dialect = self.dialect
+        mask = {name: x for name, x in optional.items() if name in MASK_ARGUMENTS and x is not None}
+        masked = dialect.needs_mask(q.shape[2], k.shape[2], causal=causal, given=mask)
         reasons = []
-        if causal and not dialect.mask and not dialect.says_causal(num_queries, num_keys):
+        if causal and not dialect.mask and not dialect.says_causal(q.shape[2], k.shape[2]):
             reasons.append(
                 "it takes no causal mask"
                 if dialect.causal == "never"
                 else "its causal mask begins top-left, which is another one where N != M"
             )
-        return reasons
-
-    def reasons_by_value(self, q: Tensor, k: Tensor, *, causal: bool, **optional: Any) -> list[str]:
-        """Reasons against these arguments that depend on the values of tensors."""
-        dialect = self.dialect
-        mask = {name: x for name, x in optional.items() if name in MASK_ARGUMENTS and x is not None}
-        masked = dialect.needs_mask(q.shape[2], k.shape[2], causal=causal, given=mask)
-        reasons = []
-        if dialect.empty_rows != "zero":
-            visible = visible_keys(q, k, causal=causal, **mask)
-            if bool((visible.lo >= visible.hi).any()):
-                reasons.append(f"a row without a key gives {dialect.empty_rows} by its convention")
         if "cu_seqlens" in mask and causal and dialect.corner == "top_left" and not masked:
             reasons.append("its causal mask begins top-left in each sequence")
+        visible = visible_keys(q, k, causal=causal, **mask)
+        if dialect.empty_rows != "zero" and bool((visible.lo >= visible.hi).any()):
+            reasons.append(f"a row without a key gives {dialect.empty_rows} by its convention")
         return reasons
 
     @property
     def limits(self) -> Limits:
-        return Limits(self.dialect.multiple, self.dialect.lse_gradient, self.reasons_by_value)
+        return Limits(self.dialect.multiple, self.dialect.lse_gradient, self.reasons)
 
     def backend(self, name: str) -> Backend:
         """The function as a Backend with the features that the dialect can express."""
@@ -147,7 +140,6 @@ class Adapter:
             head_dims=head_dims or None,
             features=frozenset(feature for feature, there in declared.items() if there),
             backward=dialect.backward,
-            requirements=self.requirements,
         )
 
 

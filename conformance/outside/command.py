@@ -79,10 +79,18 @@ class Options:
             if not least <= getattr(self, key) <= LARGEST_SEED:
                 value = getattr(self, key)
                 raise ValueError(f"{key}={value} must be from {least} to {LARGEST_SEED}")
-        file = Path(self.out or "attn_conform.json").absolute()
+        file = self.file.absolute()
         # a file of another kind is probably not to be replaced
-        if file.suffix != ".json" or file.is_dir() or not os.access(file.parent, os.W_OK):
-            raise ValueError(f"out={self.out} must be a .json file in a folder that can be written")
+        fits = file.suffix == ".json" and not file.is_dir() and os.access(file.parent, os.W_OK)
+        if (self.out is not None or self.minimise) and not fits:
+            raise ValueError(
+                f"out={self.file} must be a .json file in a folder that can be written"
+            )
+
+    @property
+    def file(self) -> Path:
+        """Where `out` goes, and scripts beside it."""
+        return Path("attn_conform.json" if self.out is None else self.out)
 
     @property
     def dtypes(self) -> list[torch.dtype]:
@@ -107,8 +115,7 @@ def main() -> None:
             return
         verb = words.pop(0) if words[0] in KEYS else "run"
         wrong = {"run": run, "probe": run_probe, "fuzz": run_fuzz}[verb](words)
-        if sys.stdout is not None:  # None if closed, as by >&-
-            sys.stdout.flush()
+        sys.stdout.flush()
     except KeyboardInterrupt:
         print("attn-conform: stopped by Ctrl-C", file=sys.stderr)
         sys.exit(130)
@@ -176,7 +183,7 @@ def run(words: list[str]) -> str | None:
         properties = {name: each for name, each in properties.items() if name not in SLOW}
 
     def seen(subject: Subject, cell: Cell) -> Row | None:
-        if sys.stderr is not None and sys.stderr.isatty():
+        if sys.stderr.isatty():
             print(f"{SHORT[subject.dtype]} {cell.property}: {cell.status}", file=sys.stderr)
         if options.minimise and cell.status == "red":
             script = Minimiser(found, subject).script(cell)
@@ -191,7 +198,7 @@ def run(words: list[str]) -> str | None:
             "random_cases": {"number": options.cases, "seed": options.seed},
             "properties": {name: check.__doc__ for name, check in PROPERTIES.items()},
         }
-        write(Path(options.out), json.dumps(head | {"backends": columns}, indent=1) + "\n")
+        write(options.file, json.dumps(head | {"backends": columns}, indent=1) + "\n")
     print(report(columns))
     return failure(columns)
 
@@ -217,8 +224,9 @@ def check_call(text: str, subject: Subject) -> None:
 def written(options: Options, subject: Subject, cell: Cell, script: str) -> Path:
     """The file of a script."""
     name = "".join(x if x.isalnum() else " " for x in cell.property).split()
-    beside = Path(options.out or "attn_conform.json")
-    file = beside.with_name("_".join([beside.stem, SHORT[subject.dtype], *name]) + ".py")
+    file = options.file.with_name(
+        "_".join([options.file.stem, SHORT[subject.dtype], *name]) + ".py"
+    )
     write(file, script)
     return file
 
@@ -259,7 +267,7 @@ def run_fuzz(words: list[str]) -> str | None:
     if options.out is not None:
         head = head_of(text, options) | {"calls": options.calls, "seed": options.seed}
         figures = {name: tally.figures() for name, tally in tallies.items()}
-        write(Path(options.out), json.dumps(head | {"dtypes": figures}, indent=1) + "\n")
+        write(options.file, json.dumps(head | {"dtypes": figures}, indent=1) + "\n")
     if interrupted:
         sys.exit(130)
     if not any(tally.calls for tally in tallies.values()):

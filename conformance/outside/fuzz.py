@@ -6,7 +6,7 @@ the same calls.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -33,19 +33,9 @@ class Trial(NamedTuple):
 
     case: Case
     layout: str
-    checks: list[Check]
+    checks: Sequence[Check] = ()
     refused: str = ""
-    raised: str = ""
-
-    @property
-    def failures(self) -> list[str]:
-        """A line for each failure."""
-        wrong = [
-            f"{check.case}, {self.layout}: {check.error:.3g} where {check.budget:.3g} is allowed"
-            for check in self.checks
-            if check.share > 1
-        ]
-        return [f"{self.case}, {self.layout}: {self.raised}"] if self.raised else wrong
+    failures: Sequence[str] = ()  # a line each
 
 
 def fuzz(subject: Subject, *, calls: int, seed: int) -> Iterator[Trial]:
@@ -72,27 +62,28 @@ def fuzz(subject: Subject, *, calls: int, seed: int) -> Iterator[Trial]:
 def try_out(subject: Subject, case: Case, layout: str) -> Trial:
     subject.begin()
     subject.own_results.clear()
+    where = f"{case}, {layout}"
     try:
         passes = subject.passes(case)
         if passes is None:
-            return Trial(case, layout, [], refused=subject.refusals[0])
+            return Trial(case, layout, refused=subject.refusals[0])
         expected, backward = subject.expected(case), passes == "both"
-        given = [x.detach().clone() for x in expected.tensors]
-        views = given if layout == CONTIGUOUS else LAYOUTS[layout](given)
-        views = [x.requires_grad_(backward) for x in views]
-        reasons = subject.backend.unsupported_reasons(*views, **expected.arguments)
-        if reasons:
-            return Trial(case, layout, [], refused=reasons[0])
+        views = [x.detach().clone() for x in expected.tensors]
+        if layout != CONTIGUOUS:
+            views = LAYOUTS[layout](views)
+        if not subject.takes_views(views, expected.arguments, backward=backward):
+            return Trial(case, layout, refused=subject.refusals[-1])
         results = subject.run(case, views, backward=backward)
         if not all(map(torch.equal, views, expected.tensors)):
-            return Trial(case, layout, [], raised="it changes its inputs")
+            return Trial(case, layout, failures=[f"{where}: it changes its inputs"])
     except Refusal as error:
-        return Trial(case, layout, [], refused=str(error))
+        return Trial(case, layout, refused=str(error))
     except (Exception, SystemExit) as error:  # anybody's attention may raise anything
-        return Trial(case, layout, [], raised=in_one_line(error))
-    trial = Trial(case, layout, list(expected.checks(case, results).values()))
+        return Trial(case, layout, failures=[f"{where}: {in_one_line(error)}"])
+    checks = [*expected.checks(case, results).values()]
     expected_of.cache_clear()  # no case repeats, and hundreds would fill a GPU's memory
-    return trial
+    wrong = [f"{check.excess}, {layout}" for check in checks if check.share > 1]
+    return Trial(case, layout, checks, failures=wrong)
 
 
 def draw_case(subject: Subject, drawn: random.Random, kind: random.Random, seed: int) -> Case:

@@ -135,11 +135,9 @@ def smaller(case: Case, subject: Subject) -> Iterator[Case]:
     for name, value in simplest.items():
         if getattr(case, name) != value:
             yield replace(case, **{name: value})
-    for heads in (1, case.num_kv_heads):
+    for heads, kv_heads in ((1, 1), (case.num_kv_heads, case.num_kv_heads), (2, 1)):
         if heads < case.num_heads:
-            yield replace(case, num_heads=heads, num_kv_heads=heads)
-    if case.num_heads > 2 * case.num_kv_heads or (case.num_kv_heads > 1 and case.num_heads > 2):
-        yield replace(case, num_heads=2, num_kv_heads=1)
+            yield replace(case, num_heads=heads, num_kv_heads=kv_heads)
     lengths = dict.fromkeys(map(subject.rounded, LENGTHS))
     if case.num_queries != case.num_keys:
         shorter = min(case.num_queries, case.num_keys)

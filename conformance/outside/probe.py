@@ -8,7 +8,7 @@ inputs until the result equals float64 attention.
 Dimensions: B batch, H heads, N queries, M keys, D head dim.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from itertools import product
 from typing import Any
@@ -107,20 +107,27 @@ class Trial:
         exact = getattr(attention(*wide, backend="naive", scale=scale, **arguments), tensor)
         return isinstance(found, Tensor) and close(found, exact)
 
+    def adopt(
+        self, dialect: Dialect, candidates: Iterable[dict[Any, str]], **call: Any
+    ) -> Dialect | None:
+        """The dialect with the first of these changes with which the call agrees."""
+        changed = (replace(dialect, **changes) for changes in candidates)
+        return next((found for found in changed if self.agrees(found, **call)), None)
+
     def gradients_agree(self, dialect: Dialect, tensor: str) -> bool:
         """Whether the gradient of `tensor` with respect to q equals that of float64 attention."""
         case = self.case(causal=dialect.causal != "never")
         tensors, arguments, d_out, d_lse = case.make(self.dtype, self.device)
         arguments["scale"] = self.true_scale
-        d_out, d_lse = (d_out, None) if tensor == "out" else (0 * d_out, d_lse)
+        gradients = (d_out, None) if tensor == "out" else (0 * d_out, d_lse)
         backend = Adapter(self.function, dialect).backend("probed")
         try:
-            found = run(backend, tensors, arguments, d_out, d_lse)["dq"]
+            found = run(backend, tensors, arguments, *gradients)["dq"]
         except Exception as error:  # a user's function may raise anything
             self.error = in_one_line(error)
             return False
         wide = [x.double() for x in tensors]
-        return close(found, run("naive", wide, arguments, d_out, d_lse)["dq"])
+        return close(found, run("naive", wide, arguments, *gradients)["dq"])
 
 
 def close(x: Tensor, exact: Tensor) -> bool:
@@ -141,7 +148,7 @@ def probe(text: str, device: str, dtypes: list[torch.dtype]) -> Iterator[str]:
     trial = Trial(function, device)
     dialect, said = basis(trial, dtypes)
     yield from said
-    for step in (corner, mask, window, changes, heads, log_sum_exp, gradients, empty_rows, kinds):
+    for step in (corner, mask, changes, heads, log_sum_exp, gradients, empty_rows, kinds):
         dialect, said = step(trial, dialect)
         yield from said
     yield words(text, function, dialect)
@@ -213,70 +220,64 @@ def corner(trial: Trial, dialect: Dialect) -> Found:
 
 
 def mask(trial: Trial, dialect: Dialect) -> Found:
-    for name, form in product(trial.names("mask"), MASKS):
-        found = replace(dialect, causal="never", mask=name, mask_form=form)
-        if trial.agrees(found, causal=True):
-            more = [
-                other
-                for other in ("bool", "additive", "float32")
-                if other != form and trial.agrees(replace(found, mask_form=other), causal=True)
-            ]
-            found = replace(found, causal=dialect.causal, more_mask_forms=",".join(more))
-            return found, [f"mask          {name}=, {', '.join([form, *more])}"]
-    return dialect, []
-
-
-def window(trial: Trial, dialect: Dialect) -> Found:
-    for name, form in product(trial.names("window"), WINDOWS):
-        found = replace(dialect, window=name, window_form=form)
-        if trial.agrees(found, causal=True, window=3):
-            call = WINDOWS[form].format(left="w - 1", right=0)
-            return found, [f"window        {name}={call} sees w keys, its own included"]
-    said = [f"window        {x}=, could not tell its form" for x in trial.names("window")]
-    return dialect, said if trial.known.names else []
+    forms = product(trial.names("mask"), MASKS)
+    candidates = ({"causal": "never", "mask": name, "mask_form": form} for name, form in forms)
+    found = trial.adopt(dialect, candidates, causal=True)
+    if found is None:
+        return dialect, []
+    more = [
+        form
+        for form in ("bool", "additive", "float32")
+        if form != found.mask_form and trial.agrees(replace(found, mask_form=form), causal=True)
+    ]
+    said = f"mask          {found.mask}=, {', '.join([found.mask_form, *more])}"
+    return replace(found, causal=dialect.causal, more_mask_forms=",".join(more)), [said]
 
 
 def changes(trial: Trial, dialect: Dialect) -> Found:
-    """Arguments that change the scores, sinks and documents."""
+    """A window, arguments that change the scores, sinks and documents."""
     causal = dialect.causal != "never" or bool(dialect.mask)
     said: list[str] = []
-    arguments: dict[str, dict[str, Any]] = {
+    calls: dict[str, dict[str, Any]] = {
+        "window": {"window": 3},
         "softcap": {"softcap": 0.5},
         "alibi": {"alibi_slopes": True},
         "sinks": {"sinks": True},
         "documents": {"document_ids": True},
         "score_mod": {"softcap": 0.5},
     }
-    for field, argument in arguments.items():
-        for name in trial.names(field):
-            found = replace(dialect, **{field: name})
-            if trial.agrees(found, causal=causal, **argument):
-                dialect = found
-                said.append(f"{field:<14}{name}=")
-            elif trial.known.names:
-                said.append(f"{field:<14}{name}=, could not tell what it does")
-            break
+    for field, call in calls.items():
+        names = trial.names(field)
+        forms = [{"window_form": form} for form in WINDOWS] if field == "window" else [{}]
+        candidates = ({field: name} | form for name, form in product(names, forms))
+        found = trial.adopt(dialect, candidates, causal=causal, **call)
+        if found is not None:
+            dialect = found
+            form = f", {found.window_form}" if field == "window" else ""
+            said.append(f"{field:<14}{getattr(found, field)}={form}")
+        elif names and trial.known.names:
+            said.append(f"{field:<14}{names[0]}=, could not tell what it does")
     return dialect, said
 
 
 def heads(trial: Trial, dialect: Dialect) -> Found:
-    flags = ["yes", *trial.names("gqa"), "no"]
-    for flag in flags[:-1]:
-        if trial.agrees(replace(dialect, gqa=flag), groups=2):
-            return replace(dialect, gqa=flag), [f"grouped heads {flag}"]
-    return replace(dialect, gqa="no"), ["grouped heads no"]
+    flags = ({"gqa": flag} for flag in ("yes", *trial.names("gqa")))
+    found = trial.adopt(dialect, flags, groups=2) or replace(dialect, gqa="no")
+    return found, [f"grouped heads {found.gqa}"]
 
 
 def log_sum_exp(trial: Trial, dialect: Dialect) -> Found:
-    choices = ([*trial.names("lse_flag"), ""], ("out,lse", "out,_,lse", "lse,out"), "e2")
-    for flag, returns, base in product(*choices):
-        for layout in LSE_LAYOUTS:
-            found = replace(dialect, lse_flag=flag, returns=returns, lse=layout, lse_base=base)
-            if trial.agrees(found, tensor="lse"):
-                gradient = trial.gradients_agree(found, "lse")
-                say = f"lse           {layout}, base {base}, {'' if gradient else 'no '}gradient"
-                return replace(found, lse_gradient=gradient), [say]
-    return dialect, ["lse           none that could be told"]
+    fields = ("lse_flag", "returns", "lse_base", "lse")
+    flags, returned = [*trial.names("lse_flag"), ""], ("out,lse", "out,_,lse", "lse,out")
+    candidates = (
+        dict(zip(fields, x, strict=True)) for x in product(flags, returned, "e2", LSE_LAYOUTS)
+    )
+    found = trial.adopt(dialect, candidates, tensor="lse")
+    if found is None:
+        return dialect, ["lse           none that could be told"]
+    gradient = trial.gradients_agree(found, "lse")
+    said = f"lse           {found.lse}, base {found.lse_base}, {'' if gradient else 'no '}gradient"
+    return replace(found, lse_gradient=gradient), [said]
 
 
 def gradients(trial: Trial, dialect: Dialect) -> Found:
@@ -325,32 +326,34 @@ def kinds(trial: Trial, dialect: Dialect) -> Found:
 
 def words(text: str, function: Callable[..., Any], dialect: Dialect) -> str:
     """The command with the nearest dialect and the fields that differ from it."""
-    nearest = None
-    for name, each in DIALECTS.items():
-        usual = asdict(Dialect()) | relevant(fitted(each, function))
-        changes = [
-            f"{key}={value if isinstance(value, str) else str(value).lower()}"
-            for key, value in relevant(dialect).items()
-            if usual[key] != value
-        ]
-        if nearest is None or len(changes) < len(nearest) - 1:
-            nearest = [f"dialect={name}", *changes]
-    return " ".join(["attn-conform run", text, *(nearest or ())])
+    unused = {"value_dim"}  # no step probes it
+    if not dialect.window:
+        unused |= {"window_form"}
+    if not dialect.mask:
+        unused |= {"mask_form", "more_mask_forms"}
+    if "lse" not in dialect.parts:
+        unused |= {"lse", "lse_base", "lse_gradient"}
+    if dialect.causal in ("always", "never"):
+        unused |= {"corner"}
+    changes = {
+        name: fields_of(dialect).items() - fields_of(fitted(each, function)).items()
+        for name, each in DIALECTS.items()
+    }
+    changed = {
+        name: sorted(x for x in found if x[0] not in unused) for name, found in changes.items()
+    }
+    nearest = min(changed, key=lambda name: len(changed[name]))
+    pairs = [f"{key}={value}" for key, value in changed[nearest]]
+    return " ".join(["attn-conform run", text, f"dialect={nearest}", *pairs])
 
 
-def relevant(dialect: Dialect) -> dict[str, Any]:
-    """The fields that have an effect, in one form."""
-    fields, parts = asdict(dialect), dialect.parts
+def fields_of(dialect: Dialect) -> dict[str, str]:
+    """The text of each field, in one form where several mean the same."""
+    parts = dialect.parts
     while len(parts) > 2 and parts[-1] == "_":
         parts = parts[:-1]
-    fields |= {"returns": ",".join(parts), "out_layout": dialect.out_layout or dialect.layout}
-    unused = ["value_dim"]  # no step probes it
-    if not dialect.window:
-        unused += ["window_form"]
-    if not dialect.mask:
-        unused += ["mask_form", "more_mask_forms"]
-    if "lse" not in parts:
-        unused += ["lse", "lse_base", "lse_gradient"]
-    if dialect.causal in ("always", "never"):
-        unused += ["corner"]
-    return {name: value for name, value in fields.items() if name not in unused}
+    one_form = {"returns": ",".join(parts), "out_layout": dialect.out_layout or dialect.layout}
+    return {
+        name: str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in (asdict(dialect) | one_form).items()
+    }

@@ -134,10 +134,11 @@ def examine(subject: Subject, name: str, property: Property | None = None) -> Ce
         if subject.device == "cuda" and not why_unusable(subject.device):
             torch.cuda.empty_cache()  # dozens of GiB after views that are far apart
     if not checks:
-        return Cell(name, "n/a", "; ".join(dict.fromkeys(subject.refusals)), documented)
+        reasons = "; ".join(dict.fromkeys(subject.refusals)) or "it takes no such lengths"
+        return Cell(name, "n/a", reasons, documented)
     worst = max(checks, key=lambda check: check.share)
     red = worst.share > 1
-    note = f"{worst.case}: {worst.error:.3g} where {worst.budget:.3g} is allowed" if red else ""
+    note = worst.excess if red else ""
     multiples = [check.multiple for check in checks if check.multiple is not None]
     return Cell(
         name,

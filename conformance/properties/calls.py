@@ -16,7 +16,6 @@ from torch import Tensor
 
 from conformance.backend_under_test import Check, Subject
 from conformance.cases import Case, call, distance, run
-from conformance.views import HEADS_INSIDE
 
 HUGE = 100.0  # factor by which the other rows are larger
 DELAY = 50_000_000  # GPU cycles, a few hundredths of a second
@@ -107,7 +106,7 @@ def gradient_in_another_layout(subject: Subject, case: Case) -> Iterator[Check]:
     tensors, arguments, d_out, d_lse = subject.expected(case).inputs
     expected = subject.run(case)
     for what, changed in (
-        (HEADS_INSIDE, d_out.transpose(1, 2).contiguous().transpose(1, 2)),
+        ("d_out with the heads inside", d_out.transpose(1, 2).contiguous().transpose(1, 2)),
         ("after such a d_out", d_out),
     ):
         found = run(subject.backend, tensors, arguments, changed, d_lse, backward=True)

@@ -41,8 +41,9 @@ def prefill_equals_decode(subject: Subject) -> Iterator[Check]:
         expected = subject.expected(whole)
         (q, k, v), arguments = expected.tensors, expected.arguments
         together = subject.attend(q, k, v, **arguments).double()
-        for last in (1, 3, 9, n - 7):  # rows of few keys too: there a sink weighs most
-            if subject.takes(subject.case(last, n, **optional), backward=False):
+        # rows of few keys too: there a sink weighs most
+        for last in dict.fromkeys(map(subject.rounded, (1, 3, 9, n - 7))):
+            if last < n and subject.takes(subject.case(last, n, **optional), backward=False):
                 alone = subject.attend(q[:, :, -last:], cached(k), cached(v), **arguments)
                 yield Check(
                     f"last {last} queries of {whole}",

@@ -32,11 +32,7 @@ def strides(subject: Subject) -> Iterator[Check]:
         except RuntimeError as error:  # PyTorch raises it if memory is too small
             subject.refusals.append(f"{layout}: {str(error).splitlines()[0]}")
             continue
-        reasons = subject.backend.unsupported_reasons(
-            *(x.requires_grad_(backward) for x in views), **expected.arguments
-        )
-        if reasons:
-            subject.refusals += reasons
+        if not subject.takes_views(views, expected.arguments, backward=backward):
             continue
         found = subject.run(case, views, backward=backward)
         yield from subject.unmoved(case, layout, found, plain)
@@ -88,9 +84,7 @@ def shared_keys(subject: Subject) -> Iterator[Check]:
         expected = subject.expected(case)
         q, *kv = expected.tensors
         k, v = (x[:1].expand_as(x) for x in kv)
-        reasons = subject.backend.unsupported_reasons(q, k, v, **expected.arguments)
-        if reasons:
-            subject.refusals += reasons
+        if not subject.takes_views([q, k, v], expected.arguments, backward=False):
             return
         shared, copied = (
             {"out": subject.attend(q, *each).double()} for each in ((k, v), (k.clone(), v.clone()))

@@ -4,7 +4,6 @@ never a crash.
 Dimensions: B batch, H heads, N queries, M keys, D head dim.
 """
 
-import inspect
 from dataclasses import replace
 
 import pytest
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from attention import BACKENDS, AttentionOutput, Backend, attention, get_backend
 from conformance.backend_under_test import Subject
+from conformance.cases import Case, expect, run
 from conformance.properties import (
     PROPERTIES,
     SLOW,
@@ -41,20 +41,15 @@ def red(backend: Backend, *names: str) -> set[str]:
     return {name for name, status in found.items() if status == "red"}
 
 
-def test_every_property_says_what_it_asks():
-    for name, check in PROPERTIES.items():
-        assert inspect.isgeneratorfunction(check) and check.__doc__, name
-    assert set(PROPERTIES) >= SLOW
-
-
 def assert_as_documented(backend: Backend, **options) -> list[Cell]:
     cells = verify_backend(backend, **options)
     assert [(cell.property, cell.status, cell.note) for cell in cells if not cell.ok] == []
     return cells
 
 
-@pytest.mark.parametrize("backend", map(get_backend, IN_REACH), ids=IN_REACH)
-def test_red_exactly_where_documented(backend):
+@pytest.mark.parametrize("name", IN_REACH)
+def test_red_exactly_where_documented(name):
+    backend = get_backend(name)
     cells = assert_as_documented(backend, random_cases=6, quick=True)
     # it was looked at: an exact backend is not green because it refused everything
     assert sum(cell.checks for cell in cells) > 150
@@ -112,15 +107,6 @@ def shiftless(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) ->
     return AttentionOutput(p / p.sum(-1, keepdim=True) @ v)
 
 
-def contiguous_only(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
-    """Reads the storage of its arguments as if they were contiguous."""
-
-    def reread(x: Tensor) -> Tensor:
-        return x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride())
-
-    return naive(reread(q), reread(k), reread(v), **arguments)
-
-
 def top_left(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> AttentionOutput:
     """Aligns the causal mask with the first key."""
     scores = q @ k.mT * scale
@@ -158,7 +144,9 @@ def base_two(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
 
 
 class KeptLayout(torch.autograd.Function):
-    """Reads every d_out with the strides of the first d_out of its shape."""
+    """Reads every d_out with the strides of the first d_out of its shape, as PyTorch calls cuDNN's
+    backward pass.
+    """
 
     strides: dict[torch.Size, tuple[int, ...]] = {}
 
@@ -173,7 +161,6 @@ class KeptLayout(torch.autograd.Function):
 
 
 def compiled_once(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
-    """Makes the mistake with which PyTorch calls cuDNN's backward pass."""
     return AttentionOutput(KeptLayout.apply(attention(q, k, v, backend="naive", **arguments).out))
 
 
@@ -205,7 +192,7 @@ ALL = frozenset({"gqa", "non_causal", "cross_length"})
 CORNER = {"forward", "gradients", "logits - 120", "float32 statistics", "rows without a key"}
 CORNER |= {"N != M", "mask positions", "prefill = decode"}
 WRONG = {
-    "contiguous_only": (contiguous_only, set(), {"strides and views"}),
+    "contiguous": (user_backends.contiguous, set(), {"strides and views"}),
     "top_left": (top_left, {"cross_length", "non_causal"}, CORNER),
     "first_head": (
         first_head,
@@ -354,22 +341,22 @@ def test_memory_is_seen_and_may_be_documented():
 
 
 def test_random_cases_follow_the_seed_and_what_the_backend_takes():
-    def drawn(backend: Backend, seed: int) -> list[str]:
+    def drawn(backend: Backend, seed: int) -> str:
         subject = Subject(backend, "cpu", torch.float32, random_cases=30, seed=seed)
-        return [str(case) for case in subject.random()]
+        return " ".join(map(str, subject.random()))
 
     tiled, right = get_backend("tiled"), user_backends.RIGHT
     assert drawn(tiled, 3) == drawn(tiled, 3) != drawn(tiled, 4)
-    assert len(set(drawn(tiled, 3))) == 30
-    for word in ("kv", "-M"):
-        assert any(word in case for case in drawn(tiled, 0))
-        assert not any(word in case for case in drawn(right, 0))
-    assert not any("full" in case for case in drawn(right, 0))
+    for word in ("kv", "-M", "full"):
+        assert word in drawn(tiled, 0) and word not in drawn(right, 0)
 
 
-def test_properties_share_their_runs():
-    """All properties use one subject."""
-    subject = Subject(get_backend("tiled"), "cpu", torch.float32, random_cases=3, seed=0)
-    forward, gradients, _ = (examine(subject, name) for name in ("forward", "gradients", "lse"))
-    assert len(subject.rows) == 8
-    assert gradients.checks == 3 * forward.checks
+def test_the_gradient_of_a_sink_that_holds_next_to_nothing():
+    """A regression test: the reference rounded it to zero, so exact attention was red."""
+    sunk = {"softcap": 64.0, "sinks": True}
+    case = Case(num_heads=1, num_kv_heads=1, inputs="down", optional=sunk, seed=3)
+    expected = expect(case, torch.float32, "cpu")
+    reference = expected.reference["dsinks"]
+    assert 0 < reference.abs() < 1e-20
+    found = run("naive", *expected.inputs)["dsinks"]
+    assert torch.allclose(found, reference, rtol=1e-4, atol=0)
