@@ -4,7 +4,7 @@ Dimensions: N queries, M keys.
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any
@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from attention import Backend, build_module
 from attention.interface import Output
 from conformance.cases import Case, Check, Expected, attend, distance, expect, run
-from conformance.dialects import Adapter, dialect_of
-from conformance.other_functions import expect_function
+from conformance.other_functions import expect_function, widest
 
 # small tiles on a CPU: every case spans several, and the last one is ragged
 TILES = {"block_q": 32, "block_kv": 16}
 
 # size of the noise added to every parameter of a module
 PARAMETER_NOISE = 0.1
+
+TENSORS = ("out", "lse", "dq", "dk", "dv", "dsinks")
 
 # the same for every backend, so it is computed once
 expected_of = lru_cache(maxsize=512)(expect)
@@ -67,6 +68,16 @@ def standalone(backend: Backend, *, noise: float = 0.0) -> Backend:
     return replace(backend, fn=bound(backend.fn), reference=reference, module=None)
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What a Backend cannot declare: the conventions of a function that it adapts."""
+
+    multiple: int = 1  # N and M must be multiples of it
+    lse_gradient: bool = True  # whether a gradient flows through the lse
+    # reasons(q, k, **arguments) against a call
+    reasons: Callable[..., list[str]] | None = None
+
+
 @dataclass
 class Subject:
     """A backend under test, on one device and in one dtype."""
@@ -76,6 +87,7 @@ class Subject:
     dtype: torch.dtype
     random_cases: int = 0
     seed: int = 0
+    limits: Limits = Limits()
     rows: dict[Case, dict[str, Check] | None] = field(default_factory=dict)
     # of the current property
     tried: list[Case] = field(default_factory=list)
@@ -88,11 +100,7 @@ class Subject:
     def __post_init__(self) -> None:
         self.backend = standalone(self.backend, noise=PARAMETER_NOISE)
         self.given = self.backend
-        dialect = dialect_of(self.backend)
-        self.multiple = 1 if dialect is None else dialect.multiple
-        self.lse_gradient = "lse" in self.backend.features
-        if dialect is not None:
-            self.lse_gradient = self.lse_gradient and dialect.lse_gradient
+        self.lse_gradient = "lse" in self.backend.features and self.limits.lse_gradient
         self.has_blocks = TILES.keys() <= self.backend.options.keys()
         if self.has_blocks and self.device == "cpu":
             self.backend = self.backend.configured(**TILES)
@@ -109,8 +117,8 @@ class Subject:
         self.refusals.clear()
 
     def rounded(self, length: int) -> int:
-        """The length, rounded up to a multiple of what the dialect asks for."""
-        return length + -length % self.multiple
+        """The length, rounded up to a multiple of what the backend takes."""
+        return length + -length % self.limits.multiple
 
     def case(
         self, num_queries: int | None = None, num_keys: int | None = None, **fields: Any
@@ -124,6 +132,12 @@ class Subject:
         fields = {"head_dim": self.head_dims[0] if self.head_dims else 16} | fields
         return Case(num_queries=num_queries, num_keys=num_keys, optional=optional, **fields)
 
+    def is_softmax(self) -> bool:
+        """Whether a property that only softmax attention has applies."""
+        if not self.backend.claims_softmax:
+            self.refusals.append("it does not claim to be softmax attention (exact=False)")
+        return self.backend.claims_softmax
+
     def takes(self, case: Case, *, backward: bool) -> bool:
         """Whether the backend takes the case. `refusals` collects the reasons if it does not."""
         self.tried.append(case)
@@ -131,11 +145,21 @@ class Subject:
         reasons = self.backend.unsupported_reasons(
             *(x.requires_grad_(backward) for x in tensors), **arguments
         )
-        if isinstance(self.backend.fn, Adapter):
-            reasons += self.backend.fn.reasons_by_value(*tensors[:2], **arguments)
+        if self.limits.reasons is not None:
+            reasons += self.limits.reasons(*tensors[:2], **arguments)
         merged = "sinks" in case.optional and "sinks" not in self.backend.features
         if backward and merged and not self.lse_gradient:
             reasons.append("no gradient flows through its lse, which sinks need")
+        self.refusals += reasons
+        return not reasons
+
+    def takes_views(
+        self, views: list[Tensor], arguments: dict[str, Any], *, backward: bool
+    ) -> bool:
+        """Whether the backend takes these views of tensors that it takes."""
+        reasons = self.backend.unsupported_reasons(
+            *(x.requires_grad_(backward) for x in views), **arguments
+        )
         self.refusals += reasons
         return not reasons
 
@@ -154,6 +178,34 @@ class Subject:
         found = run(self.backend, tensors or given, arguments, d_out, d_lse, backward=backward)
         # for a function other than softmax the oracle may return no lse
         return {name: x for name, x in found.items() if name in self.expected(case).reference}
+
+    def compared(self, cases: Iterable[Case], tensors: Iterable[str] = TENSORS) -> Iterator[Check]:
+        """Check against softmax attention in float64; for another function, against its oracle."""
+        backend = self.backend
+        if not backend.claims_softmax and widest(backend) == self.dtype and not backend.reference:
+            self.refusals.append(f"it takes no wider dtype than {self.dtype}: add reference=")
+            return
+        for case in cases:
+            found = self.compare(case) or {}
+            yield from (found[name] for name in tensors if name in found)
+
+    def exactly(self, case: Case, what: str, found: dict[str, Tensor]) -> Iterator[Check]:
+        """Compare results with the exact ones."""
+        expected = self.expected(case)
+        for name, x in found.items():
+            moved = distance(x, expected.reference[name])
+            yield Check(f"{name} of {case}, {what}", moved, expected.budget(name))
+
+    def same_bits(
+        self, case: Case, what: str, found: dict[str, Tensor], plain: dict[str, Tensor]
+    ) -> Iterator[Check]:
+        """Compare two results bitwise on a CPU; within twice the budget on a GPU, where sums may
+        run in any order. Elements that are NaN in `plain` are left to other properties.
+        """
+        for name, x in found.items():
+            budget = 0.0 if self.device == "cpu" else 2 * self.expected(case).budget(name)
+            x, y = (torch.where(plain[name].isnan(), 0.0, each) for each in (x, plain[name]))
+            yield Check(f"{name} of {case}, {what}", distance(x, y), budget)
 
     def unmoved(
         self, case: Case, what: str, found: dict[str, Tensor], plain: dict[str, Tensor]
@@ -186,7 +238,7 @@ class Subject:
         return self.rows[case]
 
     def in_dtype(self, dtype: torch.dtype) -> "Subject":
-        return Subject(self.given, self.device, dtype)
+        return Subject(self.given, self.device, dtype, limits=self.limits)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, backend: Backend | None = None, **arguments: Any

@@ -1,8 +1,5 @@
-"""The property of decoding, for a backend with Backend.decode: the last queries of each sequence
-attend to a cache of fixed shape, in one piece or in pages.
-
-It looks for bugs of servers: a length or a table from the step before, one page too many, positions
-counted from the capacity instead of the length, parts of a row merged without lse.
+"""Caches of fixed shape that hold sequences of several lengths, in one piece or in pages, with the
+exact results of each sequence.
 
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M capacity in keys of a
 sequence, D head dim; P pages.
@@ -16,9 +13,7 @@ import torch
 from torch import Tensor
 
 from attention import AttentionOutput, Backend, attention_with_cache
-from conformance.backend_under_test import Check, Subject
-from conformance.cases import Case, Expected, distance
-from conformance.views import far_apart, spread_out
+from conformance.cases import Case, Check, Expected, distance
 
 UNUSED = 2**30  # table entry of a page that a sequence does not have
 SPARE = 3  # the first pages, which belong to no sequence
@@ -102,90 +97,3 @@ class Cache:
                     exact, budget = expected.reference[name][0], expected.budget(name)
                 where = f"{name} of sequence {row}, {int(self.lengths[row])} keys, {what}"
                 yield Check(where, distance(x, exact), budget)
-
-
-def cache_and_pages(subject: Subject) -> Iterator[Check]:
-    """Queries against a cache of fixed shape give what each sequence gives by itself: in one piece
-    with room to spare, in pages of any order, and in any number of splits. Lengths, tables and
-    keys change in place from step to step, and offsets pass 2^31.
-    """
-    if subject.backend.decode is None or not subject.backend.can_decode:
-        subject.refusals.append("it does not decode over a cache (Backend.decode)")
-        return
-    n, pages = subject.length, (16, 8) if subject.device == "cpu" else (64, 16)
-    grouped = {"num_heads": 4, "num_kv_heads": 2}
-    for case in (
-        subject.case(1, n),
-        subject.case(3, n, **grouped, inputs="growing", window=9),
-        subject.case(2, n, **grouped, inputs="negative", causal=False, window=(20, 1)),
-        subject.case(3, n, inputs="up and down", sinks=True),
-        subject.case(1, n, **grouped, inputs="large", softcap=5.0),
-    ):
-        if not subject.takes(case, backward=False):
-            continue
-        cache = Cache.of([n, n // 2 + 1, 2, 0], case, subject.expected, room=n + 5)
-        backend = subject.backend
-        yield from cache.checks(cache.call(backend, splits=3), f"in one piece: {case}")
-        for page_size, splits in zip(pages, (1, 4), strict=True):
-            found = cache.call_paged(backend, page_size, splits=splits)
-            yield from cache.checks(found, f"in pages of {page_size}: {case}")
-    case = subject.case(1, n)
-    if subject.takes(case, backward=False):
-        yield from token_by_token(subject, pages[1])
-        yield from other_layouts(
-            subject, Cache.of([n, n // 2 + 1], case, subject.expected), pages[1]
-        )
-
-
-def token_by_token(subject: Subject, page_size: int) -> Iterator[Check]:
-    """A cache that grows: each step writes a token, its length and its page in place."""
-    n, whole = subject.length, subject.case(batch=2)
-    expected = subject.expected(whole)
-    (q, k, v), start = expected.tensors, n - n % page_size - 1
-    table = torch.full((2, n // page_size + 1), UNUSED, device=q.device)
-    pages = k.new_full((2, 2 * table.shape[1], page_size, *k.shape[1::2]), torch.nan)
-    lengths = torch.zeros(2, dtype=torch.int32, device=q.device)
-    room = [x.new_full((*x.shape[:2], n + page_size, x.shape[3]), torch.nan) for x in (k, v)]
-    for t in range(n):
-        for row in range(2):
-            lengths[row] = t + 1
-            # the sequences take turns, and the second one's pages come first
-            table[row, t // page_size] = 2 * (t // page_size) + 1 - row
-            for cache, each, x in zip(pages, room, (k, v), strict=True):
-                each[row, :, t] = cache[table[row, t // page_size], t % page_size] = x[row, :, t]
-        if t < start or t > start + 2:
-            continue
-        exact = expected.reference["out"][:, :, t : t + 1]
-        for what, cache, block_table in (
-            ("in one piece", room, None),
-            ("in pages", pages, table),
-        ):
-            found = attention_with_cache(
-                *(q[:, :, t : t + 1], cache[0], cache[1], lengths),
-                backend=subject.backend,
-                block_table=block_table,
-                splits=2,
-            )
-            moved = distance(found.out.double(), exact)
-            yield Check(f"token {t} of {whole}, {what}", moved, expected.budget("out"))
-
-
-def other_layouts(subject: Subject, cache: Cache, page_size: int) -> Iterator[Check]:
-    """Views of larger tensors, and offsets past 2^31."""
-    k, v, table = cache.paged(page_size)
-    strided = torch.stack((table.long(), torch.zeros_like(table).long()), -1)[..., 0]
-    lengths = torch.stack((cache.lengths.long(), torch.zeros_like(cache.lengths).long()), -1)[:, 0]
-    views = replace(cache, q=spread_out(cache.q), k=spread_out(k), v=spread_out(v), lengths=lengths)
-    found = views.call(subject.backend, block_table=strided, splits=2)
-    yield from cache.checks(found, "parts of larger tensors")
-    for what, tensors, dim, block_table in (
-        ("rows past 2^31", [cache.k, cache.v], 2, None),
-        ("pages past 2^31", [k, v], 0, table),
-    ):
-        try:
-            k, v = far_apart(tensors, dim=dim)
-        except RuntimeError as error:  # PyTorch raises it if memory is too small
-            subject.refusals.append(f"{what}: {str(error).splitlines()[0]}")
-            continue
-        found = replace(cache, k=k, v=v).call(subject.backend, splits=2, block_table=block_table)
-        yield from cache.checks(found, what)

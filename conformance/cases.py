@@ -414,6 +414,11 @@ class Check(NamedTuple):
     multiple: float | None = None
 
     @property
+    def excess(self) -> str:
+        """Where and how far the budget is exceeded."""
+        return f"{self.case}: {self.error:.3g} where {self.budget:.3g} is allowed"
+
+    @property
     def share(self) -> float:
         """Share of the budget that is used; more than 1 fails."""
         return self.error / self.budget if self.budget else float("inf" if self.error else 0)

@@ -9,7 +9,7 @@ arithmetic").
 Dimensions: B batch, N queries, M keys.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -83,32 +83,29 @@ def expect_function(backend: Backend, case: Case, dtype: torch.dtype, device: st
     return Expected(tensors, arguments, d_out, d_lse, reference, roundings, roundings)
 
 
-def finite_differences(
-    backend: Backend, case: Case, device: str
-) -> Iterator[tuple[str, float, float]]:
-    """Slopes of sum(out * d_out) along random directions of q, k and v, by gradients and by central
-    differences. Yields the name, the difference, and the error that central differences may have.
+def finite_differences(backend: Backend, case: Case, device: str) -> tuple[float, float]:
+    """The slope of sum(out * d_out) along a random direction of q, k and v, by gradients and by
+    central differences: how far they differ, and the error that central differences may have.
     """
     tensors, arguments, d_out, _ = case.make(torch.float64, device)
     generator = torch.Generator().manual_seed(0)
+    along = [torch.randn(x.shape, generator=generator, dtype=x.dtype).to(device) for x in tensors]
     inputs = [x.requires_grad_() for x in tensors]
-    out = attend(*inputs, backend=backend, **arguments).out
-    gradients = torch.autograd.grad(out, inputs, d_out)
-    step, terms = 1e-5, (out * d_out).abs().sum().item()
-    for i, gradient in enumerate(gradients):
-        along = torch.randn(gradient.shape, generator=generator, dtype=torch.float64).to(device)
 
-        def slope(step: float, i: int = i, along: Tensor = along) -> float:
-            ends = []
-            for sign in (1, -1):
-                moved = [x.detach() + sign * step * along * (j == i) for j, x in enumerate(inputs)]
-                ends.append((attend(*moved, backend=backend, **arguments).out * d_out).sum())
-            return ((ends[0] - ends[1]) / (2 * step)).item()
+    def terms(step: float) -> Tensor:
+        moved = [x + step * direction for x, direction in zip(inputs, along, strict=True)]
+        return attend(*moved, backend=backend, **arguments).out * d_out
 
-        # the error grows with the square of the step: doubling makes it four times as large
-        near, far = slope(step), slope(2 * step)
-        excused = abs(far - near) + 64 * torch.finfo(torch.float64).eps * terms / step
-        yield "qkv"[i], abs((gradient * along).sum().item() - near), excused
+    def slope(step: float) -> float:
+        return (terms(step) - terms(-step)).sum().item() / (2 * step)
+
+    here, step = terms(0.0), 1e-5
+    gradients = torch.autograd.grad(here.sum(), inputs)
+    exact = sum((x * y).sum().item() for x, y in zip(gradients, along, strict=True))
+    # the error grows with the square of the step: doubling makes it four times as large
+    near, far = slope(step), slope(2 * step)
+    rounding = 64 * torch.finfo(torch.float64).eps * here.abs().sum().item() / step
+    return abs(exact - near), abs(far - near) + rounding
 
 
 def hidden_keys_with_gradient(

@@ -53,8 +53,6 @@ def far_apart(tensors: list[Tensor], *, dim: int) -> list[Tensor]:
     return views
 
 
-# of a gradient: as the layer after attention makes it
-HEADS_INSIDE = "d_out with the heads inside"
 EACH = (spread_out, cached, misaligned)
 LAYOUTS: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
     "packed": packed,

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from attention import AttentionOutput, Backend, dtype_name
 from conformance.cases import distance
-from conformance.dialects import sequence_bounds
+from conformance.outside.adapter import sequence_bounds
 from scripts.arguments import Count, Device, Dtype, Json, command, default, parse_backend
 from scripts.attention_call import Call, Measurement, attempt, take_turns
 from scripts.tables import Row, by, text_table
@@ -63,7 +63,7 @@ def __getattr__(name: str) -> Backend:
         q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, window: int | None = None,
         document_ids: Tensor | None = None,
     ) -> AttentionOutput:  # fmt: skip
-        # views: an adapter of conformance.dialects would copy q, k and v, which would be timed too
+        # views: an adapter of conformance.outside would copy q, k and v, which would be timed too
         tensors = [x.transpose(1, 2) for x in (q, k, v)]
         reach = (None, None) if window is None else (window - 1, 0)
         same = {"softmax_scale": scale, "causal": causal, "window_size": reach, "return_lse": True}

@@ -18,12 +18,12 @@ documented, or does not apply. Arguments are key=value, and all have a default:
     seed       of the random shapes (0)
     out        write every cell to this JSON file at the end; a file of that name is replaced then
 
-Triton runs on a CPU if TRITON_INTERPRET=1 is set (minutes).
+Triton runs on a CPU if TRITON_INTERPRET=1 is set (minutes). For a function that is no Backend, such
+as flash_attn_func, there is `attn-conform`.
 """
 
 import sys
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from tqdm import tqdm
@@ -31,9 +31,8 @@ from tqdm import tqdm
 from attention import BACKENDS, Backend, kernel_choice
 from conformance.backend_under_test import Subject
 from conformance.cases import SHORT
-from conformance.command import LARGEST_SEED, set_up
-from conformance.fuzz import finite
-from conformance.properties import PROPERTIES, Cell, examine
+from conformance.properties import PROPERTIES
+from conformance.verification import LARGEST_SEED, failure, report, set_up, verify
 from scripts.arguments import Device, Dtype, Json, Natural, command, default, parse_backend
 from scripts.tables import Row
 from training.loop.device import pick_device, pick_dtype
@@ -82,102 +81,17 @@ def pick_dtypes(names: list[str], device: torch.device) -> list[torch.dtype]:
     return list(dict.fromkeys(pick_dtype(name, device) for name in names))
 
 
-def as_json(cell: Cell, dtype: str) -> Row:
-    """The cell's fields; numbers to four digits, null if not finite."""
-    figures = {name: finite(getattr(cell, name)) for name in ("worst_share", "worst_multiple")}
-    return {"dtype": dtype, **asdict(cell), "ok": cell.ok} | figures
-
-
-def verify(
+def column_of(
     backend: Backend, dtypes: list[torch.dtype], options: Options, device: torch.device
 ) -> Row:
-    """The column of a backend: its cells in every dtype, and what was tried for them."""
-    start, cells, cases = time.perf_counter(), [], []
+    subjects = [
+        Subject(backend, device.type, dtype, options.cases, options.seed) for dtype in dtypes
+    ]
     total = len(dtypes) * len(PROPERTIES)
     # shown only at a terminal
     what = {"desc": backend.name, "unit": "property", "leave": False, "disable": None}
     with tqdm(total=total, **what) as bar:
-        for dtype in dtypes:
-            subject = Subject(backend, device.type, dtype, options.cases, options.seed)
-            for name in PROPERTIES:
-                cells.append(as_json(examine(subject, name), SHORT[dtype]))
-                bar.update()
-            cases += [str(case) for case, row in subject.rows.items() if row is not None]
-    multiples = [
-        cell["worst_multiple"]
-        for cell in cells
-        if cell["status"] == "green" and cell["worst_multiple"] is not None
-    ]
-    # the name of a random case ends with its seed
-    random = [case.rpartition("-")[2].startswith("seed") for case in cases]
-    return {
-        "exact": backend.exact,
-        "defect": backend.defect,
-        "options": dict(backend.options),
-        "tried": {
-            "random": sum(random),
-            "adversarial": len(random) - sum(random),
-            "checks": sum(cell["checks"] for cell in cells),
-        },
-        "worst_multiple_of_naive": max(multiples, default=None),
-        "seconds": round(time.perf_counter() - start, 1),
-        "cells": cells,
-    }
-
-
-def mark(cells: list[Row]) -> str:
-    """The mark of one property and backend over all dtypes: + green, x red as documented, ! not as
-    documented, . not applicable.
-    """
-    if not all(cell["ok"] for cell in cells):
-        return "!"
-    statuses = {cell["status"] for cell in cells}
-    return "x" if "red" in statuses else "+" if "green" in statuses else "."
-
-
-def cells_of(column: Row, name: str) -> list[Row]:
-    return [cell for cell in column["cells"] if cell["property"] == name]
-
-
-def matrix(columns: dict[str, Row]) -> str:
-    """The matrix as text: a row per property, a column per backend, names written downwards."""
-    rows = dict.fromkeys(cell["property"] for each in columns.values() for cell in each["cells"])
-    width = max(map(len, rows)) + 2
-    # without the module of a user's backend, which would make the heading long
-    names = [name.rpartition(":")[2] for name in columns]
-    height = max(map(len, names))
-    lines = [
-        " " * width + "  ".join(name.rjust(height)[row] for name in names).rstrip()
-        for row in range(height)
-    ]
-    lines += [
-        name.ljust(width) + "  ".join(mark(cells_of(column, name)) for column in columns.values())
-        for name in rows
-    ]
-    return "\n".join(lines)
-
-
-def remarks(columns: dict[str, Row]) -> list[str]:
-    """Details that the marks leave out: every cell that is not as documented, and backends that
-    were not verified.
-    """
-    lines = []
-    for name, column in columns.items():
-        for cell in column["cells"]:
-            if not cell["ok"]:
-                what = (
-                    f"red, {cell['note']}"
-                    if cell["status"] == "red"
-                    else "green, but the backend documents it as red"
-                )
-                lines.append(f"! {name}, {cell['property']}, {cell['dtype']}: {what}")
-        if not_verified(column):
-            lines.append(f". {name}: {column['cells'][0]['note']}")
-    return lines
-
-
-def not_verified(column: Row) -> bool:
-    return all(cell["status"] == "n/a" for cell in column["cells"])
+        return verify(subjects, PROPERTIES, seen=lambda *_: bar.update() and None)
 
 
 @command
@@ -197,36 +111,13 @@ def main(options: Options) -> None:
         print(f"{options.out} will be replaced", flush=True)
     columns: dict[str, Row] = {}
     for name, backend in backends.items():
-        columns[name] = verify(backend, dtypes, options, device)
+        columns[name] = column_of(backend, dtypes, options, device)
         print(f"{name}: {columns[name]['seconds']} s", file=sys.stderr, flush=True)
     if options.out is not None:
         write_json(options.out, head | {"backends": columns})
-    ended(columns)
-
-
-def ended(columns: dict[str, Row]) -> None:
-    """Print the report. Raises ValueError if something is not as documented."""
     print(report(columns))
-    wrong = sum(not cell["ok"] for column in columns.values() for cell in column["cells"])
-    if wrong:
-        raise ValueError(f"{wrong} cells are not as documented")
-    if all(map(not_verified, columns.values())):
-        raise ValueError("nothing was verified")
-
-
-def report(columns: dict[str, Row]) -> str:
-    """The matrix, what was tried, and remarks."""
-    marks = "+ green   x red, as documented   ! not as documented   . does not apply"
-    lines = [matrix(columns), "", marks, ""]
-    for name, column in columns.items():
-        worst, tried = column["worst_multiple_of_naive"], column["tried"]
-        if worst is not None:
-            lines.append(
-                f"{name:<16} {tried['adversarial']} fixed and {tried['random']} random cases, "
-                f"{tried['checks']} checks; worst green error {worst:.2f} x naive's own or a "
-                "rounding"
-            )
-    return "\n".join([*lines, *remarks(columns)])
+    if wrong := failure(columns):
+        raise ValueError(wrong)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@ ones, and wrong ones.
 """
 
 import math
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -107,97 +106,6 @@ def unshifted_sink(q, k, v, softmax_scale, causal, learnable_sink=None, return_l
     return out.transpose(1, 2), lse.detach()
 
 
-def in_order(pages: Tensor, table: Tensor) -> Tensor:
-    """(B, M, H, D) of the pages (P, page size, H, D)."""
-    return pages[table.long()].flatten(1, 2)
-
-
-def with_cache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cache_seqlens: Tensor,
-    page_table: Tensor,
-    softmax_scale: float,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    return_softmax_lse: bool = False,
-    *,
-    read=in_order,
-):
-    """As flash_attn_with_kvcache: q (B, N, H, D) against pages (P, page size, H, D)."""
-    k, v = (read(pages, page_table) for pages in (k_cache, v_cache))
-    outs, lses = [], []
-    for i, n in enumerate(cache_seqlens.tolist()):
-        one = [x[i : i + 1] for x in (q, k[:, :n], v[:, :n])]
-        out, lse = flash(*one, softmax_scale, causal, window_size)
-        outs.append(out)
-        lses.append(lse)
-    return torch.cat(outs), torch.cat(lses)
-
-
-def as_they_lie(pages: Tensor, table: Tensor) -> Tensor:
-    """A sequence's first page is the table's, and the others those behind it in memory."""
-    return in_order(pages, (table[:, :1] + torch.arange(table.shape[1])) % len(pages))
-
-
-pages_as_they_lie = partial(with_cache, read=as_they_lie)
-
-
-def vllm(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    max_seqlen_q: int,
-    cu_seqlens_q: Tensor,
-    max_seqlen_k: int,
-    seqused_k: Tensor,
-    softmax_scale: float,
-    causal: bool,
-    window_size: tuple[int, int] = (-1, -1),
-    block_table: Tensor | None = None,
-    return_softmax_lse: bool = False,
-    s_aux: Tensor | None = None,
-    *,
-    more: int = 0,
-):
-    """As vLLM's flash_attn_varlen_func: packed q (T, H, D), keys in pages, lse (H, T)."""
-    k, v = (in_order(pages, block_table) for pages in (k, v))
-    outs, lses = [q.new_empty(0, *q.shape[1:])], [torch.empty(q.shape[1], 0)]
-    for i, n in enumerate(seqused_k.tolist()):
-        rows = slice(*cu_seqlens_q[i : i + 2].tolist())
-        assert rows.stop - rows.start <= max_seqlen_q and n <= max_seqlen_k
-        one = [q[None, rows], k[i : i + 1, : n + more], v[i : i + 1, : n + more]]
-        out, lse = flash(*one, softmax_scale, causal, window_size, s_aux)
-        outs.append(out[0])
-        lses.append(lse[0])
-    return torch.cat(outs), torch.cat(lses, 1)
-
-
-one_key_too_many = partial(vllm, more=1)
-
-
-def single_prefill(
-    q, k, v, custom_mask=None, causal=False, sm_scale=None, window_left=-1, return_lse=False
-):
-    """As FlashInfer's single_prefill_with_kv_cache: (N, H, D), and lse (N, H) to base 2."""
-    groups = q.shape[1] // k.shape[1]
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    scores = scores_of(q, k, causal, sm_scale, window_left)
-    if custom_mask is not None:
-        scores = scores.masked_fill(~custom_mask, -torch.inf)
-    out, lse = attend(scores, v)
-    return out[0].transpose(0, 1), lse[0].T / math.log(2)
-
-
-def ragged_prefill(q, k, v, qo_indptr, kv_indptr, causal, sm_scale, return_lse=False):
-    """As a function around FlashInfer's BatchPrefillWithRaggedKVCacheWrapper."""
-    bounds = (qo_indptr, kv_indptr, len(q), len(k))
-    out, lse, _ = flash_varlen(q, k, v, *bounds, sm_scale, causal)
-    return out, lse.T / math.log(2)
-
-
 def top_left(q, k, v, softmax_scale=None, causal=False, return_lse=False):
     return flash(q, k, v, softmax_scale, causal, corner="top")
 
@@ -241,33 +149,6 @@ def contiguous_assumed(q, k, v, softmax_scale=None, causal=False, return_lse=Fal
     """It reads the memory of q as if q had no gaps."""
     lies = q.as_strided(q.shape, torch.empty(q.shape).stride(), q.storage_offset())
     return flash(lies, k, v, softmax_scale, causal)
-
-
-def only_aligned(q, k, v, softmax_scale=None, causal=False, return_lse=False):
-    if q.data_ptr() % 16:
-        raise RuntimeError(f"misaligned address: {q.stride()}")
-    return flash(q, k, v, softmax_scale, causal, return_lse=return_lse)
-
-
-class WrongOnceWarm(torch.autograd.Function):
-    """Its backward pass takes d_out to lie as in the first call of the same shape."""
-
-    strides: dict = {}
-
-    @staticmethod
-    def forward(ctx, q, k, v, softmax_scale, causal):
-        ctx.save_for_backward(q, k, v)
-        ctx.arguments = softmax_scale, causal
-        return flash(q, k, v, *ctx.arguments)[0]
-
-    @staticmethod
-    def backward(ctx, d_out):
-        q, k, v = (x.detach().requires_grad_() for x in ctx.saved_tensors)
-        strides = WrongOnceWarm.strides.setdefault(d_out.shape, d_out.stride())
-        d_out = d_out.as_strided(d_out.shape, strides)
-        with torch.enable_grad():
-            out, _ = flash(q, k, v, *ctx.arguments)
-        return *torch.autograd.grad(out, (q, k, v), d_out), None, None
 
 
 def float32_alone(q, k, v, softmax_scale=None, causal=False, return_lse=False):

@@ -100,13 +100,6 @@ def test_an_edit_that_no_longer_applies_is_one_sentence(tmp_path, says):
     assert "\n" not in message
 
 
-def test_a_name_that_is_there_means_itself(tmp_path):
-    """`total` does not stand for another local while the function has a total."""
-    edit = swap("Mean.of", "total += w", "pass")
-    with pytest.raises(EditError, match="0 places"):
-        package(tmp_path, means=MEANS).edited((edit,))
-
-
 def test_a_function_of_two_modules_needs_its_module(tmp_path):
     twice = package(tmp_path, means=MEANS, others=WEIGHT)
     with pytest.raises(EditError, match="weight is defined 2"):
@@ -147,9 +140,3 @@ def test_the_gallery_is_read():
     ]
     assert third.survives == "they are integers"
     assert third.red == ()
-
-
-@pytest.mark.parametrize("line", ["no_name: A sentence.", "name [lse]: Says.\n    Mean.of"])
-def test_a_line_that_is_no_part_of_a_gallery_is_named(line):
-    with pytest.raises(AssertionError, match="tiny"):
-        list(read(line, "tiny"))

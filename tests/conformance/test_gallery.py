@@ -153,15 +153,12 @@ def test_each_edit_applies(room):
 
 def test_quick_mutants_need_each_property_and_touch_each_section():
     """So that `make test` notices a property that no longer catches anything."""
+    assert len({mutant.name for mutant in ALL}) == len(ALL)
     mistakes = [mutant for mutant in ALL if mutant.survives is None]
     quick = [mutant for mutant in mistakes if mutant.quick]
     assert {name for mutant in quick for name in mutant.red} == {*EVERYTHING} - {NEEDS_GPU}
     assert {mutant.section for mutant in quick} == {mutant.section for mutant in mistakes}
     assert any(mutant.quick for mutant in ALL if mutant.survives is not None)
-
-
-def test_names_are_told_apart():
-    assert len({mutant.name for mutant in ALL}) == len(ALL)
 
 
 @pytest.mark.parametrize("group", ROOMS)
@@ -173,10 +170,3 @@ def test_the_committed_matrix_is_of_these_mutants_and_properties(group, kill_rec
     assert {row["name"]: not row["killed_by"] for row in data["mutants"]} == survive
     assert data["properties"] == EVERYTHING
     assert data["cover"] == smallest_cover(data["mutants"])
-
-
-def test_some_properties_stand_alone():
-    rows = matrix_of("loop")["mutants"]
-    # calls that stand alone are nothing that the other properties ask for
-    alone = {row["killed_by"][0] for row in rows if len(row["killed_by"]) == 1}
-    assert {"every length", "call history", "poisoned memory"} <= alone

@@ -128,8 +128,8 @@ def test_parameters_do_not_stand_where_they_start():
 
 
 def test_documents_that_are_kept_apart_are_green():
-    def masked(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, document_ids):
-        visible = visible_keys(q, k, causal=causal, document_ids=document_ids).mask()
+    def masked(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **mask):
+        visible = visible_keys(q, k, **mask).mask()
         return AttentionOutput(((q @ k.mT * scale).sigmoid() * visible) @ v)
 
     documents = replace(SIGMOID, fn=masked, features=FEATURES | {"document_ids"})

@@ -41,7 +41,7 @@ def never(*_: object, **__: object) -> None:
             ["attention=naive", "seq_len=16", "out={out}"],
             "scripts.benchmark.measured",
         ),
-        ("verify", ["attention=naive", "out={folder}.json"], "scripts.verify.verify"),
+        ("verify", ["attention=naive", "out={folder}.json"], "scripts.verify.column_of"),
         ("condense_runs", ["{folder}", "out={out}"], "lab.condense_runs.runs_below"),
         ("trace", ["out={folder}.html"], "scripts.trace.look"),
     ],
@@ -66,7 +66,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
 
 @pytest.mark.parametrize(
     ("name", "work", "ending"),
-    [("verify", "scripts.verify.verify", ".json"), ("trace", "scripts.trace.look", ".html")],
+    [("verify", "scripts.verify.column_of", ".json"), ("trace", "scripts.trace.look", ".html")],
 )
 def test_a_file_of_another_kind_is_not_replaced(monkeypatch, tmp_path, name, work, ending):
     (tmp_path / "README.md").write_text("mine")
@@ -112,7 +112,7 @@ def test_an_os_error_is_one_line():
             ["attention=naive", "seq_len=16", "allow_broken=true"],
             "scripts.benchmark.measured",
         ),
-        ("verify", ["attention=naive"], "scripts.verify.verify"),
+        ("verify", ["attention=naive"], "scripts.verify.column_of"),
         ("cross_eval", ["."], "scripts.cross_eval.measure"),
         ("report", ["."], "scripts.report.__main__.load_runs"),
         ("sample", ["run=."], "scripts.sample.sample"),

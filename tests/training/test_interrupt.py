@@ -16,7 +16,7 @@ from training.launch.interrupt import Ending, Interrupt
     [
         ["train.py"],
         ["-m", "scripts.verify"],
-        ["-c", "from conformance.command import main; main()"],
+        ["-c", "from conformance.outside.command import main; main()"],
     ],
     ids=["train", "script", "attn-conform"],
 )

@@ -7,47 +7,35 @@ from functools import cache
 import pytest
 import torch
 
-from attention import attention
-from conformance import minimise
 from conformance.backend_under_test import Subject
 from conformance.cases import ADVERSARIAL, Case
-from conformance.command import cells_of, parse_dialect
-from conformance.dialects import DIALECTS, Adapter, Target, pages_of, target
-from conformance.minimise import Minimiser, plain, with_options
-from conformance.properties import examine
-from conformance.script_of_call import (
-    INPUTS,
-    VIEWS,
-    Call,
-    input_lines,
-    values_of,
-    write,
-)
-from conformance.views import HEADS_INSIDE, LAYOUTS
+from conformance.outside.adapter import Adapter
+from conformance.outside.command import named
+from conformance.outside.dialects import DIALECTS, target
+from conformance.outside.minimise import Minimiser, plain, with_options
+from conformance.outside.properties import properties_of
+from conformance.outside.script import INPUTS, VIEWS, Call, layout_lines, told, write
+from conformance.properties import SLOW, examine
+from conformance.views import LAYOUTS
 
 MINE = "tests.user_attentions"
 SDPA = "torch.nn.functional:scaled_dot_product_attention"
 HF_SDPA = "transformers.integrations.sdpa_attention:sdpa_attention_forward"
 HF_EAGER = "transformers.models.llama.modeling_llama:eager_attention_forward"
 FLEX = "torch.nn.attention.flex_attention:flex_attention"
-HF_SINKS = "hf sinks=module"
-CACHE = (
-    "fa-paged layout=BHND scale=scale window=window softcap=softcap used=cache_lengths sinks=sinks "
-    "returns=out,lse lse_flag= constants=backend='tiled' dtypes=fp32"
-)
-# of what no gradient flows through, in fp32
-FORWARD_ONLY = ["gradients", "float32 statistics", "no leak (gradients)"]
 FP32 = torch.float32
-
-
-def named(text: str, dialect: str) -> Target:
-    return target(text, *parse_dialect(dialect.split()))
 
 
 def column(text: str, dialect: str) -> dict[str, str]:
     """Status by property, from a quick check."""
-    subject = Subject(named(text, dialect).backend, "cpu", FP32, random_cases=1, seed=0)
-    return {cell.property: cell.status for cell in cells_of(subject, quick=True)}
+    found = named(text, dialect)
+    subject = found.subject("cpu", FP32, random_cases=1)
+    checks = properties_of(found.backend)
+    return {
+        name: examine(subject, name, check).status
+        for name, check in checks.items()
+        if name not in SLOW
+    }
 
 
 @pytest.mark.parametrize(
@@ -59,23 +47,6 @@ def column(text: str, dialect: str) -> dict[str, str]:
         (HF_EAGER, "hf", ["float32 statistics"], ["lse", "rows without a key"]),
         (f"{MINE}:flash", "fa", [], []),
         (f"{MINE}:flash_varlen", "fa-varlen", [], []),
-        (f"{MINE}:with_cache", "fa-paged dtypes=fp32", [], FORWARD_ONLY),
-        (f"{MINE}:vllm", "vllm dtypes=fp32", [], FORWARD_ONLY),
-        ("attention:attention_with_cache", CACHE, [], FORWARD_ONLY),
-        (
-            f"{MINE}:single_prefill",
-            "flashinfer dtypes=fp32 head_dims=",
-            [],
-            # these have a batch
-            [*FORWARD_ONLY, "strides and views", "no leak (outputs)", "call history"]
-            + ["row independence"],
-        ),
-        (
-            f"{MINE}:ragged_prefill",
-            "flashinfer-ragged dtypes=fp32 head_dims=",
-            [],
-            FORWARD_ONLY,
-        ),
         (
             f"{MINE}:Student",
             "cs336",
@@ -100,8 +71,6 @@ def test_what_others_wrote_is_green(text, dialect, red, not_asked):
         ("one_sided", "fa", {"mask positions", "wider calls"}),
         # a row of ordinary scores is wrong, as are those of shifted ones
         ("unshifted_sink", "fa", {"optional arguments", "logits + 100", "logits - 120"}),
-        ("pages_as_they_lie", "fa-paged dtypes=fp32", {"forward", "mask positions"}),
-        ("one_key_too_many", "vllm dtypes=fp32", {"forward", "ragged tails"}),
     ],
 )
 def test_what_is_wrong_in_its_dialect_alone_is_red(text, dialect, red):
@@ -112,25 +81,9 @@ def test_what_is_wrong_in_its_dialect_alone_is_red(text, dialect, red):
         assert red == found
 
 
-def test_sequences_of_pages_lie_in_any_order_and_end_anywhere():
-    slots, table, used = pages_of((5, 0, 3), 2, torch.device("cpu"))
-    tokens = [slots[row.long()].flatten()[:n].tolist() for row, n in zip(table, used, strict=True)]
-    assert tokens == [[0, 1, 2, 3, 4], [], [5, 6, 7]]
-    assert table[0].tolist() != sorted(table[0].tolist())
-    # what no token fills is number 8, the filler, also where the table has no page
-    assert slots.flatten().tolist().count(8) == 4 and (slots[table[1].long()] == 8).all()
-
-
 def test_sinks_are_handed_in_only_where_the_function_names_them():
     # it takes **kwargs, and would not look at them
     assert named(HF_SDPA, "hf").dialect.sinks == ""
-    eager = named("transformers.models.gpt_oss.modeling_gpt_oss:eager_attention_forward", HF_SINKS)
-    assert "sinks" in eager.backend.features
-    q = torch.randn(1, 2, 5, 4)
-    sinks = torch.tensor([1.0, -2.0])
-    out = attention(q, q, q, backend=eager.backend, sinks=sinks).out
-    expected = attention(q, q, q, backend="naive", sinks=sinks).out
-    torch.testing.assert_close(out, expected)
 
 
 @pytest.mark.parametrize(
@@ -138,9 +91,6 @@ def test_sinks_are_handed_in_only_where_the_function_names_them():
     [
         (f"{MINE}:flash", "fa"),
         (f"{MINE}:flash_varlen", "fa-varlen"),
-        (f"{MINE}:with_cache", "fa-paged dtypes=fp32"),
-        (f"{MINE}:vllm", "vllm dtypes=fp32"),
-        (f"{MINE}:single_prefill", "flashinfer dtypes=fp32 head_dims="),
         (SDPA, "sdpa"),
         (HF_EAGER, "hf"),
         # PyTorch imports its compiler for the mask
@@ -151,7 +101,7 @@ def test_sinks_are_handed_in_only_where_the_function_names_them():
 def test_a_script_of_a_right_call_passes(text, dialect):
     """The script of a failure means something only if it passes for a right attention."""
     found = target(text) if not dialect else named(text, dialect)
-    subject = Subject(found.backend, "cpu", FP32)
+    subject = found.subject("cpu", FP32)
     found = with_options(found, subject.backend)
     small = Case(batch=2, num_heads=4, num_kv_heads=2, num_queries=6, num_keys=6, head_dim=4)
     cases = [
@@ -199,10 +149,7 @@ BY_VALUE = [
 
 def test_a_mask_of_positions_is_a_formula():
     case = BY_POSITION[5]
-    masked = DIALECTS["flex"].needs_mask(70, 50, causal=False, given={"window": (9, 4)})
-    written = DIALECTS["flex"].call(
-        "q, k, v", values_of(Call(case, "out", FP32), None), masked=masked
-    )
+    written, _ = told(named(FLEX, "flex"), Call(case, "out", FP32))
     assert "(j >= i - 29) & (j <= i - 16)" in written
     assert "s - slopes[h] * (i - j - 20)" in written
 
@@ -273,7 +220,7 @@ def test_a_script_lays_out_what_the_property_lays_out():
     for name, line in VIEWS.items():
         case = [torch.randn(2, 3, 5, 4) for _ in range(3)]
         variables = {"torch": torch, **dict(zip("qkv", case, strict=True))}
-        exec("\n".join(input_lines("x", name, gradient=False)), variables)
+        exec("\n".join(layout_lines(name)), variables)
         for x, expected in zip("qkv", LAYOUTS[name](case), strict=True):
             assert torch.equal(variables[x], expected), f"{name}: {line}"
             assert variables[x].stride() == expected.stride(), name
@@ -290,8 +237,8 @@ def test_a_script_lays_out_what_the_property_lays_out():
 )
 def test_the_script_of_what_no_plain_call_shows(name, dialect, property, first):
     found = named(f"{MINE}:{name}", dialect)
-    subject = Subject(found.backend, "cpu", FP32)
-    cell = examine(subject, property)
+    subject = found.subject("cpu", FP32)
+    cell = examine(subject, property, properties_of(found.backend)[property])
     script = Minimiser(found, subject).script(cell)
     assert cell.status == "red" and script is not None
     assert first in script.splitlines()[0] and "conformance" not in script
@@ -301,46 +248,9 @@ def test_the_script_of_what_no_plain_call_shows(name, dialect, property, first):
 
 def test_memory_has_no_script_of_one_call():
     found = named(f"{MINE}:flash", "fa")
-    subject = Subject(found.backend, "cpu", FP32)
+    subject = found.subject("cpu", FP32)
     cell = examine(subject, "saved bytes")
     assert cell.status == "red" and Minimiser(found, subject).script(cell) is None
-
-
-def smaller_batch(case, subject):
-    return [replace(case, batch=1)] if case.batch > 1 else []
-
-
-def test_a_script_of_a_lost_gpu_runs_in_a_process_of_its_own(monkeypatch):
-    """After some errors every call of the process fails, so what fails there proves nothing."""
-    found = named(f"{MINE}:only_aligned", "fa")
-    subject = Subject(found.backend, "cpu", FP32)
-    cell = examine(subject, "strides and views")
-    assert "misaligned address" in cell.note
-    monkeypatch.setattr(minimise, "why_unusable", lambda device: "misaligned address")
-    monkeypatch.setattr(minimise, "executed", lambda text: pytest.fail("it ran in this process"))
-    monkeypatch.setattr(minimise, "smaller", smaller_batch)
-    monkeypatch.setitem(minimise.LAYOUTS_OF, "strides and views", ["misaligned"])
-    script = minimise.Minimiser(found, subject).script(cell)
-    assert script is not None and "out of B1-" in script and "misaligned, fp32" in script
-    with pytest.raises(RuntimeError, match="misaligned address"):
-        exec(script, {})
-    unexamined = replace(cell, note="not examined: an earlier property left the GPU unusable")
-    assert minimise.Minimiser(found, subject).script(unexamined) is None
-
-
-def test_a_script_of_two_backward_passes():
-    """No single call shows what an attention keeps from an earlier one."""
-    function = f"{MINE}:WrongOnceWarm"
-    found = named(function, "layout=BNHD causal=causal scale=softmax_scale")
-    subject = Subject(found.backend, "cpu", FP32)
-    cell = examine(subject, "call history")
-    assert cell.status == "red" and HEADS_INSIDE in cell.note
-    script = Minimiser(found, subject).script(cell)
-    assert script is not None and HEADS_INSIDE in script.splitlines()[0]
-    with pytest.raises(AssertionError):
-        exec(script, {})
-    right = script.replace("WrongOnceWarm.apply(", "flash(").replace("WrongOnceWarm", "flash")
-    exec(right.replace("found = result", "found = result[0]"), {})
 
 
 def fails_twice(q, k, v, causal=False, scale=None):
@@ -354,8 +264,10 @@ def fails_twice(q, k, v, causal=False, scale=None):
 def test_a_script_raises_what_the_property_raised():
     """Not another exception of the same type, which smaller calls may raise."""
     found = named(f"{__name__}:fails_twice", "layout=BHND causal=causal scale=scale")
-    subject = Subject(found.backend, "cpu", FP32)
-    script = Minimiser(found, subject).script(examine(subject, "N != M"))
+    subject = found.subject("cpu", FP32)
+    cell = examine(subject, "N != M")
+    assert "N35-M70" in cell.note  # the last call
+    script = Minimiser(found, subject).script(cell)
     assert script is not None
     with pytest.raises(RuntimeError, match="1 .* 2 keys"):
         exec(script, {})

@@ -1,9 +1,8 @@
-"""Properties of isolated calls: earlier calls, the contents of memory and the values in other rows
-do not change a result.
+"""Properties of calls beside one another: earlier calls, other rows, the same call again, another
+stream, torch.compile.
 
-Each property catches a bug that was shipped: a cache key that leaves something out, an output that
-is not written for rows without a key, a maximum that rows share, a kernel on another stream than
-its inputs. The other properties are in conformance.properties.
+Each of the first two catches a bug that was shipped: a cache key that leaves something out, a
+maximum that rows share.
 
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from conformance.backend_under_test import Check, Subject
 from conformance.cases import Case, call, distance, run
-from conformance.views import HEADS_INSIDE
 
 HUGE = 100.0  # factor by which the other rows are larger
 DELAY = 50_000_000  # GPU cycles, a few hundredths of a second
@@ -35,32 +33,6 @@ def deterministic_algorithms() -> Iterator[None]:
         yield
     finally:
         torch.set_deterministic_debug_mode(before)
-
-
-def differences(
-    what: str, found: dict[str, Tensor], expected: dict[str, Tensor], subject: Subject, case: Case
-) -> Iterator[Check]:
-    """One check per tensor: bitwise on a CPU; within twice the budget on a GPU, where sums may run
-    in any order. Elements that are NaN in `expected` are left to other properties.
-    """
-    for name, x in found.items():
-        y = expected[name]
-        budget = 0.0 if subject.device == "cpu" else 2 * subject.expected(case).budget(name)
-        x, y = (torch.where(expected[name].isnan(), 0.0, each) for each in (x, y))
-        yield Check(f"{name} of {case}, {what}", distance(x, y), budget)
-
-
-def exactly(what: str, found: dict[str, Tensor], subject: Subject, case: Case) -> Iterator[Check]:
-    """One check per tensor, against the exact results."""
-    expected = subject.expected(case)
-    for name, x in found.items():
-        moved = distance(x, expected.reference[name])
-        yield Check(f"{name} of {case}, {what}", moved, expected.budget(name))
-
-
-def right(subject: Subject, case: Case) -> bool:
-    """Whether all results of a case are within their budgets."""
-    return all(check.share <= 1 for check in exactly("", subject.run(case), subject, case))
 
 
 def call_history(subject: Subject) -> Iterator[Check]:
@@ -83,18 +55,23 @@ def call_history(subject: Subject) -> Iterator[Check]:
         if subject.passes(other):
             found = subject.run(other)
             # batch=3 is of a kind that no earlier call had
-            if right(subject, replace(other, batch=3)):
-                yield from exactly(f"after {case}", found, subject, other)
-            yield from differences(f"after {other}", subject.run(case), first, subject, case)
+            if is_right(subject, replace(other, batch=3)):
+                yield from subject.exactly(other, f"after {case}", found)
+            yield from subject.same_bits(case, f"after {other}", subject.run(case), first)
     dtype = torch.bfloat16 if subject.dtype == torch.float32 else torch.float32
     other = subject.in_dtype(dtype)
     if other.passes(case):
         other.run(case)
-        yield from differences(f"after {dtype}", subject.run(case), first, subject, case)
+        yield from subject.same_bits(case, f"after {dtype}", subject.run(case), first)
     yield from same_memory(subject, case)
     if passes == "both":
         yield from gradient_in_another_layout(subject, case)
     yield from several_at_once(subject, case, backward=passes == "both")
+
+
+def is_right(subject: Subject, case: Case) -> bool:
+    """Whether all results of a case are within their budgets."""
+    return all(check.share <= 1 for check in subject.exactly(case, "", subject.run(case)))
 
 
 def same_memory(subject: Subject, case: Case) -> Iterator[Check]:
@@ -119,7 +96,7 @@ def same_memory(subject: Subject, case: Case) -> Iterator[Check]:
             if isinstance(x, Tensor):
                 arguments[name].copy_(x)
         found = run(subject.backend, tensors, arguments, d_out, d_lse, backward=backward)
-        yield from differences("other numbers in its memory", found, expected, subject, changed)
+        yield from subject.same_bits(changed, "other numbers in its memory", found, expected)
 
 
 def gradient_in_another_layout(subject: Subject, case: Case) -> Iterator[Check]:
@@ -129,11 +106,11 @@ def gradient_in_another_layout(subject: Subject, case: Case) -> Iterator[Check]:
     tensors, arguments, d_out, d_lse = subject.expected(case).inputs
     expected = subject.run(case)
     for what, changed in (
-        (HEADS_INSIDE, d_out.transpose(1, 2).contiguous().transpose(1, 2)),
+        ("d_out with the heads inside", d_out.transpose(1, 2).contiguous().transpose(1, 2)),
         ("after such a d_out", d_out),
     ):
         found = run(subject.backend, tensors, arguments, changed, d_lse, backward=True)
-        yield from differences(what, found, expected, subject, case)
+        yield from subject.same_bits(case, what, found, expected)
 
 
 def several_at_once(subject: Subject, case: Case, *, backward: bool) -> Iterator[Check]:
@@ -148,40 +125,9 @@ def several_at_once(subject: Subject, case: Case, *, backward: bool) -> Iterator
     for each, made, out in zip(cases, calls, kept, strict=True):
         *_, d_out, d_lse = subject.expected(each).inputs
         found, expected = made.results(d_out, d_lse), subject.run(each)
-        yield from differences("one of several at once", found, expected, subject, each)
+        yield from subject.same_bits(each, "one of several at once", found, expected)
         moved = distance(made.output.out.detach().double(), out.double())
         yield Check(f"out of {each}, after the other calls", moved, 0.0)
-
-
-def free_blocks_of_nan(device: str) -> None:
-    """Leave NaN in the memory that the next calls will get from the allocator."""
-    blocks = [torch.full((2**power,), torch.nan, device=device) for power in range(6, 20)]
-    del blocks
-
-
-def poisoned_memory(subject: Subject) -> Iterator[Check]:
-    """New memory that holds NaN changes nothing: every output is written, and nothing is read
-    before. Rows without keys, ragged tails and masks leave parts of a tile out.
-    """
-    n = subject.length
-    cases = [
-        subject.case(batch=2),
-        subject.case(n, n // 2 - 2),
-        subject.case(n // 2 - 2, n, num_heads=4, causal=False),
-        subject.case(17, head_dim=subject.head_dims[-1] if subject.device == "cuda" else 16),
-        subject.case(window=9),
-        subject.case(document_ids=True),
-    ]
-    for case in cases:
-        if not subject.passes(case):
-            continue
-        expected = subject.run(case)
-        free_blocks_of_nan(subject.device)
-        found = {"freed blocks of NaN": subject.run(case)}
-        with deterministic_algorithms():
-            found["memory filled with NaN"] = subject.run(case)
-        for what, results in found.items():
-            yield from differences(what, results, expected, subject, case)
 
 
 def row_independence(subject: Subject) -> Iterator[Check]:
@@ -258,3 +204,42 @@ def streams_and_graphs(subject: Subject) -> Iterator[Check]:
     graph.replay()
     torch.cuda.synchronize()
     yield from subject.unmoved(case, "from a CUDA graph", {"out": out.double()}, plain)
+
+
+def bitwise_repeat(subject: Subject) -> Iterator[Check]:
+    """The same call gives the same bits again, where PyTorch must use deterministic kernels."""
+    case = subject.case(batch=2, num_heads=4, num_kv_heads=4)
+    if not subject.passes(case):
+        return
+    with deterministic_algorithms():
+        first = subject.run(case)
+        for _ in range(3 if subject.device == "cpu" else 50):
+            for name, x in subject.run(case).items():
+                yield Check(f"{name} of {case}", distance(x, first[name]), 0.0)
+
+
+def compiled_equals_eager(subject: Subject) -> Iterator[Check]:
+    """torch.compile changes nothing but the speed."""
+    case = subject.case()
+    passes = subject.passes(case)
+    if not passes:
+        return
+    expected = subject.expected(case)
+    # on a CPU only the graph is checked: code generation needs a compiler and takes time
+    function = torch.compile(
+        lambda q, k, v: subject.attend(q, k, v) * 1,
+        backend="aot_eager" if subject.device == "cpu" else "inductor",
+    )
+    results = []
+    # eager first: it creates the module of a backend that has one
+    for attend in (subject.attend, function):
+        tensors = [x.detach().requires_grad_(passes == "both") for x in expected.tensors]
+        out = attend(*tensors)
+        result = [out.detach()]
+        if passes == "both":
+            result += torch.autograd.grad(out, tensors, expected.d_out.to(out.dtype))
+        results.append(result)
+    torch.compiler.reset()
+    for name, eager, compiled in zip(("out", "dq", "dk", "dv"), *results, strict=False):
+        error = distance(compiled.double(), eager.double())
+        yield Check(f"{name} of {case}", error, 2 * expected.budget(name))

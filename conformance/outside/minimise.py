@@ -4,10 +4,7 @@ Each candidate is a case. We write its script, run it here, and compare its erro
 the case. So we shrink exactly what the user gets.
 """
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -17,17 +14,15 @@ from typing import Any
 import torch
 
 from attention import Backend
-from conformance.backend_under_test import Subject
+from conformance.backend_under_test import TENSORS, Subject
 from conformance.cases import SHORT, Case, expect
-from conformance.dialects import Dialect, Target, dialect_of
 from conformance.errors import in_one_line
-from conformance.properties import TENSORS, Cell, why_unusable
-from conformance.script_of_call import INPUTS, VIEWS, Call, write
-from conformance.views import HEADS_INSIDE
+from conformance.outside.adapter import dialect_of
+from conformance.outside.dialect import Dialect
+from conformance.outside.dialects import Target
+from conformance.outside.script import INPUTS, OPTIONAL, VIEWS, Call, write
+from conformance.properties import Cell, why_unusable
 
-OPTIONAL = {"window", "softcap", "alibi_slopes", "document_ids", "key_lengths"}
-# by property, where a script lays out its tensors otherwise
-LAYOUTS_OF = {"strides and views": [*VIEWS], "call history": [HEADS_INSIDE, ""]}
 LITERAL = (int, float, str, bool, type(None))
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)
 
@@ -41,21 +36,19 @@ class Minimiser:
 
     def script(self, cell: Cell) -> str | None:
         """The script for a red property that was just examined; None if no single call with random
-        inputs fails.
+        inputs fails, or the GPU no longer runs any.
         """
         if cell.property in ("saved bytes", "largest tensor"):
             return None  # memory against length, which one call does not show
-        raises = cell.note if re.match(r"\w+:", cell.note) else ""
-        named = re.search(rf"-({'|'.join(SHORT.values())})(:|, )", cell.note)
-        dtypes = [self.subject.dtype]
-        if named:
-            dtypes = [x for x in SHORT if SHORT[x] == named[1]]
-        elif raises:  # its note names no call
-            dtypes += [torch.bfloat16, torch.float16]
-        layouts = LAYOUTS_OF.get(cell.property, [""])
-        cases = dict.fromkeys(self.subject.tried) or [self.subject.case(inputs=x) for x in INPUTS]
         if why_unusable(self.subject.device):
-            cases = list(cases)[-1:]  # the one that made it so; each attempt is a process
+            return None
+        dtypes = [self.subject.dtype]
+        if named := re.search(rf"-({'|'.join(SHORT.values())})(:|, )", cell.note):
+            dtypes = [x for x in SHORT if SHORT[x] == named[1]]
+        elif cell.raised:
+            dtypes += [torch.bfloat16, torch.float16]
+        layouts = [*VIEWS] if cell.property == "strides and views" else [""]
+        cases = dict.fromkeys(self.subject.tried) or [self.subject.case(inputs=x) for x in INPUTS]
         # what the note names comes first
         candidates = product(
             dtypes,
@@ -64,7 +57,7 @@ class Minimiser:
             sorted(TENSORS, key=lambda name: not cell.note.startswith(f"{name} of")),
         )
         for dtype, layout, case, tensor in candidates:
-            call = Call(plain(case, self.target.dialect), tensor, dtype, raises, layout)
+            call = Call(plain(case, self.target.dialect), tensor, dtype, cell.raised, layout)
             if script := self.failing(call):
                 return self.smallest(call, script)
         return None
@@ -80,26 +73,21 @@ class Minimiser:
         """The script if it fails, else None."""
         subject, case, tensor, dtype = self.subject, call.case, call.tensor, call.dtype
         known = case.inputs in INPUTS and tensor != "dsinks"
-        known = known and (tensor != "lse" or "lse" in subject.backend.features)
-        gradient = tensor.startswith("d")
-        lost = why_unusable(subject.device)
-        if not known or (lost and not call.raises):
+        if not known or (tensor == "lse" and "lse" not in subject.backend.features):
             return None
         try:
-            if not lost and not subject.in_dtype(dtype).takes(case, backward=gradient):
+            if not subject.in_dtype(dtype).takes(case, backward=tensor.startswith("d")):
                 return None
-            exact = expect(case, dtype, "cpu" if lost else subject.device, with_lse=False)
+            exact = expect(case, dtype, subject.device, with_lse=False)
         except (ValueError, IndexError, RuntimeError):  # shape too small for inputs such as spike
             return None
         budget = exact.budget(tensor)
         text = write(self.target, call, subject.device, budget)
-        if lost:
-            return text if raised_elsewhere(text, call.raises) else None
         try:
             error = executed(text)["error"]
         except Exception as raised:  # a user's function may raise anything
-            # after some errors of a kernel every call fails, which would shrink to nonsense
             same = unnumbered(in_one_line(raised)) == unnumbered(call.raises)
+            # after some errors of a kernel every call fails, which would shrink to nonsense
             return text if same and not why_unusable(subject.device) else None
         return text if not call.raises and error > budget else None
 
@@ -109,20 +97,6 @@ def unnumbered(line: str) -> str:
     because in_one_line() cuts it after numbers of any length.
     """
     return re.sub(r"\d+", "", line)[:200]
-
-
-def raised_elsewhere(text: str, raises: str) -> bool:
-    """Whether a script ends with this error in a process of its own: the GPU is lost to this one,
-    and every call here would raise it.
-    """
-    # the host must wait for each kernel, or a later call reports its error as another
-    wait, path = {"CUDA_LAUNCH_BLOCKING": "1"}, {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", text]
-    ended = subprocess.run(
-        command, env=os.environ | wait | path, capture_output=True, text=True, check=False
-    )
-    # a traceback names the type with its module
-    return any(unnumbered(raises) in unnumbered(line) for line in ended.stderr.splitlines())
 
 
 def executed(text: str) -> dict[str, Any]:
@@ -148,7 +122,7 @@ def plain(case: Case, dialect: Dialect) -> Case:
     optional = {x: y for x, y in case.optional.items() if x in OPTIONAL}
     # fewer keys would move the queries' positions
     moves = case.causal or optional.keys() & {"window", "alibi_slopes"}
-    if moves or not (dialect.mask or dialect.used):
+    if moves or not dialect.mask:
         optional.pop("key_lengths", None)
     return replace(case, optional=optional)
 
@@ -157,15 +131,13 @@ def smaller(case: Case, subject: Subject) -> Iterator[Case]:
     """Simpler cases, the largest reductions first."""
     for name in case.optional:
         yield replace(case, optional={x: y for x, y in case.optional.items() if x != name})
-    if case.inputs != "normal":
-        yield replace(case, inputs="normal")
-    if case.batch > 1:
-        yield replace(case, batch=1)
-    for heads in (1, case.num_kv_heads):
+    simplest = {"inputs": "normal", "batch": 1, "seed": 0}
+    for name, value in simplest.items():
+        if getattr(case, name) != value:
+            yield replace(case, **{name: value})
+    for heads, kv_heads in ((1, 1), (case.num_kv_heads, case.num_kv_heads), (2, 1)):
         if heads < case.num_heads:
-            yield replace(case, num_heads=heads, num_kv_heads=heads)
-    if case.num_heads > 2 * case.num_kv_heads or (case.num_kv_heads > 1 and case.num_heads > 2):
-        yield replace(case, num_heads=2, num_kv_heads=1)
+            yield replace(case, num_heads=heads, num_kv_heads=kv_heads)
     lengths = dict.fromkeys(map(subject.rounded, LENGTHS))
     if case.num_queries != case.num_keys:
         shorter = min(case.num_queries, case.num_keys)
@@ -182,7 +154,5 @@ def smaller(case: Case, subject: Subject) -> Iterator[Case]:
     for size in (1, 2, 4, 8, 16, 32, 64):
         if size < case.head_dim and size in subject.head_dims:
             yield replace(case, head_dim=size)
-    if case.seed:
-        yield replace(case, seed=0)
     if case.causal and "window" not in case.optional:
         yield replace(case, causal=False)

@@ -5,10 +5,9 @@ Each result is compared with the budget of its case, as in conformance.cases. Th
 the same calls.
 """
 
-import math
 import random
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from attention.interface import Refusal
 from conformance.backend_under_test import Check, Subject, expected_of
 from conformance.cases import Case
 from conformance.errors import in_one_line
+from conformance.verification import finite
 from conformance.views import LAYOUTS
 
 # calls in a row of one kind on a GPU, because each new kind compiles kernels
@@ -33,31 +33,9 @@ class Trial(NamedTuple):
 
     case: Case
     layout: str
-    checks: list[Check]
+    checks: Sequence[Check] = ()
     refused: str = ""
-    raised: str = ""
-
-    @property
-    def failures(self) -> list[str]:
-        """A line for each failure."""
-        wrong = [
-            f"{check.case}, {self.layout}: {check.error:.3g} where {check.budget:.3g} is allowed"
-            for check in self.checks
-            if check.share > 1
-        ]
-        return [f"{self.case}, {self.layout}: {self.raised}"] if self.raised else wrong
-
-    @property
-    def distinct(self) -> tuple[str, str]:
-        """Shape, features, logits and layout: everything but the seed."""
-        return str(self.case).rpartition("-seed")[0], self.layout
-
-    @property
-    def kind(self) -> tuple[frozenset[str], int, int | None]:
-        """Features and head dims, which decide what is compiled."""
-        case = self.case
-        wanted = frozenset(case.features() | case.optional.keys() | {f"causal={case.causal}"})
-        return wanted, case.head_dim, case.value_dim
+    failures: Sequence[str] = ()  # a line each
 
 
 def fuzz(subject: Subject, *, calls: int, seed: int) -> Iterator[Trial]:
@@ -84,27 +62,28 @@ def fuzz(subject: Subject, *, calls: int, seed: int) -> Iterator[Trial]:
 def try_out(subject: Subject, case: Case, layout: str) -> Trial:
     subject.begin()
     subject.own_results.clear()
+    where = f"{case}, {layout}"
     try:
         passes = subject.passes(case)
         if passes is None:
-            return Trial(case, layout, [], refused=subject.refusals[0])
+            return Trial(case, layout, refused=subject.refusals[0])
         expected, backward = subject.expected(case), passes == "both"
-        given = [x.detach().clone() for x in expected.tensors]
-        views = given if layout == CONTIGUOUS else LAYOUTS[layout](given)
-        views = [x.requires_grad_(backward) for x in views]
-        reasons = subject.backend.unsupported_reasons(*views, **expected.arguments)
-        if reasons:
-            return Trial(case, layout, [], refused=reasons[0])
+        views = [x.detach().clone() for x in expected.tensors]
+        if layout != CONTIGUOUS:
+            views = LAYOUTS[layout](views)
+        if not subject.takes_views(views, expected.arguments, backward=backward):
+            return Trial(case, layout, refused=subject.refusals[-1])
         results = subject.run(case, views, backward=backward)
         if not all(map(torch.equal, views, expected.tensors)):
-            return Trial(case, layout, [], raised="it changes its inputs")
+            return Trial(case, layout, failures=[f"{where}: it changes its inputs"])
     except Refusal as error:
-        return Trial(case, layout, [], refused=str(error))
+        return Trial(case, layout, refused=str(error))
     except (Exception, SystemExit) as error:  # anybody's attention may raise anything
-        return Trial(case, layout, [], raised=in_one_line(error))
-    trial = Trial(case, layout, list(expected.checks(case, results).values()))
+        return Trial(case, layout, failures=[f"{where}: {in_one_line(error)}"])
+    checks = [*expected.checks(case, results).values()]
     expected_of.cache_clear()  # no case repeats, and hundreds would fill a GPU's memory
-    return trial
+    wrong = [f"{check.excess}, {layout}" for check in checks if check.share > 1]
+    return Trial(case, layout, checks, failures=wrong)
 
 
 def draw_case(subject: Subject, drawn: random.Random, kind: random.Random, seed: int) -> Case:
@@ -164,21 +143,16 @@ def draw_case(subject: Subject, drawn: random.Random, kind: random.Random, seed:
     return replace(case, optional=optional)
 
 
-def finite(x: float | None) -> float | None:
-    """A number for JSON: four digits, None if it is not finite."""
-    return None if x is None or not math.isfinite(x) else float(f"{x:.4g}")
-
-
+@dataclass
 class Tally:
     """Totals over many trials."""
 
-    def __init__(self) -> None:
-        self.calls = self.refused = self.checks = 0
-        self.distinct: set[tuple[str, str]] = set()
-        self.kinds: set[tuple] = set()
-        self.worst: tuple[float, str] = (0.0, "")  # share of the budget, and where
-        self.worst_multiple = 0.0  # error divided by that of naive attention
-        self.failures: list[str] = []
+    calls: int = 0
+    refused: int = 0
+    checks: int = 0
+    worst_share_of_budget: float = 0.0
+    worst_case: str = ""
+    failures: list[str] = field(default_factory=list)
 
     def add(self, trial: Trial) -> None:
         if trial.refused:
@@ -186,31 +160,18 @@ class Tally:
             return
         self.calls += 1
         self.checks += len(trial.checks)
-        self.distinct.add(trial.distinct)
-        self.kinds.add(trial.kind)
         self.failures += trial.failures
         for check in trial.checks:
-            self.worst = max(self.worst, (check.share, f"{check.case}, {trial.layout}"))
-            self.worst_multiple = max(self.worst_multiple, check.multiple or 0.0)
+            if check.share > self.worst_share_of_budget:
+                self.worst_share_of_budget = check.share
+                self.worst_case = f"{check.case}, {trial.layout}"
 
     def figures(self) -> dict[str, Any]:
-        share, where = self.worst
-        return {
-            "calls": self.calls,
-            "distinct": len(self.distinct),
-            "kinds": len(self.kinds),
-            "refused": self.refused,
-            "checks": self.checks,
-            "worst_share_of_budget": finite(share),
-            "worst_case": where,
-            "worst_multiple_of_naive": finite(self.worst_multiple),
-            "failures": self.failures,
-        }
+        return asdict(self) | {"worst_share_of_budget": finite(self.worst_share_of_budget)}
 
     def __str__(self) -> str:
-        share, where = self.worst
         return (
-            f"{self.calls} calls ({len(self.distinct)} distinct, {self.refused} more refused), "
-            f"{self.checks} checks, {len(self.failures)} failures; worst share of a budget "
-            f"{share:.2f}: {where}"
+            f"{self.calls} calls ({self.refused} more refused), {self.checks} checks, "
+            f"{len(self.failures)} failures; worst share of a budget "
+            f"{self.worst_share_of_budget:.2f}: {self.worst_case}"
         )

@@ -7,9 +7,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from conformance.backend_under_test import Subject
-from conformance.command import cells_of
-from conformance.dialects import Dialect, target
-from conformance.properties import examine
+from conformance.outside.dialect import Dialect
+from conformance.outside.dialects import target
+from conformance.outside.properties import properties_of
+from conformance.properties import SLOW, Cell, examine
 
 FUNCTIONS = f"{__name__}:"
 SDPA = {"is_causal": False, "scale": None, "enable_gqa": False}
@@ -44,24 +45,30 @@ def float32_mask_refused(q, k, v, attn_mask=None, **others):
 
 def subject_of(name: str, dtype: torch.dtype = torch.bfloat16) -> Subject:
     changes = {"gqa": "enable_gqa", "mask": "attn_mask", "causal": "is_causal", "scale": "scale"}
-    return Subject(target(FUNCTIONS + name, "sdpa", changes).backend, "cpu", dtype, 1, 0)
+    return target(FUNCTIONS + name, "sdpa", changes).subject("cpu", dtype, 1)
+
+
+def examined(subject: Subject, name: str) -> Cell:
+    return examine(subject, name, properties_of(subject.backend)[name])
 
 
 @pytest.mark.parametrize("name", ["right", "float32_mask_misread", "mask_contiguous_assumed"])
 def test_mask_positions_alone_is_red(name):
-    cells = list(cells_of(subject_of(name), quick=True))
+    subject = subject_of(name)
+    quick = properties_of(subject.backend).keys() - SLOW
+    cells = [examined(subject, each) for each in quick]
     red = [(cell.property, cell.note) for cell in cells if cell.status == "red"]
     assert [property for property, _ in red] == ["mask positions"] * (name != "right"), red
 
 
 def test_the_note_names_the_mask():
-    cell = examine(subject_of("float32_mask_misread"), "mask positions")
+    cell = examined(subject_of("float32_mask_misread"), "mask positions")
     assert "mask" in cell.note and "float32" in cell.note
 
 
 def test_a_refusal_of_a_further_form_is_no_mistake():
     subject = subject_of("float32_mask_refused")
-    assert examine(subject, "mask positions").status == "green"
+    assert examined(subject, "mask positions").status == "green"
     assert any("float32" in refusal and "RuntimeError" in refusal for refusal in subject.refusals)
 
 

@@ -1,7 +1,8 @@
-"""Masks given as tensors: of each form that the attention takes, and of any layout in memory.
+"""The properties of a function in a dialect: those of conformance, and masks as tensors, of each
+form that it takes and of any layout in memory.
 
-Each catches a bug that was shipped: a float32 mask read as bfloat16 (pytorch#191612), a mask of one
-row or one head read as if it had them all. See conformance.dialects for the forms.
+Each layout catches a bug that was shipped: a float32 mask read as bfloat16 (pytorch#191612), a mask
+of one row or one head read as if it had them all. See conformance.outside.dialect for the forms.
 
 Dimensions: B batch, H query heads, N queries, M keys.
 """
@@ -16,18 +17,33 @@ from torch import Tensor
 from attention import Backend
 from conformance.backend_under_test import Check, Subject
 from conformance.cases import run
-from conformance.dialects import Adapter, Dialect, dialect_of
 from conformance.errors import in_one_line
-from conformance.isolation import exactly
+from conformance.outside.adapter import Adapter, dialect_of
+from conformance.outside.dialect import Dialect
+from conformance.properties import PROPERTIES, Property
 
 
-def for_every_head(mask: Tensor, heads: int) -> Tensor:
-    """(B, H, N, M), with strides of 0."""
-    return mask.expand(-1, heads, -1, -1)
+def properties_of(backend: Backend) -> dict[str, Property]:
+    """The properties to hold it to, by their usual names."""
+    dialect = dialect_of(backend)
+    if dialect is None:
+        return PROPERTIES
+    own = {"mask positions": mask_positions}
+    if dialect.multiple > 1:
+        own["ragged tails"] = whole_tiles
+    return PROPERTIES | own
 
 
-def written_out(mask: Tensor, heads: int) -> Tensor:
-    return for_every_head(mask, heads).contiguous()
+def whole_tiles(subject: Subject) -> Iterator[Check]:
+    """It takes only lengths that are multiples of a tile."""
+    subject.refusals.append(f"it takes lengths that are multiples of {subject.limits.multiple}")
+    yield from ()
+
+
+def mask_positions(subject: Subject) -> Iterator[Check]:
+    """Which keys have weight, key by key, also under masks that are tensors."""
+    yield from PROPERTIES["mask positions"](subject)
+    yield from masks_as_tensors(subject)
 
 
 def part_of_larger(mask: Tensor, heads: int) -> Tensor:
@@ -44,9 +60,10 @@ def of_one_row(mask: Tensor, heads: int) -> Tensor:
     return row if torch.equal(row, mask) else mask
 
 
+# changes of a mask (B, 1, N, M), given the number of heads
 LAYOUTS: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "a mask for every head": for_every_head,
-    "a mask written out": written_out,
+    "a mask for every head": lambda mask, heads: mask.expand(-1, heads, -1, -1),
+    "a mask written out": lambda mask, heads: mask.repeat(1, heads, 1, 1),
     "a part of a larger mask": part_of_larger,
     "a mask of one row": of_one_row,
 }
@@ -55,7 +72,7 @@ LAYOUTS: dict[str, Callable[[Tensor, int], Tensor]] = {
 def masks_as_tensors(subject: Subject) -> Iterator[Check]:
     """Masks that hide nothing, what comes later, and padding."""
     dialect, n = dialect_of(subject.backend), subject.length
-    if dialect is None or not dialect.mask or dialect.mask_form in ("block", "matrix"):
+    if dialect is None or not dialect.mask or dialect.mask_form == "block":
         return
     cases = (
         subject.case(batch=2, causal=False, window=(n, n)),
@@ -79,7 +96,7 @@ def masks_as_tensors(subject: Subject) -> Iterator[Check]:
                     # it says so itself, which is no mistake
                     subject.refusals.append(f"{form} masks: {in_one_line(error)}")
                     break
-                yield from exactly(f"{what}, {form}", found, subject, case)
+                yield from subject.exactly(case, f"{what}, {form}", found)
 
 
 def with_masks(

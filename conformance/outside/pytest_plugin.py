@@ -17,10 +17,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-class Red(Exception):
-    """A property is red; the message says where."""
-
-
 class PropertyItem(pytest.Item):
     def __init__(self, *, subject: Any, property: str, check: Any, **others: Any) -> None:
         super().__init__(**others)
@@ -33,12 +29,8 @@ class PropertyItem(pytest.Item):
         if cell.status == "n/a":
             pytest.skip(cell.note)
         if not cell.ok:
-            raise Red(cell.note or "green, but the backend documents it as red")
-
-    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        if isinstance(excinfo.value, Red):
-            return str(excinfo.value)
-        return super().repr_failure(excinfo, style)
+            said = cell.note or "green, but the backend documents it as red"
+            pytest.fail(said, pytrace=False)
 
     def reportinfo(self) -> tuple[Any, None, str]:
         return self.path, None, self.name
@@ -51,20 +43,19 @@ def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.It
         return
     import torch
 
-    from conformance.backend_under_test import Subject
     from conformance.cases import SHORT
-    from conformance.command import Options, parse_dialect, properties_of, set_up
-    from conformance.dialects import target
+    from conformance.outside.command import Options, named
+    from conformance.outside.properties import properties_of
+    from conformance.verification import set_up
 
     options = Options()
     set_up(torch.device(options.device))
     try:
-        words = session.config.option.dialect.split()
-        found = target(text, *parse_dialect(words))
+        found = named(text, session.config.option.dialect)
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
     for dtype in options.dtypes:
-        subject = Subject(found.backend, options.device, dtype, options.cases, options.seed)
-        for name, check in properties_of(subject).items():
+        subject = found.subject(options.device, dtype, options.cases, options.seed)
+        for name, check in properties_of(found.backend).items():
             each = {"name": f"{name}[{SHORT[dtype]}]", "property": name, "check": check}
             items.append(PropertyItem.from_parent(session, subject=subject, **each))

@@ -8,7 +8,7 @@ inputs until the result equals float64 attention.
 Dimensions: B batch, H heads, N queries, M keys, D head dim.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from itertools import product
 from typing import Any
@@ -17,20 +17,11 @@ import torch
 from torch import Tensor
 
 from attention import AttentionOutput, Backend, attention
-from conformance.cases import SHORT, distance
-from conformance.dialects import (
-    DIALECTS,
-    LAYOUTS,
-    LSE_LAYOUTS,
-    MASKS,
-    WINDOWS,
-    Adapter,
-    Dialect,
-    fitted,
-    load,
-    parameters,
-)
+from conformance.cases import SHORT, Case, distance, run
 from conformance.errors import in_one_line
+from conformance.outside.adapter import Adapter
+from conformance.outside.dialect import BOUNDS, LAYOUTS, LSE_LAYOUTS, MASKS, WINDOWS, Dialect
+from conformance.outside.dialects import DIALECTS, fitted, load, parameters
 
 NAMES = {
     "causal": ("causal", "is_causal"),
@@ -68,21 +59,26 @@ class Trial:
         found = [name for name in NAMES[field] if name in names or not names]
         return [str(names.index(name)) for name in found] if by_position and names else found
 
-    def inputs(self, n: int, m: int, groups: int, dtype: torch.dtype) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(0)
-        shapes = [(2, 2 * groups, n), (2, 2, m), (2, 2, m)]
-        drawn = [torch.randn(*shape, self.head_dim, generator=generator) for shape in shapes]
-        return [x.to(self.device, dtype) for x in drawn]
+    def case(
+        self, *, causal: bool, num_keys: int | None = None, groups: int = 1, **optional: Any
+    ) -> Case:
+        return Case(
+            batch=2,
+            num_heads=2 * groups,
+            num_queries=self.length,
+            num_keys=num_keys or self.length,
+            head_dim=self.head_dim,
+            causal=causal,
+            optional=optional,
+        )
 
     def call(
-        self, dialect: Dialect, tensors: list[Tensor], causal: bool, **arguments: Any
+        self, dialect: Dialect, tensors: list[Tensor], *, scale: float | None = None, **given: Any
     ) -> AttentionOutput | None:
         """The output; None if the call raises or returns no output."""
-        scale = arguments.pop("scale", None) or tensors[0].shape[-1] ** -0.5
+        scale = scale or self.head_dim**-0.5
         try:
-            return Adapter(self.function, dialect)(
-                *tensors, causal=causal, scale=scale, **arguments
-            )
+            return Adapter(self.function, dialect)(*tensors, scale=scale, **given)
         except Exception as error:  # a user's function may raise anything
             self.error = in_one_line(error)
             return None
@@ -91,58 +87,52 @@ class Trial:
         self,
         dialect: Dialect,
         *,
-        causal: bool | None = None,
-        m: int | None = None,
-        groups: int = 1,
         tensor: str = "out",
+        causal: bool | None = None,
+        scale: float | None = None,
         dtype: torch.dtype | None = None,
         top_left: bool = False,
-        **arguments: Any,
+        **fields: Any,
     ) -> bool:
         """Whether the call equals float64 attention. Without causal= it is causal only if the
-        function always is.
+        function always is. top_left: such a mask shows only the first N of M keys.
         """
-        n, causal = self.length, dialect.causal == "always" if causal is None else causal
-        q, k, v = self.inputs(n, m or n, groups, dtype or self.dtype)
-        found = self.call(dialect, [q, k, v], causal, **arguments)
-        x = getattr(found, tensor, None)
-        if top_left:  # such a mask shows only the first N of M keys
-            k, v = k[:, :, :n], v[:, :, :n]
-        scale = self.true_scale or arguments.pop("scale", None)
-        exact = attention(
-            *(x.double() for x in (q, k, v)),
-            backend="naive",
-            causal=causal,
-            **{"scale": scale} | arguments,
-        )
-        exact = getattr(exact, tensor)
-        if not isinstance(x, Tensor) or x.shape != exact.shape:
-            return False
-        return distance(x.detach().double(), exact) < TOLERANCE * exact.abs().max().item()
+        causal = dialect.causal == "always" if causal is None else causal
+        case = self.case(causal=causal, **fields)
+        (q, k, v), arguments, *_ = case.make(dtype or self.dtype, self.device)
+        found = getattr(self.call(dialect, [q, k, v], scale=scale, **arguments), tensor, None)
+        shown = slice(self.length if top_left else None)
+        wide = [x.double() for x in (q, k[:, :, shown], v[:, :, shown])]
+        scale = self.true_scale or scale
+        exact = getattr(attention(*wide, backend="naive", scale=scale, **arguments), tensor)
+        return isinstance(found, Tensor) and close(found, exact)
+
+    def adopt(
+        self, dialect: Dialect, candidates: Iterable[dict[Any, str]], **call: Any
+    ) -> Dialect | None:
+        """The dialect with the first of these changes with which the call agrees."""
+        changed = (replace(dialect, **changes) for changes in candidates)
+        return next((found for found in changed if self.agrees(found, **call)), None)
 
     def gradients_agree(self, dialect: Dialect, tensor: str) -> bool:
         """Whether the gradient of `tensor` with respect to q equals that of float64 attention."""
-        tensors = self.inputs(self.length, self.length, 1, self.dtype)
-        tensors = [x.requires_grad_() for x in tensors]
-        causal = dialect.causal != "never"
-        gradients = []
-        exact = [x.detach().double().requires_grad_() for x in tensors]
-        outputs = (
-            (tensors, self.call(dialect, tensors, causal)),
-            (exact, attention(*exact, backend="naive", causal=causal, scale=self.true_scale)),
-        )
-        for each, output in outputs:
-            x = getattr(output, tensor, None)
-            if x is None or not x.requires_grad:
-                return False
-            weights = torch.arange(x.numel(), device=x.device).view(x.shape).cos()
-            try:
-                gradients.append(torch.autograd.grad((x.double() * weights).sum(), each[0])[0])
-            except Exception as error:  # a user's backward pass may raise anything
-                self.error = in_one_line(error)
-                return False
-        largest = gradients[1].abs().max().item()
-        return distance(gradients[0].double(), gradients[1]) < TOLERANCE * largest
+        case = self.case(causal=dialect.causal != "never")
+        tensors, arguments, d_out, d_lse = case.make(self.dtype, self.device)
+        arguments["scale"] = self.true_scale
+        gradients = (d_out, None) if tensor == "out" else (0 * d_out, d_lse)
+        backend = Adapter(self.function, dialect).backend("probed")
+        try:
+            found = run(backend, tensors, arguments, *gradients)["dq"]
+        except Exception as error:  # a user's function may raise anything
+            self.error = in_one_line(error)
+            return False
+        wide = [x.double() for x in tensors]
+        return close(found, run("naive", wide, arguments, *gradients)["dq"])
+
+
+def close(x: Tensor, exact: Tensor) -> bool:
+    limit = TOLERANCE * exact.abs().max().item()
+    return x.shape == exact.shape and distance(x.detach().double(), exact) < limit
 
 
 Found = tuple[Dialect, list[str]]  # the dialect after a step, and the lines that it prints
@@ -158,7 +148,7 @@ def probe(text: str, device: str, dtypes: list[torch.dtype]) -> Iterator[str]:
     trial = Trial(function, device)
     dialect, said = basis(trial, dtypes)
     yield from said
-    for step in (corner, mask, window, changes, heads, log_sum_exp, gradients, empty_rows, kinds):
+    for step in (corner, mask, changes, heads, log_sum_exp, gradients, empty_rows, kinds):
         dialect, said = step(trial, dialect)
         yield from said
     yield words(text, function, dialect)
@@ -174,7 +164,7 @@ def hypotheses(trial: Trial) -> Iterator[Dialect]:
     choices = (
         [*causal, "always", "never"],
         [*trial.names("scale"), ""],
-        [layout for layout in LAYOUTS if layout != "THD" or "cu_seqlens_q" in known],
+        [layout for layout in LAYOUTS if layout != "THD" or {*BOUNDS} <= {*known}],
         ["", "BHND", "BNHD"],
         ["out", "out,_", "_,out"],
     )
@@ -210,105 +200,91 @@ def describe_basis(trial: Trial, dialect: Dialect) -> list[str]:
         said.append(f"lengths       not {SIZES[0][0]}, but {dialect.multiple}")
     if trial.true_scale:
         said.append("scale         1, whatever it is given: the scores are not scaled")
-    elif not dialect.scale:
-        said.append("scale         D**-0.5, no argument changes it")
     else:
-        trial.error = ""
-        usual = trial.agrees(replace(dialect, scale=""))
-        otherwise = "must be given" if trial.error else "not D**-0.5 by default"
-        default = "D**-0.5 by default" if usual else otherwise
-        said.append(f"scale         {dialect.scale}=, {default}")
+        known = f"{dialect.scale}=" if dialect.scale else "D**-0.5, no argument changes it"
+        said.append(f"scale         {known}")
     return said
 
 
 def corner(trial: Trial, dialect: Dialect) -> Found:
     """Whether there may be more keys than queries, and the corner of the causal mask then."""
     n, flag = trial.length, dialect.causal
-    if flag != "always" and not trial.agrees(dialect, m=2 * n):
+    if flag != "always" and not trial.agrees(dialect, num_keys=2 * n):
         return replace(dialect, cross_length=False), ["N != M        not taken"]
     if flag == "never":
         return dialect, ["causal        by no argument of its own"]
     for value, top_left in (("bottom_right", False), ("top_left", True)):
-        if trial.agrees(dialect, causal=True, m=2 * n, top_left=top_left):
+        if trial.agrees(dialect, causal=True, num_keys=2 * n, top_left=top_left):
             return replace(dialect, corner=value), [f"causal        {flag}=, {value} for N != M"]
     return dialect, [f"causal        {flag}=, could not tell: no causal mask in either corner"]
 
 
 def mask(trial: Trial, dialect: Dialect) -> Found:
-    for name, form in product(trial.names("mask"), MASKS):
-        found = replace(dialect, causal="never", mask=name, mask_form=form)
-        if trial.agrees(found, causal=True):
-            more = [
-                other
-                for other in ("bool", "additive", "float32")
-                if other != form and trial.agrees(replace(found, mask_form=other), causal=True)
-            ]
-            found = replace(found, causal=dialect.causal, more_mask_forms=",".join(more))
-            return found, [f"mask          {name}=, {', '.join([form, *more])}"]
-    return dialect, []
-
-
-def window(trial: Trial, dialect: Dialect) -> Found:
-    for name, form in product(trial.names("window"), WINDOWS):
-        found = replace(dialect, window=name, window_form=form)
-        if trial.agrees(found, causal=True, window=3):
-            either = replace(found, window_form="either")
-            if form == "count" and trial.agrees(either, causal=False, window=(2, 1)):
-                return either, [f"window        {name}=w sees w keys, {name}=(left, right) too"]
-            call = WINDOWS[form].format(left="w - 1", right=0)
-            return found, [f"window        {name}={call} sees w keys, its own included"]
-    said = [f"window        {x}=, could not tell its form" for x in trial.names("window")]
-    return dialect, said if trial.known.names else []
+    forms = product(trial.names("mask"), MASKS)
+    candidates = ({"causal": "never", "mask": name, "mask_form": form} for name, form in forms)
+    found = trial.adopt(dialect, candidates, causal=True)
+    if found is None:
+        return dialect, []
+    more = [
+        form
+        for form in ("bool", "additive", "float32")
+        if form != found.mask_form and trial.agrees(replace(found, mask_form=form), causal=True)
+    ]
+    said = f"mask          {found.mask}=, {', '.join([found.mask_form, *more])}"
+    return replace(found, causal=dialect.causal, more_mask_forms=",".join(more)), [said]
 
 
 def changes(trial: Trial, dialect: Dialect) -> Found:
-    """Arguments that change the scores, sinks and documents."""
-    n, causal = trial.length, dialect.causal != "never" or bool(dialect.mask)
+    """A window, arguments that change the scores, sinks and documents."""
+    causal = dialect.causal != "never" or bool(dialect.mask)
     said: list[str] = []
-    slopes = torch.tensor([0.5, 0.25], device=trial.device)
-    ids = (torch.arange(n, device=trial.device) >= n // 2).int().expand(2, -1)
-    arguments: dict[str, dict[str, Any]] = {
+    calls: dict[str, dict[str, Any]] = {
+        "window": {"window": 3},
         "softcap": {"softcap": 0.5},
-        "alibi": {"alibi_slopes": slopes},
-        "sinks": {"sinks": 2 * slopes},
-        "documents": {"document_ids": ids},
+        "alibi": {"alibi_slopes": True},
+        "sinks": {"sinks": True},
+        "documents": {"document_ids": True},
         "score_mod": {"softcap": 0.5},
     }
-    for field, argument in arguments.items():
-        for name in trial.names(field):
-            found = replace(dialect, **{field: name})
-            if trial.agrees(found, causal=causal, **argument):
-                dialect = found
-                said.append(f"{field:<14}{name}=")
-            elif trial.known.names:
-                said.append(f"{field:<14}{name}=, could not tell what it does")
-            break
+    for field, call in calls.items():
+        names = trial.names(field)
+        forms = [{"window_form": form} for form in WINDOWS] if field == "window" else [{}]
+        candidates = ({field: name} | form for name, form in product(names, forms))
+        found = trial.adopt(dialect, candidates, causal=causal, **call)
+        if found is not None:
+            dialect = found
+            form = f", {found.window_form}" if field == "window" else ""
+            said.append(f"{field:<14}{getattr(found, field)}={form}")
+        elif names and trial.known.names:
+            said.append(f"{field:<14}{names[0]}=, could not tell what it does")
     return dialect, said
 
 
 def heads(trial: Trial, dialect: Dialect) -> Found:
-    flags = ["yes", *trial.names("gqa"), "no"]
-    for flag in flags[:-1]:
-        if trial.agrees(replace(dialect, gqa=flag), groups=2):
-            return replace(dialect, gqa=flag), [f"grouped heads {flag}"]
-    return replace(dialect, gqa="no"), ["grouped heads no"]
+    flags = ({"gqa": flag} for flag in ("yes", *trial.names("gqa")))
+    found = trial.adopt(dialect, flags, groups=2) or replace(dialect, gqa="no")
+    return found, [f"grouped heads {found.gqa}"]
 
 
 def log_sum_exp(trial: Trial, dialect: Dialect) -> Found:
-    choices = ([*trial.names("lse_flag"), ""], ("out,lse", "out,_,lse", "lse,out"), "e2")
-    for flag, returns, base in product(*choices):
-        for layout in LSE_LAYOUTS:
-            found = replace(dialect, lse_flag=flag, returns=returns, lse=layout, lse_base=base)
-            if trial.agrees(found, tensor="lse"):
-                gradient = trial.gradients_agree(found, "lse")
-                say = f"lse           {layout}, base {base}, {'' if gradient else 'no '}gradient"
-                return replace(found, lse_gradient=gradient), [say]
-    return dialect, ["lse           none that could be told"]
+    fields = ("lse_flag", "returns", "lse_base", "lse")
+    flags, returned = [*trial.names("lse_flag"), ""], ("out,lse", "out,_,lse", "lse,out")
+    candidates = (
+        dict(zip(fields, x, strict=True)) for x in product(flags, returned, "e2", LSE_LAYOUTS)
+    )
+    found = trial.adopt(dialect, candidates, tensor="lse")
+    if found is None:
+        return dialect, ["lse           none that could be told"]
+    gradient = trial.gradients_agree(found, "lse")
+    said = f"lse           {found.lse}, base {found.lse_base}, {'' if gradient else 'no '}gradient"
+    return replace(found, lse_gradient=gradient), [said]
 
 
 def gradients(trial: Trial, dialect: Dialect) -> Found:
-    tensors, trial.error = trial.inputs(trial.length, trial.length, 1, trial.dtype), ""
-    output = trial.call(dialect, [x.requires_grad_() for x in tensors], dialect.causal == "always")
+    trial.error = ""
+    case = trial.case(causal=dialect.causal == "always")
+    tensors, arguments, *_ = case.make(trial.dtype, trial.device)
+    output = trial.call(dialect, [x.requires_grad_() for x in tensors], **arguments)
     backward = output is not None and output.out.requires_grad
     right = backward and trial.gradients_agree(dialect, "out")
     unknown = (
@@ -323,8 +299,9 @@ def empty_rows(trial: Trial, dialect: Dialect) -> Found:
     n = trial.length
     if not dialect.mask and (dialect.causal == "never" or dialect.corner == "top_left"):
         return dialect, []
-    q, k, v = trial.inputs(2 * n, n, 1, trial.dtype)
-    output = trial.call(dialect, [q, k, v], True)
+    case = replace(trial.case(causal=True), num_queries=2 * n)
+    (q, k, v), arguments, *_ = case.make(trial.dtype, trial.device)
+    output = trial.call(dialect, [q, k, v], **arguments)
     if output is None:
         return dialect, [f"empty rows    could not tell: {trial.error}"]
     rows = output.out[:, :, :n]
@@ -347,45 +324,36 @@ def kinds(trial: Trial, dialect: Dialect) -> Found:
     return replace(dialect, dtypes=",".join(fine)), [f"dtypes        {', '.join(fine)}"]
 
 
-# fields without an effect where a dialect has no window, mask or lse
-UNUSED = ("window_form", "mask_form", "more_mask_forms", "lse", "lse_base", "lse_gradient")
-
-
 def words(text: str, function: Callable[..., Any], dialect: Dialect) -> str:
     """The command with the nearest dialect and the fields that differ from it."""
-    differences = {
-        name: {
-            key: value
-            for key, value in relevant(dialect).items()
-            if relevant(fitted(each, function))[key] != value
-            and not (value is None and key in UNUSED)
-        }
+    unused = {"value_dim"}  # no step probes it
+    if not dialect.window:
+        unused |= {"window_form"}
+    if not dialect.mask:
+        unused |= {"mask_form", "more_mask_forms"}
+    if "lse" not in dialect.parts:
+        unused |= {"lse", "lse_base", "lse_gradient"}
+    if dialect.causal in ("always", "never"):
+        unused |= {"corner"}
+    changes = {
+        name: fields_of(dialect).items() - fields_of(fitted(each, function)).items()
         for name, each in DIALECTS.items()
     }
-    name = min(differences, key=lambda name: len(differences[name]))
-    values = asdict(dialect)
-    values |= {key: str(x).lower() for key, x in values.items() if isinstance(x, bool)}
-    changed = [f"{key}={values[key]}" for key in differences[name]]
-    return " ".join(["attn-conform run", text, f"dialect={name}", *changed])
-
-
-def relevant(dialect: Dialect) -> dict[str, Any]:
-    """The fields, normalised so that equivalent dialects compare equal."""
-    fields, parts = asdict(dialect), dialect.parts
-    places = [parts.index(name) if name in parts else None for name in ("out", "lse")]
-    fields["returns"] = (len(parts) > 1, *places)
-    fields["out_layout"] = dialect.out_layout or dialect.layout
-    without = {
-        "window": ["window_form"],
-        "mask": ["mask_form", "more_mask_forms"],
-        "lse": ["lse", "lse_base", "lse_gradient", "lse_flag"],
+    changed = {
+        name: sorted(x for x in found if x[0] not in unused) for name, found in changes.items()
     }
-    for name, keys in without.items():
-        if not (fields[name] if name != "lse" else "lse" in parts):
-            fields |= dict.fromkeys(keys)
-    if dialect.causal in ("always", "never"):
-        fields["corner"] = None
-    if not dialect.packed:
-        fields["bounds"] = None
-    del fields["value_dim"]  # no step probes it
-    return fields
+    nearest = min(changed, key=lambda name: len(changed[name]))
+    pairs = [f"{key}={value}" for key, value in changed[nearest]]
+    return " ".join(["attn-conform run", text, f"dialect={nearest}", *pairs])
+
+
+def fields_of(dialect: Dialect) -> dict[str, str]:
+    """The text of each field, in one form where several mean the same."""
+    parts = dialect.parts
+    while len(parts) > 2 and parts[-1] == "_":
+        parts = parts[:-1]
+    one_form = {"returns": ",".join(parts), "out_layout": dialect.out_layout or dialect.layout}
+    return {
+        name: str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in (asdict(dialect) | one_form).items()
+    }

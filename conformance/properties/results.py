@@ -1,0 +1,189 @@
+"""Properties of the numbers: out, lse and the gradients, for ordinary and extreme logits.
+
+Dimensions: B batch, H query heads, N queries, M keys.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from conformance.backend_under_test import Check, Subject
+from conformance.cases import Case, distance
+from conformance.other_functions import finite_differences
+
+
+def ordinary(subject: Subject) -> list[Case]:
+    return [
+        subject.case(batch=2, num_heads=4, num_kv_heads=4),
+        subject.case(causal=False),
+        subject.case(300, num_heads=1, num_kv_heads=1),
+        subject.case(1),
+        subject.case(inputs="ties"),
+        *subject.random(),
+    ]
+
+
+def forward(subject: Subject) -> Iterator[Check]:
+    """out equals float64 attention's, for ordinary logits of random shapes."""
+    yield from subject.compared(ordinary(subject), ["out"])
+
+
+def gradients(subject: Subject) -> Iterator[Check]:
+    """dq, dk and dv equal those of float64 attention, the gradient that arrives through lse
+    included. Of another function without a reference they equal finite differences of its out.
+    """
+    yield from subject.compared(ordinary(subject), ["dq", "dk", "dv"])
+    backend, case = subject.backend, subject.case(33)
+    if backend.claims_softmax or backend.reference or torch.float64 not in backend.dtypes:
+        return
+    if subject.takes(case, backward=True):
+        error, excused = finite_differences(backend, case, subject.device)
+        yield Check(f"a slope of {case} in float64", error, excused)
+
+
+def log_sum_exp(subject: Subject) -> Iterator[Check]:
+    """lse is the natural log-sum-exp of the scaled, masked scores."""
+    if not subject.is_softmax():
+        return
+    if "lse" not in subject.backend.features:
+        subject.refusals.append("it returns no lse")
+        return
+    cases = ordinary(subject)
+    yield from subject.compared(cases, ["lse"])
+    rows = [row for case in cases if (row := subject.compare(case)) is not None]
+    if rows:
+        yield Check(
+            "cases without the lse it promises",
+            float(sum("lse" not in row for row in rows)),
+            0.0,
+        )
+
+
+def block_sizes(subject: Subject) -> Iterator[Check]:
+    """The tile sizes do not show in the result."""
+    if not subject.has_blocks:
+        subject.refusals.append("it has no block_q and block_kv to choose")
+        return
+    for causal in (True, False):
+        case = subject.case(causal=causal)
+        if subject.takes(case, backward=False):
+            expected = subject.expected(case)
+            first = None
+            # the last one holds all keys of the CPU's cases
+            for block_q, block_kv in (
+                (32, 16),
+                (16, 32),
+                (64, 16),
+                (128, 128) if subject.device == "cpu" else (64, 64),
+            ):
+                backend = subject.backend.configured(block_q=block_q, block_kv=block_kv)
+                out = subject.attend(
+                    *expected.tensors, backend=backend, **expected.arguments
+                ).double()
+                first = out if first is None else first
+                # nearly equal results may round to neighbours, and a defect's results may be larger
+                # than the reference
+                neighbours = torch.finfo(subject.dtype).eps * first.abs().max().item()
+                yield Check(
+                    f"tiles {block_q}x{block_kv} of {case}",
+                    distance(out, first),
+                    max(2 * expected.budget("out"), neighbours),
+                )
+
+
+def key_permutation(subject: Subject) -> Iterator[Check]:
+    """The order of keys that a query sees all of does not matter."""
+    case = subject.case()
+    if subject.is_softmax() and subject.takes(case, backward=False):
+        expected = subject.expected(case)
+        q, k, v = expected.tensors
+        mixed = case.num_keys * 2 // 3
+        order = torch.arange(case.num_keys, device=q.device)
+        order[:mixed] = torch.randperm(mixed, generator=torch.Generator().manual_seed(0)).to(
+            q.device
+        )
+        plain, permuted = (
+            subject.attend(q, *kv)[:, :, mixed - 1 :].double()
+            for kv in ((k, v), (k[:, :, order], v[:, :, order]))
+        )
+        yield Check(str(case), distance(permuted, plain), 2 * expected.budget("out"))
+
+
+def rows_sum_to_one(subject: Subject) -> Iterator[Check]:
+    """With values of one the output is one: the weights of a row sum to it."""
+    if subject.is_softmax():
+        cases = [subject.case(inputs="ones", causal=causal) for causal in (True, False)]
+        yield from subject.compared(cases, ["out"])
+
+
+def large_logits(subject: Subject) -> Iterator[Check]:
+    """Scores that grow from tile to tile, spike in the last one, stand in the hundreds, all or one
+    of them, or come from a trained model.
+    """
+    cases = [subject.case(inputs=name) for name in ("large", "growing", "spike", "huge")]
+    cases += [
+        subject.case(causal=False, inputs="tower"),
+        subject.case(128, head_dim=32, inputs="trained"),
+    ]
+    yield from subject.compared(cases)
+
+
+def shifted_up(subject: Subject) -> Iterator[Check]:
+    """Every score 100 higher, and a sink too: no exponential of a score itself survives it."""
+    if subject.is_softmax():
+        cases = [subject.case(inputs="up"), subject.case(inputs="up", sinks=True)]
+        yield from subject.compared(cases)
+
+
+def shifted_down(subject: Subject) -> Iterator[Check]:
+    """Every score 120 lower, or lower still: exponentials of the scores themselves are 0."""
+    if subject.is_softmax():
+        cases = [subject.case(inputs=name) for name in ("down", "negative")]
+        cases.append(subject.case(inputs="down", sinks=True))
+        # one query may take a path of its own, in the backward pass too
+        cases.append(subject.case(1, subject.length, inputs="down"))
+        yield from subject.compared(cases)
+
+
+def float32_statistics(subject: Subject) -> Iterator[Check]:
+    """With 16-bit inputs scores, sums and lse are kept in float32, which shows where scores are
+    near 100. (A rounding of scores is like one of q, so the oracle of another function excuses it.)
+    """
+    if not subject.is_softmax():
+        return
+    for dtype in (
+        (subject.dtype,) if subject.dtype.itemsize == 2 else (torch.bfloat16, torch.float16)
+    ):
+        narrow = subject.in_dtype(dtype)
+        yield from narrow.compared([narrow.case(inputs="up")])
+        subject.refusals += narrow.refusals
+
+
+def rows_of_one_key(subject: Subject) -> Iterator[Check]:
+    """A row that sees one key gives it all weight, however large its score: out is the key's value,
+    and dv is d_out. A backward pass that rebuilds p from a rounded lse gives it a little more or
+    less.
+    """
+    if not subject.is_softmax():
+        return
+    # a scale that is a power of two may hide it
+    widths = [d for d in (80, 128) if d in subject.head_dims] or subject.head_dims[:1] or [16]
+    steep = {"inputs": "steep", "head_dim": widths[0]}
+    cases = (
+        subject.case(1, **steep),
+        subject.case(window=1, **steep),
+        subject.case(window=1, **steep, num_heads=4, num_kv_heads=1),
+    )
+    eps = torch.finfo(subject.dtype).eps
+    for case in cases:
+        if not subject.passes(case):
+            continue
+        expected, results = subject.expected(case), subject.run(case)
+        groups = case.num_heads // case.num_kv_heads
+        summed = {"out": (expected.tensors[2], 1), "dv": (expected.d_out, groups)}
+        for name, (terms, count) in summed.items():
+            if name in results:
+                rounding = count * eps * terms.abs().max().item()
+                error = distance(results[name], expected.reference[name])
+                budget = 2 * expected.own[name] + rounding
+                yield Check(f"{name} of {case}", error, budget)
