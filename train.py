@@ -61,8 +61,8 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
             loss, norm, max_scores = stepper.queue(gradients, stepper.passes(step), look=look)
             now = Figures(step, loss, norm, max_scores)
 
-            # Look before the update: these weights produced this loss. Where nothing is due a GPU
-            # works on, and `seen` is the step before.
+            # Look before the update: these weights produced this loss. Where nothing is due, a GPU
+            # works on this step and its update meanwhile, and `seen` is the step before.
             last = stepper.stopping() or step == config.steps
             seen = stepper.see(now, due, last=last)
             if seen.diverged:

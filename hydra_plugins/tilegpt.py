@@ -141,6 +141,8 @@ class CheckedSweeper(BasicSweeper):
             plan.setdefault(kept, place | named_by(config))
         for line in lines:
             print(line)
+        if same := len(jobs) - len(plan):
+            print(f"{same} of {len(jobs)} jobs are the same as others, and do not run again")
         return list(plan.values())
 
     def check(self, config: "RunConfig") -> None:

@@ -1,14 +1,14 @@
 """A training step: gradients(), a look at its figures, update(). Stepper runs them, and keeps a GPU
 busy.
 
-On a GPU nothing waits until something is due. The next step's gradients are queued before the host
-looks at this step's loss, so the GPU always has work:
+On a GPU nothing waits until something is due. A whole step is queued before the host looks at the
+loss of the step before, so the GPU always has work:
 
-    host  | gradients 7 | sees 6 | update 7 | gradients 8 | sees 7 | update 8 | ...
-    GPU    update 6, gradients 7 ...          update 7, gradients 8 ...
+    host  | gradients 7, update 7 | sees 6 | gradients 8, update 8 | sees 7 | ...
+    GPU    gradients 6, update 6 ...  gradients 7, update 7 ...
 
 So a divergence is seen one step late. The weights have not moved by then: the GPU skips an update
-whose loss or norm is not finite, and the update after it was never queued.
+if the loss or the norm of its step, or of the step before, is not finite.
 """
 
 import logging
@@ -74,12 +74,13 @@ def gradients(
     return loss, norm, ranks.largest(torch.stack(scores).amax(0)) if look else None
 
 
-def update(run: Run, figures: "Figures") -> None:
-    """The optimizer's step. The device skips it unless the loss and the norm are finite."""
+def update(run: Run, *figures: "Figures") -> None:
+    """The optimizer's step. The device skips it unless these losses and norms are finite."""
     optimizer, scaler, skips = run.optimizer, run.scaler, skips_by_itself(run)
     with record_function("optimizer"):
         if skips:  # by the two attributes that GradScaler uses
-            bad = (~figures.on_device.isfinite()).any().float()
+            decisive = torch.cat([each.on_device for each in figures])
+            bad = (~decisive.isfinite()).any().float()
             optimizer.grad_scale, optimizer.found_inf = None, bad
         scaler.step(optimizer)
         scaler.update()
@@ -141,6 +142,7 @@ class Stepper(ExitStack):
         self.batches = run.batches()
         self.batch: Sequence[Pass] = ()  # of that step
         self.before: Figures | None = None  # the step before
+        self.updated = done  # the newest step whose update see() has queued
         self.peaks: Row | None = {}  # of the memory, from a look until the next step begins
         self.memory = MemoryMeter(run.device, run.ranks.largest_of)
         length, peak = run.config.seq_len, peak_flops(run.device, run.dtype)
@@ -205,6 +207,8 @@ class Stepper(ExitStack):
 
     def queue(self, part: Callable[..., Any], *args: Any, **how: Any) -> Any:
         """Run gradients() or update() of this step, on the clock. A GPU only queues it."""
+        if part is update and self.step == self.updated:
+            return None
         if part is gradients:
             part = self.graphs or gradients
             how["look"] = how.get("look", False) or self.step == self.looking_step
@@ -219,6 +223,10 @@ class Stepper(ExitStack):
         """
         before, self.before = self.before, now
         late = before is not None and skips_by_itself(self.run) and not (last or any(due))
+        if late:
+            # queued now: on an H200 a step of model=tiny takes 1.44 ms, and 1.90 ms without
+            self.queue(update, now, before)
+            self.updated = self.step
         seen = before if before is not None and (late or self._diverged(before)) else now
         if self._diverged(seen) or last or any(due):
             self.throughput.pause()
