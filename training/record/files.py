@@ -100,7 +100,9 @@ def read_data(path: Path, kind: type = dict) -> Any:
         found = json.loads(content) if path.suffix == ".json" else yaml.load(content, PlainYaml)
         if not isinstance(found, kind):
             raise ValueError(f"it holds {type(found).__name__} instead of {kind.__name__}")
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except RecursionError:
+        raise ValueError(f"{path} cannot be read: it is nested too deeply") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     return found
 
