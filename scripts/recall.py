@@ -9,36 +9,31 @@ sweeps or folders of either, and
     lengths    tokens of a sequence (64,128,256,512)
     sequences  held-out sequences of each length (as many as the run itself: its eval_sequences)
     device     auto, cpu or cuda (auto)
-    out        the JSON file (recall.json in the folder of the runs)
+    out        the JSON file (recall.json in the first folder)
 
 It prints the accuracy of each variant and length, and the first length at which less than half is
 right. Below is the accuracy at the longest length, by the distance between question and answer. The
-JSON file gets the settings of the runs, and for each run and length a row with the correct answers
-by distance. Runs that failed, ran out of memory or never ended are left out, with a line each.
+JSON file gets a row for each run and length, with the correct answers by distance. Runs that
+failed, ran out of memory or never ended, or that these lengths do not fit, are left out, with a
+line each.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 import torch
 
-from config import SYNTHETIC_SOURCES, RunConfig
-from data import build_data
+from config import SYNTHETIC_SOURCES
 from data.interface import to_batch
 from data.synthetic import SyntheticData
 from scripts.arguments import Count, Device, command, default
-from scripts.cross_eval import Checkpoint, common_folder, load_checkpoints
+from scripts.cross_eval import TrainedRun, evaluate_runs, trained_runs
 from scripts.tables import Cell, Row, by, mean_and_deviation, table
-from training.loop.device import pick_device
 from training.loop.trained import Trained, load_trained
-from training.record.environment import measured_on
-from training.record.files import check_writable, write_json
-from training.record.memory import release_memory
 from training.record.text_table import printable
 
 
@@ -53,69 +48,37 @@ class Options:
 
 @command
 def main(options: Options) -> None:
-    device = pick_device(options.device)
-    checkpoints = load_checkpoints(options.paths)
-    out = options.out or common_folder(options.paths) / "recall.json"
-    check_writable(out)
+    runs = trained_runs(options.paths, options.device)
     lengths = sorted(set(options.lengths))
-    # check all runs before the first one answers
-    configs = [[config_at(each, length) for length in lengths] for each in checkpoints]
-    rows = []
-    for checkpoint, at_lengths in zip(checkpoints, configs, strict=True):
-        print(checkpoint.folder, flush=True)
-        for row in measure(checkpoint, at_lengths, options.sequences, device):
-            rows.append({"variant": checkpoint.variant} | row)
-        release_memory(device)
-    runs = [
-        {key: each.summary.get(key) for key in ("variant", "seed", "data", "overrides")}
-        for each in checkpoints
-    ]
-    write_json(out, {"environment": measured_on(device), "runs": runs, "rows": rows})
+    out = options.out or options.paths[0] / "recall.json"
+    rows = evaluate_runs(runs, out, partial(ask_all, lengths=lengths, sequences=options.sequences))
     print(printable(f"{in_text(rows)}\n\n{distances_in_text(rows)}\n{out}"))
 
 
-def measure(
-    checkpoint: Checkpoint,
-    configs: Sequence[RunConfig],
-    sequences: int | None,
-    device: torch.device,
-) -> Iterator[Row]:
-    """One row for each of `configs`, which have one length each."""
-    own = checkpoint.config
-    data = [build_data(each.data, each.tokenizer, seq_len=each.seq_len, seed=0) for each in configs]
-    trained = load_trained(checkpoint.folder, replace(own, device=device.type), data[0].vocab_size)
-    for config, task in zip(configs, data, strict=True):
+def ask_all(run: TrainedRun, lengths: Sequence[int], sequences: int | None) -> Iterator[Row]:
+    """One row for each length. Raises ValueError if the run's model or task does not allow one."""
+    config, model = run.config, run.config.model
+    if config.data.source not in SYNTHETIC_SOURCES:
+        tasks = ", ".join(SYNTHETIC_SOURCES)
+        raise ValueError(f"data={config.data.source} asks nothing; train on one of: {tasks}")
+    if model.positions == "learned" and lengths[-1] > model.max_seq_len:
+        raise ValueError(
+            f"lengths={lengths[-1]} is more than its learned positions for {model.max_seq_len} "
+            "tokens; train with model.positions=rope or alibi"
+        )
+    config.data.check_length(lengths[0])
+    # the held-out questions do not depend on the seed
+    tasks = [SyntheticData(config.data, seq_len=length, seed=0) for length in lengths]
+    trained = load_trained(run.folder, config, tasks[0].vocab_size)
+    for length, task in zip(lengths, tasks, strict=True):
         # as many tokens per pass as in training
-        size = max(1, own.batch_size * own.seq_len // config.seq_len)
+        size = max(1, config.batch_size * config.seq_len // length)
         yield {
             "attention": trained.model.backend.name,
-            "data": own.data.source,
-            "trained_at": own.seq_len,
-            "seed": own.seed,
+            "data": task.fingerprint,
             "step": trained.step,
-            "length": config.seq_len,
-        } | ask(trained, task, sequences=sequences or own.eval_sequences, batch_size=size)
-
-
-def config_at(checkpoint: Checkpoint, length: int) -> RunConfig:
-    """The settings of a run with sequences of another length. Raises ValueError if its model or
-    task does not allow it.
-    """
-    config, model = checkpoint.config, checkpoint.config.model
-    if config.data.source not in SYNTHETIC_SOURCES:
-        raise ValueError(
-            f"{checkpoint.folder} was trained on data={config.data.source}, which asks nothing; "
-            f"train on one of: {', '.join(SYNTHETIC_SOURCES)}"
-        )
-    if model.positions == "learned" and length > model.max_seq_len:
-        raise ValueError(
-            f"{checkpoint.folder} has learned positions for {model.max_seq_len} tokens, and "
-            f"lengths={length} needs more: leave it out, or train with model.positions=rope or "
-            "alibi"
-        )
-    longer = replace(model, max_seq_len=max(model.max_seq_len, length))
-    # another length need not divide the training's tokens_per_step
-    return replace(config, model=longer, seq_len=length, tokens_per_step=None)
+            "length": length,
+        } | ask(trained, task, sequences=sequences or config.eval_sequences, batch_size=size)
 
 
 @torch.no_grad()
@@ -152,8 +115,7 @@ def at_length(length: int, rows: Sequence[Row]) -> str:
 
 
 def lost_at(rows: Sequence[Row]) -> str:
-    by_length = by(sorted(rows, key=itemgetter("length")), "length")
-    for length, found in by_length.items():
+    for length, found in sorted(by(rows, "length").items()):
         if fmean(row["accuracy"] for row in found) < 0.5:
             return str(length)
     return "none of them"

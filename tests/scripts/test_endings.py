@@ -113,7 +113,7 @@ def test_an_os_error_is_one_line():
             "scripts.benchmark.measured",
         ),
         ("verify", ["attention=naive"], "scripts.verify.verify"),
-        ("cross_eval", ["."], "scripts.cross_eval.measure"),
+        ("cross_eval", ["."], "scripts.cross_eval.trained_runs"),
         ("report", ["."], "scripts.report.__main__.load_runs"),
         ("sample", ["run=."], "scripts.sample.sample"),
     ],

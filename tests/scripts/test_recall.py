@@ -54,16 +54,15 @@ def test_a_run_is_asked_at_its_own_length_and_at_others(tmp_path, capsys):
     assert [row["length"] for row in found["rows"]] == [8, 32, 64]
     assert found["rows"][1]["accuracy"] == summary(tmp_path / "run")["val/accuracy"]
     assert {sum(row["asked"]) for row in found["rows"]} == {40}
-    assert {row["trained_at"] for row in found["rows"]} == {32}
+    assert {row["seq_len"] for row in found["rows"]} == {32}
     assert {"commit", "hardware"} <= found["environment"].keys()
-    (trained,) = found["runs"]
-    assert trained["data"] == "needle-8x8" and "attention.window=4" in trained["overrides"]
+    assert {(row["data"], row["seed"]) for row in found["rows"]} == {("needle-8x8", 3)}
     assert "tiled window=4" in capsys.readouterr().out
 
 
 def test_the_length_at_which_less_than_half_is_right():
     rows = [
-        {"variant": name, "trained_at": 32, "length": length, "accuracy": accuracy}
+        {"variant": name, "length": length, "accuracy": accuracy}
         for name, at_lengths in {"good": (1.0, 0.5), "bad": (0.9, 0.4)}.items()
         for length, accuracy in zip((32, 64), at_lengths, strict=True)
     ]

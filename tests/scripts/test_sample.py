@@ -71,7 +71,7 @@ def test_keeps_the_options_the_run_was_trained_with(run_sample, tmp_path):
 
 # an argument, and what the refusal names
 REFUSED = {
-    "token=3": "tokens?",
+    "token=3": "run, prompt, tokens",
     "tokens=-1": "tokens=-1",
     "cache=maybe": "cache=maybe",
     "temperature=-1": "temperature=-1.0",
