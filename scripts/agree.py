@@ -15,10 +15,11 @@ arguments are runs, sweeps or folders of either, and
     device     auto, cpu or cuda (auto)
     out        the JSON file (agree.json in the first folder)
 
-For each pair it prints the difference of log p of the held-out tokens, mean and largest; how often
-the likeliest token differs; and how many greedy tokens are equal before the first that differs. For
-each attention it prints the same difference between reading a sequence at once and token by token
-from a cache. Differences are in nats. For several runs, the table has mean and standard deviation.
+For each pair it prints the difference of log p of the held-out tokens, mean and largest, and how
+many greedy tokens are equal before the first that differs. For each attention it prints the same
+difference between reading a sequence at once and token by token from a cache. Differences are in
+nats. For several runs, the table has mean and standard deviation. Runs that failed, ran out of
+memory or never ended are left out, with a line each.
 """
 
 from collections.abc import Mapping, Sequence
@@ -65,7 +66,6 @@ class Reading(NamedTuple):
 
     name: str
     log_p: Tensor  # (B, N) float32, of the targets
-    likeliest: Tensor  # (B, N) int64
     continued: Tensor  # (B, tokens) int64, greedy
     decoding: Row | None  # log_p token by token against log_p at once; None without cross_length
 
@@ -114,8 +114,8 @@ def ask(run: TrainedRun, backends: Mapping[str, Backend], options: Options) -> l
 
 def read(model: GPT, name: str, inputs: Tensor, targets: Tensor, tokens: int) -> Reading:
     """Ask the model at once, greedily for `tokens` after the first half, and by steps."""
-    rows = [log_p_of(model(x[None]).logits, y[None]) for x, y in zip(inputs, targets, strict=True)]
-    log_p, likeliest = (torch.cat(each) for each in zip(*rows, strict=True))
+    pairs = zip(inputs.split(1), targets.split(1), strict=True)
+    log_p = torch.cat([log_p_of(model(x).logits, y) for x, y in pairs])
     half = inputs.shape[1] // 2
     cached = "cross_length" in model.backend.features
     continued = generate(
@@ -124,13 +124,13 @@ def read(model: GPT, name: str, inputs: Tensor, targets: Tensor, tokens: int) ->
     decoding = None
     if cached:
         decoding = difference(decoded(model, inputs, targets, half), log_p[:, half:])
-    return Reading(name, log_p, likeliest, continued[:, half:], decoding)
+    return Reading(name, log_p, continued[:, half:], decoding)
 
 
-def log_p_of(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """log p of the targets (B, N), and the likeliest tokens."""
+def log_p_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """log p of the targets (B, N)."""
     log_p = logits.float().log_softmax(-1)
-    return log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0], logits.argmax(-1)
+    return log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
 
 
 def decoded(model: GPT, inputs: Tensor, targets: Tensor, start: int) -> Tensor:
@@ -140,7 +140,7 @@ def decoded(model: GPT, inputs: Tensor, targets: Tensor, start: int) -> Tensor:
     if start:
         model(before, cache=cache)
     logits = [model(token, cache=cache).logits for token in tokens]
-    return log_p_of(torch.cat(logits, 1), targets[:, start:])[0]
+    return log_p_of(torch.cat(logits, 1), targets[:, start:])
 
 
 def difference(a: Tensor, b: Tensor) -> Row:
@@ -153,7 +153,6 @@ def compare(a: Reading, b: Reading) -> Row:
         "a": a.name,
         "b": b.name,
         "log_p": difference(a.log_p, b.log_p),
-        "other_token": float((a.likeliest != b.likeliest).float().mean()),
         # for each prompt: the number of tokens before the first that differs
         "equal_tokens": (a.continued == b.continued).int().cumprod(1).sum(1).tolist(),
     }
@@ -166,12 +165,8 @@ def pairs_in_text(rows: Sequence[Row]) -> str:
 
     counts = " or ".join(map(str, sorted({row["tokens"] for row in rows})))
     pairs = by((pair | pair["log_p"] for row in rows for pair in row["pairs"]), "a", "b")
-    columns = {
-        "other token": spread("other_token", "{:.2%}"),
-        f"equal greedy tokens of {counts}": equal,
-    }
     lines = {f"{a} and {b}": found for (a, b), found in pairs.items()}
-    return table("", lines, DIFFERENCE | columns)
+    return table("", lines, DIFFERENCE | {f"equal greedy tokens of {counts}": equal})
 
 
 def decoding_in_text(rows: Sequence[Row]) -> str:

@@ -23,16 +23,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from attention import Backend, dtype_name
 from attention.look.blame import is_foreign, with_place
-from config import RunConfig
+from config import SYNTHETIC_SOURCES, RunConfig
+from data.interface import Batch
 from scripts.arguments import Count, Device, command, parse_backend
 from scripts.runs import runs_below
-from scripts.tables import Row, by, mean_and_deviation, table
+from scripts.tables import Row, by, spread, table
 from training.loop.device import pick_device
 from training.loop.evaluate import evaluate_under, exact_attention
 from training.loop.schedule import chosen_attention, needed_features
@@ -70,7 +71,7 @@ class TrainedRun(NamedTuple):
 @command
 def main(options: Options) -> None:
     runs = trained_runs(options.paths, options.device)
-    judges = [parse_judge(text) for text in options.under or ()] or usual_judges(runs)
+    judges = list(map(parse_backend, options.under or ())) or usual_judges(runs)
     out = options.out or options.paths[0] / "cross_eval.json"
     rows = evaluate_runs(runs, out, partial(judge, judges=judges, sequences=options.sequences))
     print(printable(f"{in_text(rows)}\n{out}"))
@@ -115,7 +116,7 @@ def evaluate_runs(
     check_writable(out)
     rows, why, device = [], "", runs[0].config.device
     for number, run in enumerate(runs, 1):
-        print(printable(f"{number} of {len(runs)}: {run.folder}"), flush=True)
+        print(printable(f"{number} of {len(runs)}: {run.folder} ({run.status})"), flush=True)
         common = {"run": str(run.folder), "variant": run.variant, "run_status": run.status}
         common |= {"seed": run.config.seed, "seq_len": run.config.seq_len}
         try:
@@ -134,13 +135,6 @@ def leave_out(folder: Path, error: Exception) -> None:
     print(printable(f"left out: {folder}: {first_line(error)}"), file=sys.stderr)
 
 
-def parse_judge(text: str) -> Backend:
-    try:
-        return parse_backend(text)
-    except ValueError as error:
-        raise ValueError(f"under={text}: {error}") from error
-
-
 def usual_judges(runs: Iterable[TrainedRun]) -> list[Backend]:
     """Exact attention, and every attention that a run was trained with; each once, and those that
     are not exact last.
@@ -149,12 +143,12 @@ def usual_judges(runs: Iterable[TrainedRun]) -> list[Backend]:
     for config in (run.config for run in runs):
         shape = config.model.head_dim, torch.device(config.device), needed_features(config)
         for backend in (exact_attention(*shape), *chosen_attention(config.attention).values()):
-            judges.setdefault(attention_name(backend.name, backend.options), backend)
+            judges.setdefault(named(backend), backend)
     return sorted(judges.values(), key=lambda backend: not backend.exact)
 
 
-def described(backend: Backend) -> Row:
-    return {"name": backend.name, "options": dict(backend.options)}
+def named(backend: Backend) -> str:
+    return attention_name(backend.name, backend.options)
 
 
 def judge(run: TrainedRun, judges: Iterable[Backend], sequences: int | None) -> list[Row]:
@@ -162,39 +156,41 @@ def judge(run: TrainedRun, judges: Iterable[Backend], sequences: int | None) -> 
     data = data_of(run.config)
     trained = load_trained(run.folder, run.config, data.vocab_size)
     count = sequences or run.config.eval_sequences
-    batch, accuracy = data.val_batch(count), data.metric == "accuracy"
     common = {
-        "trained_under": described(trained.model.backend),
+        "trained_under": named(trained.model.backend),
         "step": trained.step,
         "dtype": dtype_name(trained.dtype),
         "data": data.fingerprint,
         "sequences": count,
         "metric": data.metric or "loss",
     }
-    how = {"batch_size": run.config.batch_size, "accuracy": accuracy}
+    batch = data.val_batch(count)
     rows = [
-        common | {"evaluated_under": described(backend)} | outcome(trained, backend, *batch, **how)
-        for backend in judges
+        common | {"evaluated_under": named(each)} | outcome(trained, each, batch, run.config)
+        for each in judges
     ]
     if all(row["status"].startswith("refused") for row in rows):
-        raise ValueError("; ".join(refusals(rows)))
+        raise ValueError("; ".join(remarks(rows)))
     return rows
 
 
-def outcome(trained: Trained, backend: Backend, *batch: torch.Tensor, **how: Any) -> Row:
+def outcome(trained: Trained, backend: Backend, batch: Batch, config: RunConfig) -> Row:
     """loss, accuracy and status of one judge. One that cannot take this model has the status
     "refused" with the reason.
     """
     nothing = {"loss": None, "accuracy": None}
     try:
         loss, accuracy = evaluate_under(
-            trained.model, backend, *batch, autocast=trained.autocast, **how
+            trained.model,
+            backend,
+            *batch,
+            batch_size=config.batch_size,
+            autocast=trained.autocast,
+            accuracy=config.data.source in SYNTHETIC_SOURCES,
         )
     except Exception as error:
-        if is_foreign(error):
+        if isinstance(error, ValueError) or is_foreign(error) or is_out_of_memory(error):
             return nothing | {"status": f"refused: {with_place(error)}"}
-        if isinstance(error, ValueError) or is_out_of_memory(error):
-            return nothing | {"status": f"refused: {first_line(error)}"}
         raise
     if not math.isfinite(loss):
         return nothing | {"status": "non-finite"}
@@ -203,45 +199,26 @@ def outcome(trained: Trained, backend: Backend, *batch: torch.Tensor, **how: Any
 
 def in_text(rows: Sequence[Row]) -> str:
     """A matrix of losses for runs on text, and one of accuracies for runs on a synthetic task, with
-    a column per judge. Then each reason why a judge refused.
+    a column per judge. Then what the means leave out.
     """
     blocks = []
     for metric, own in by(rows, "metric").items():
-        judges = dict.fromkeys(judge_of(row) for row in own)
-        columns = {name: partial(cell, judge=name, metric=metric) for name in judges}
-        lines = {
-            f"{variant} ({count_of_runs(group)})": group
-            for variant, group in by(own, "variant").items()
-        }
+        judges = dict.fromkeys(row["evaluated_under"] for row in own)
+        columns = {judge: spread(judge, FORMS[metric]) for judge in judges}
+        judged = [row for row in own if row["status"] == "ok"]
+        lines = by((row | {row["evaluated_under"]: row[metric]} for row in judged), "variant")
         blocks.append(table(f"held-out {metric}: trained under", lines, columns))
-    return "\n\n".join([*blocks, "* the attention of the training", *refusals(rows)])
+    return "\n\n".join([*blocks, *remarks(rows)])
 
 
-def judge_of(row: Row) -> str:
-    return attention_name(**row["evaluated_under"])
-
-
-def cell(rows: Iterable[Row], judge: str, metric: str) -> str:
-    """The mean over the runs of one variant under one judge, with a star if it is their own."""
-    judged = [row for row in rows if judge_of(row) == judge]
-    values = [row[metric] for row in judged if row["status"] == "ok"]
-    others = Counter(row["status"].partition(":")[0] for row in judged if row["status"] != "ok")
-    own = any(attention_name(**row["trained_under"]) == judge for row in judged)
-    text = ("*" if own else "") + mean_and_deviation(values, FORMS[metric])
-    return " ".join([text, *(f"({count} {status})" for status, count in others.items())])
-
-
-def count_of_runs(group: Iterable[Row]) -> str:
-    """For example: 2 runs, step 300/1000"""
-    steps = {row["run"]: row["step"] for row in group}
-    reached = "/".join(map(str, sorted(set(steps.values()))))
-    return f"{len(steps)} run{'s' * (len(steps) > 1)}, step {reached}"
-
-
-def refusals(rows: Iterable[Row]) -> list[str]:
-    """The reasons why judges refused, each once."""
-    refused = [row for row in rows if row["status"].startswith("refused")]
-    return list(dict.fromkeys(f"{judge_of(row)} {row['status']}" for row in refused))
+def remarks(rows: Iterable[Row]) -> list[str]:
+    """Where a loss is missing, and why."""
+    missing = Counter(
+        f"{row['trained_under']} under {row['evaluated_under']}: {row['status']}"
+        for row in rows
+        if row["status"] != "ok"
+    )
+    return [f"{where} ({count} of the runs)" for where, count in missing.items()]
 
 
 if __name__ == "__main__":

@@ -56,8 +56,6 @@ SECTIONS = {
     },
 }
 LOG_SCALE = ("memory/peak_gib", "attention/max_score", "grad_norm")
-# columns of the list of runs
-PINNED = ("status", "val/loss.last", "val/loss_exact.last", "tokens_per_sec", "step_tokens_per_sec")
 
 
 @command
@@ -130,7 +128,6 @@ def build_workspace(project: str, group: str | None) -> "Workspace":
         runset_settings=RunsetSettings(
             filters=expr.And(expr.Metric("Group") == shortened(group)) if group else "",
             groupby=[expr.Config("curve")],
-            pinned_columns=[f"summary:{name}" for name in PINNED],
         ),
     )
 

@@ -13,7 +13,7 @@ sweeps or folders of either, and
 
 It prints the accuracy of each variant and length, and the first length at which less than half is
 right. Below is the accuracy at the longest length, by the distance between question and answer. The
-JSON file gets a row for each run and length, with the correct answers by distance. Runs that
+JSON file gets a row for each run and length, with the accuracy by distance. Runs that
 failed, ran out of memory or never ended, or that these lengths do not fit, are left out, with a
 line each.
 """
@@ -32,7 +32,7 @@ from data.interface import to_batch
 from data.synthetic import SyntheticData
 from scripts.arguments import Count, Device, command, default
 from scripts.cross_eval import TrainedRun, evaluate_runs, trained_runs
-from scripts.tables import Cell, Row, by, mean_and_deviation, table
+from scripts.tables import Cell, Row, by, spread, table, values
 from training.loop.trained import Trained, load_trained
 from training.record.text_table import printable
 
@@ -57,15 +57,10 @@ def main(options: Options) -> None:
 
 def ask_all(run: TrainedRun, lengths: Sequence[int], sequences: int | None) -> Iterator[Row]:
     """One row for each length. Raises ValueError if the run's model or task does not allow one."""
-    config, model = run.config, run.config.model
+    config = run.config
     if config.data.source not in SYNTHETIC_SOURCES:
         tasks = ", ".join(SYNTHETIC_SOURCES)
         raise ValueError(f"data={config.data.source} asks nothing; train on one of: {tasks}")
-    if model.positions == "learned" and lengths[-1] > model.max_seq_len:
-        raise ValueError(
-            f"lengths={lengths[-1]} is more than its learned positions for {model.max_seq_len} "
-            "tokens; train with model.positions=rope or alibi"
-        )
     config.data.check_length(lengths[0])
     # the held-out questions do not depend on the seed
     tasks = [SyntheticData(config.data, seq_len=length, seed=0) for length in lengths]
@@ -74,7 +69,6 @@ def ask_all(run: TrainedRun, lengths: Sequence[int], sequences: int | None) -> I
         # as many tokens per pass as in training
         size = max(1, config.batch_size * config.seq_len // length)
         yield {
-            "attention": trained.model.backend.name,
             "data": task.fingerprint,
             "step": trained.step,
             "length": length,
@@ -83,8 +77,8 @@ def ask_all(run: TrainedRun, lengths: Sequence[int], sequences: int | None) -> I
 
 @torch.no_grad()
 def ask(trained: Trained, data: SyntheticData, *, sequences: int, batch_size: int) -> Row:
-    """The number of held-out questions and of right answers, by distance between question and
-    answer in doublings (1, 2 to 3, 4 to 7, ...), and the accuracy over all.
+    """The accuracy over all held-out questions, and that by the distance between question and
+    answer in doublings: "4" has those of 4 to 7.
     """
     drawn, right = data.held_out(sequences), []
     model, device = trained.model.eval(), next(trained.model.parameters()).device
@@ -95,8 +89,14 @@ def ask(trained: Trained, data: SyntheticData, *, sequences: int, batch_size: in
     where = np.nonzero(drawn.sources >= 0)
     right = torch.cat(right).numpy()[where]
     doublings = np.log2(where[1] - drawn.sources[where]).astype(int)
-    asked, answered = np.bincount(doublings), np.bincount(doublings, weights=right).astype(int)
-    return {"accuracy": right.mean().item(), "asked": asked.tolist(), "right": answered.tolist()}
+    return {
+        "questions": len(right),
+        "accuracy": right.mean().item(),
+        "by_distance": {
+            str(2**each): right[doublings == each].mean().item()
+            for each in np.unique(doublings).tolist()
+        },
+    }
 
 
 def in_text(rows: Sequence[Row]) -> str:
@@ -104,36 +104,24 @@ def in_text(rows: Sequence[Row]) -> str:
     half.
     """
     lengths = sorted({row["length"] for row in rows})
-    columns: dict[str, Cell] = {str(length): partial(at_length, length) for length in lengths}
-    columns["below one half at"] = lost_at
+    columns: dict[str, Cell] = {str(length): spread(str(length), "{:.1%}") for length in lengths}
+    columns["below one half at"] = partial(lost_at, lengths)
+    rows = [row | {str(row["length"]): row["accuracy"]} for row in rows]
     return table("accuracy at", by(rows, "variant"), columns)
 
 
-def at_length(length: int, rows: Sequence[Row]) -> str:
-    found = [row["accuracy"] for row in rows if row["length"] == length]
-    return mean_and_deviation(found, "{:.1%}")
-
-
-def lost_at(rows: Sequence[Row]) -> str:
-    for length, found in sorted(by(rows, "length").items()):
-        if fmean(row["accuracy"] for row in found) < 0.5:
-            return str(length)
-    return "none of them"
+def lost_at(lengths: Sequence[int], rows: Sequence[Row]) -> str:
+    means = {length: fmean(values(rows, str(length))) for length in lengths}
+    return next((str(length) for length, mean in means.items() if mean < 0.5), "none of them")
 
 
 def distances_in_text(rows: Sequence[Row]) -> str:
     """The accuracy at the longest length, by the distance between question and answer."""
     longest = max(row["length"] for row in rows)
-    rows = [row for row in rows if row["length"] == longest]
-    doublings = range(max(len(row["asked"]) for row in rows))
-    columns = {str(2**doubling): partial(at_distance, doubling) for doubling in doublings}
+    rows = [row | row["by_distance"] for row in rows if row["length"] == longest]
+    distances = sorted({key for row in rows for key in row["by_distance"]}, key=int)
+    columns = {distance: spread(distance, "{:.1%}") for distance in distances}
     return table(f"at {longest}, from this distance on", by(rows, "variant"), columns)
-
-
-def at_distance(doubling: int, rows: Sequence[Row]) -> str:
-    found = [row for row in rows if sum(row["asked"][doubling : doubling + 1])]
-    shares = [row["right"][doubling] / row["asked"][doubling] for row in found]
-    return mean_and_deviation(shares, "{:.1%}")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def test_exact_attentions_agree_and_another_function_does_not(small, capsys):
     assert pairs["naive in float32", "naive"]["log_p"] == {"mean": 0, "largest": 0}
     near, far = pairs["naive", "tiled:block_kv=8"], pairs["naive", "no_rescale:block_kv=8"]
     assert 0 < near["log_p"]["largest"] < 1e-4 < 1e-2 < far["log_p"]["mean"]
-    assert near["equal_tokens"] == [8, 8] and near["other_token"] == 0 < far["other_token"]
+    assert near["equal_tokens"] == [8, 8] and min(far["equal_tokens"]) < 8
     # a cache changes no exact attention, and with it the tiles of a broken one stay
     decoding = {each["attention"]: each for each in row["decoding"]}
     assert decoding["tiled:block_kv=8"]["largest"] < 1e-4

@@ -54,7 +54,7 @@ def rows(sweep) -> list[dict]:
 def cell(rows: list[dict], job: str, judge: str) -> dict:
     """The row of a job under a judge."""
     own = [row for row in rows if Path(row["run"]).name == job]
-    (found,) = (row for row in own if row["evaluated_under"]["name"] == judge)
+    (found,) = (row for row in own if row["evaluated_under"].split()[0] == judge)
     return found
 
 
@@ -65,44 +65,37 @@ def test_every_run_under_every_judge(sweep, rows):
         assert (row["step"], row["sequences"], row["run_status"]) == (25, 4, "completed")
         job = int(Path(row["run"]).name)
         assert row["seed"] == job % 2
-        trained = row["trained_under"]
-        assert trained["name"] == ("tiled", "no_rescale")[job // 2]
-        assert trained["options"]["block_kv"] == 4
+        assert row["trained_under"] == f"{('tiled', 'no_rescale')[job // 2]} block_kv=4"
     written = json.loads((sweep / "cross_eval.json").read_text())
     assert {"commit", "hardware", "versions"} <= written["environment"].keys()
 
 
 def test_the_losses_are_those_that_training_reported(sweep, rows):
     """The same held-out sequences under the run's own attention and under exact attention: the same
-    figures, to the last bit.
+    figures, to the last bit. They expose the defect.
     """
     for job, own in (("0", "tiled"), ("2", "no_rescale")):
         last = metrics(sweep / job)[-1]
         assert cell(rows, job, own)["loss"] == last["val/loss"]
         assert cell(rows, job, "sdpa")["loss"] == last["val/loss_exact"]
+        apart = abs(last["val/loss"] - last["val/loss_exact"])
+        assert apart < 1e-5 if own == "tiled" else apart > 1e-3
 
 
-def test_the_matrix_exposes_the_defect(rows):
-    """An exact model is judged alike by all exact attention; the broken one's judges disagree."""
-    exact = cell(rows, "0", "sdpa")["loss"]
-    assert cell(rows, "0", "tiled")["loss"] == pytest.approx(exact, abs=1e-5)
-    assert abs(cell(rows, "2", "no_rescale")["loss"] - cell(rows, "2", "sdpa")["loss"]) > 1e-3
-
-
-def test_the_matrix_shows_means_over_seeds_and_marks_the_own_attention(rows):
-    head, exact, broken, *_ = (re.split("  +", line) for line in in_text(rows).splitlines())
+def test_the_matrix_shows_means_over_seeds(rows):
+    head, exact, broken = (re.split("  +", line) for line in in_text(rows).splitlines())
     assert "loss" in head[0]
     assert head[1:] == ["sdpa", "tiled block_kv=4", "no_rescale block_kv=4"]
-    names = ["tiled block_kv=4 (2 runs, step 25)", "no_rescale block_kv=4 (2 runs, step 25)"]
-    assert [exact[0], broken[0]] == names
-    marked = [[text.startswith("*") for text in line[1:]] for line in (exact, broken)]
-    assert marked == [[False, True, False], [False, False, True]]
+    assert [exact[0], broken[0]] == ["tiled block_kv=4", "no_rescale block_kv=4"]
     two = [cell(rows, job, "no_rescale")["loss"] for job in "01"]
     assert exact[3].startswith(f"{sum(two) / 2:.3f} ± ")
-    # a seed without a finite loss is counted, not averaged
+    # a seed without a finite loss is named, not averaged
     lost = [row | {"status": "non-finite", "loss": None} for row in rows if row["seed"]]
-    line = in_text([*(row for row in rows if not row["seed"]), *lost]).splitlines()[1]
-    assert f"{two[0]:.3f} (1 non-finite)" in line and "±" not in line
+    _, line, _, _, remark, *_ = in_text([*(row for row in rows if not row["seed"]), *lost]).split(
+        "\n"
+    )
+    assert f"{two[0]:.3f}" in line and "±" not in line
+    assert "tiled" in remark and "non-finite" in remark
 
 
 def test_exact_attention_keeps_documents_apart(tmp_path):
@@ -112,7 +105,7 @@ def test_exact_attention_keeps_documents_apart(tmp_path):
     settings = ("attention=no_rescale", "attention.block_kv=16", "data.documents=true")
     assert run(*tiny(tmp_path / "run", *settings)).code == 0
     exact, own = judged(tmp_path / "run", "sequences=4")
-    assert exact["evaluated_under"]["name"] == "tiled" and own["status"] == "ok"
+    assert exact["evaluated_under"] == "tiled" and own["status"] == "ok"
     assert exact["loss"] == pytest.approx(summary(tmp_path / "run")["val/loss_exact"], abs=1e-5)
 
 
@@ -122,8 +115,7 @@ def test_judges_of_ones_own(sweep, tmp_path):
     under = ",".join(["no_rescale:block_kv=16,block_q=8", *own])
     cross_eval.main([str(sweep / "0"), f"under={under}", "sequences=2", f"out={out}", "device=cpu"])
     tiles, right, nan, raises = json.loads(out.read_text())["rows"]
-    options = tiles["evaluated_under"]["options"]
-    assert (options["block_kv"], options["block_q"]) == (16, 8)
+    assert "block_kv=16" in tiles["evaluated_under"] and "block_q=8" in tiles["evaluated_under"]
     assert right["status"] == "ok" and not (sweep / "0/cross_eval.json").exists()
     # a loss that is not finite has no figures
     assert (nan["status"], nan["loss"], nan["accuracy"]) == ("non-finite", None, None)
@@ -146,34 +138,29 @@ def test_weights_are_named_by_their_own_checkpoint(sweep, tmp_path):
     shutil.rmtree(folder / "checkpoint")
     shutil.copytree(sweep / "2/checkpoint", folder / "checkpoint")
     (row,) = judged(tmp_path, "under=sdpa", "sequences=1")
-    assert row["trained_under"]["name"] == "no_rescale"
-    assert row["variant"].split()[0] == "no_rescale"
+    assert row["trained_under"] == row["variant"] == "no_rescale block_kv=4"
 
 
 def test_a_folder_of_ruins(sweep, tmp_path, capsys):
-    """Failed, out of memory, half written, without a checkpoint, with a damaged one: a line each,
-    and the rest is judged.
+    """Failed, half written, without a checkpoint, with a damaged one: a line each, and the rest is
+    judged.
     """
     left_out = {
         "failed": "no more",
-        "oom": "oom",
         "torn": "unfinished",
         "no_checkpoint": "checkpoint",
         "damaged": "model.safetensors",
     }
     for name in (*left_out, "good", "bomb"):
         shutil.copytree(sweep / "1", tmp_path / name)
-    for status in ("failed", "oom"):
-        path = tmp_path / status / "summary.json"
-        ended = {"status": status, "error": "RuntimeError: no more"}
-        path.write_text(json.dumps(json.loads(path.read_text()) | ended))
+    ended = {"status": "failed", "error": "RuntimeError: no more"}
+    (tmp_path / "failed/summary.json").write_text(json.dumps(ended))
     (tmp_path / "torn/summary.json").write_text('{"status": "comp')
     shutil.rmtree(tmp_path / "no_checkpoint/checkpoint")
     weights = tmp_path / "damaged/checkpoint/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
     # the settings are in the checkpoint
     (tmp_path / "bomb/config.yaml").write_text("attention: " + "[" * 10_000)
-    (tmp_path / "empty").mkdir()
     rows = judged(tmp_path, "under=sdpa", "sequences=1")
     said = capsys.readouterr().err.splitlines()
     for name, reason in left_out.items():
@@ -182,14 +169,13 @@ def test_a_folder_of_ruins(sweep, tmp_path, capsys):
     assert sorted(Path(row["run"]).name for row in rows) == ["bomb", "good"]
 
 
-def test_a_diverged_run_is_judged(tmp_path):
+def test_a_diverged_run_is_judged(tmp_path, capsys):
     recipe = ("attention=no_max", "dtype=fp16", "optim.lr=0.05", "optim.warmup_steps=1", "steps=60")
     assert run(*tiny(tmp_path / "run", *recipe)).code == 0
-    rows = judged(tmp_path / "run", "sequences=4", "under=sdpa")
-    (row,) = rows
+    (row,) = judged(tmp_path / "run", "sequences=4", "under=sdpa")
     assert row["status"] == "ok" and row["loss"] > 0
     assert row["run_status"] == "diverged" and row["dtype"] == "float16"
-    assert f"step {row['step']}" in in_text(rows)
+    assert "diverged" in capsys.readouterr().out
 
 
 def test_accuracy_and_a_switched_run(tmp_path):
@@ -199,27 +185,21 @@ def test_accuracy_and_a_switched_run(tmp_path):
     assert run(*tiny(tmp_path / "run", *settings)).code == 0
     rows = judged(tmp_path / "run", "sequences=4")
     last = metrics(tmp_path / "run")[-1]
-    (tiled,) = (row for row in rows if row["evaluated_under"]["name"] == "tiled")
+    (tiled,) = (row for row in rows if row["evaluated_under"] == "tiled")
     assert (tiled["loss"], tiled["accuracy"]) == (last["val/loss"], last["val/accuracy"])
-    assert {row["trained_under"]["name"] for row in rows} == {"tiled"}
+    assert {row["trained_under"] for row in rows} == {"tiled"}
     head, line, *_ = in_text(rows).splitlines()
     assert "accuracy" in head and "no_rescale" in head and "tiled after step 2" in line
-    assert re.findall(r"\*[\d.]+%", line) == [f"*{last['val/accuracy']:.1%}"]
+    assert f"{last['val/accuracy']:.1%}" in line
 
 
-# arguments, and what the refusal names
-REFUSED = {
-    "{tmp}/nowhere": "nowhere",
-    "{tmp}/empty": "empty",
-    "{run} under=flashy": "under=flashy",
-    "{run} under=tiled:tile=3": "under=tiled:tile=3",
-}
-
-
-@pytest.mark.parametrize(("arguments", "named"), REFUSED.items(), ids=REFUSED)
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [("{tmp}/nowhere", "nowhere"), ("{tmp}", "{tmp}"), ("{run} under=tiled:tile=3", "tile")],
+)
 def test_refused_in_one_line(sweep, tmp_path, arguments, named):
-    (tmp_path / "empty").mkdir()
     with pytest.raises(SystemExit) as ended:
         cross_eval.main(arguments.format(tmp=tmp_path, run=sweep / "0").split())
     line = ended.value.code
-    assert line.startswith("cross_eval: ") and "\n" not in line and named in line
+    assert line.startswith("cross_eval: ") and "\n" not in line
+    assert named.format(tmp=tmp_path) in line
