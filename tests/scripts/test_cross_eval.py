@@ -99,9 +99,7 @@ def test_the_matrix_shows_means_over_seeds(rows):
 
 
 def test_exact_attention_keeps_documents_apart(tmp_path):
-    """sdpa has no mask for them; the loss under exact attention is the one that training
-    reported.
-    """
+    """sdpa has no mask for them."""
     settings = ("attention=no_rescale", "attention.block_kv=16", "data.documents=true")
     assert run(*tiny(tmp_path / "run", *settings)).code == 0
     exact, own = judged(tmp_path / "run", "sequences=4")
@@ -109,27 +107,20 @@ def test_exact_attention_keeps_documents_apart(tmp_path):
     assert exact["loss"] == pytest.approx(summary(tmp_path / "run")["val/loss_exact"], abs=1e-5)
 
 
-def test_judges_of_ones_own(sweep, tmp_path):
+def test_judges_of_ones_own(sweep, rows, tmp_path):
     out = tmp_path / "new" / "x.json"
-    own = [f"tests.user_backends:{name}" for name in ("RIGHT", "NAN", "RAISES")]
-    under = ",".join(["no_rescale:block_kv=16,block_q=8", *own])
-    cross_eval.main([str(sweep / "0"), f"under={under}", "sequences=2", f"out={out}", "device=cpu"])
-    tiles, right, nan, raises = json.loads(out.read_text())["rows"]
-    assert "block_kv=16" in tiles["evaluated_under"] and "block_q=8" in tiles["evaluated_under"]
-    assert right["status"] == "ok" and not (sweep / "0/cross_eval.json").exists()
+    names = ["tiled:block_kv=16", *(f"tests.user_backends:{x}" for x in ("NAN", "RAISES"))]
+    asked = [str(sweep / "0"), "sequences=2", "device=cpu"]
+    cross_eval.main([*asked, f"under={','.join(names)}", f"out={out}"])
+    tiled, nan, raises = json.loads(out.read_text())["rows"]
+    assert tiled["status"] == "ok" and tiled["evaluated_under"] == "tiled block_kv=16"
     # a loss that is not finite has no figures
     assert (nan["status"], nan["loss"], nan["accuracy"]) == ("non-finite", None, None)
     assert re.match(r"refused: KeyError: .*user_backends\.py", raises["status"])
-
-
-def test_a_matrix_without_a_figure_replaces_nothing(sweep, rows):
-    """A regression test: where no judge could run, a matrix of refusals took the place of a good
-    one, with exit code 0.
-    """
-    before = (sweep / "cross_eval.json").read_bytes()
+    # a regression test: a matrix of refusals alone took the place of a good one
     with pytest.raises(SystemExit, match="^cross_eval: .*RAISES.*KeyError"):
-        cross_eval.main([str(sweep), "under=tests.user_backends:RAISES", "device=cpu"])
-    assert (sweep / "cross_eval.json").read_bytes() == before
+        cross_eval.main([*asked, f"under={names[-1]}", f"out={sweep / 'cross_eval.json'}"])
+    assert json.loads((sweep / "cross_eval.json").read_text())["rows"] == rows
 
 
 def test_weights_are_named_by_their_own_checkpoint(sweep, tmp_path):
@@ -151,8 +142,9 @@ def test_a_folder_of_ruins(sweep, tmp_path, capsys):
         "no_checkpoint": "checkpoint",
         "damaged": "model.safetensors",
     }
-    for name in (*left_out, "good", "bomb"):
+    for name in (*left_out, "diverged", "bomb"):
         shutil.copytree(sweep / "1", tmp_path / name)
+    (tmp_path / "diverged/summary.json").write_text('{"status": "diverged"}')
     ended = {"status": "failed", "error": "RuntimeError: no more"}
     (tmp_path / "failed/summary.json").write_text(json.dumps(ended))
     (tmp_path / "torn/summary.json").write_text('{"status": "comp')
@@ -166,16 +158,8 @@ def test_a_folder_of_ruins(sweep, tmp_path, capsys):
     for name, reason in left_out.items():
         (line,) = (line for line in said if line.startswith(f"left out: {tmp_path / name}: "))
         assert reason in line
-    assert sorted(Path(row["run"]).name for row in rows) == ["bomb", "good"]
-
-
-def test_a_diverged_run_is_judged(tmp_path, capsys):
-    recipe = ("attention=no_max", "dtype=fp16", "optim.lr=0.05", "optim.warmup_steps=1", "steps=60")
-    assert run(*tiny(tmp_path / "run", *recipe)).code == 0
-    (row,) = judged(tmp_path / "run", "sequences=4", "under=sdpa")
-    assert row["status"] == "ok" and row["loss"] > 0
-    assert row["run_status"] == "diverged" and row["dtype"] == "float16"
-    assert "diverged" in capsys.readouterr().out
+    ended = {Path(row["run"]).name: row["run_status"] for row in rows}
+    assert ended == {"bomb": "completed", "diverged": "diverged"}
 
 
 def test_accuracy_and_a_switched_run(tmp_path):
