@@ -1,6 +1,6 @@
 """The one reader of key=value arguments."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -12,7 +12,7 @@ from scripts.arguments import Count, command, default, read_settings
 @dataclass
 class Options:
     run: Path
-    attention: list[str] = field(default_factory=lambda: ["naive"])
+    attention: list[str] = default("naive")
     seq_len: list[Count] | None = None
     dtype: Literal["fp32", "bf16"] | None = None
     prompt: str = ""

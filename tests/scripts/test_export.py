@@ -17,25 +17,16 @@ from training.loop.trained import load_trained, read_run_config
 transformers = pytest.importorskip("transformers")
 
 MODERN = ("model=modern", "model.num_kv_heads=1")
+PLAIN = (*MODERN, "model.qk_norm=false")
+WINDOW = "attention.window=8"  # the prompt below has 22 tokens
+TWO = ("model.num_layers=2", WINDOW)
 RUNS = {
     "GPT2LMHeadModel": ("tokenizer=bpe",),
-    "LlamaForCausalLM": (*MODERN, "model.qk_norm=false"),
+    "LlamaForCausalLM": PLAIN,
     "Qwen3ForCausalLM": (*MODERN, "attention=no_rescale"),
-    # the prompt below has 22 tokens
-    "MistralForCausalLM": (*MODERN, "model.qk_norm=false", "attention.window=8"),
-    "MinistralForCausalLM": (
-        *MODERN,
-        "model.qk_norm=false",
-        "model.num_layers=2",
-        "attention.window=8",
-        "attention.pattern=LS",
-    ),
-    "Qwen3ForCausalLM with windows": (
-        *MODERN,
-        "model.num_layers=2",
-        "attention.window=8",
-        "attention.pattern=SL",
-    ),
+    "MistralForCausalLM": (*PLAIN, WINDOW),
+    "MinistralForCausalLM": (*PLAIN, *TWO, "attention.pattern=LS"),
+    "Qwen3ForCausalLM with windows": (*MODERN, *TWO, "attention.pattern=SL"),
 }
 
 

@@ -39,16 +39,7 @@ def test_prints_prompt_and_continuation(run_sample, tmp_path, cache):
     assert (out, err) == (text + "\n", "")
 
 
-def test_another_attention_is_said_and_used(run_sample, tmp_path):
-    write_run(tmp_path / "run")
-    arguments = (f"run={tmp_path}/run", "prompt=def", "tokens=20")
-    with_naive, said = run_sample(*arguments, "attention=naive")
-    assert "attention=naive" in said and "attention=tiled" in said
-    assert run_sample(*arguments, "attention=tiled") == (with_naive, "")
-    assert run_sample(*arguments, "attention=no_scale")[0] != with_naive
-
-
-def test_keeps_the_options_the_run_was_trained_with(run_sample, tmp_path):
+def test_the_attention_is_the_runs_with_its_options_or_another(run_sample, tmp_path):
     """no_rescale is exact with one tile and wrong with many: the text tells which options were in
     force.
     """
@@ -57,9 +48,11 @@ def test_keeps_the_options_the_run_was_trained_with(run_sample, tmp_path):
         run = tmp_path / str(block_kv)
         write_run(run, attention=AttentionConfig("no_rescale", block_kv=block_kv))
         asked = (f"run={run}", "prompt=def main():", "tokens=10")
-        texts[block_kv], _ = run_sample(*asked)
-    exact, _ = run_sample(*asked, "attention=naive")
+        texts[block_kv], said = run_sample(*asked)
+        assert said == ""
+    exact, said = run_sample(*asked, "attention=naive")
     assert texts[64] == exact != texts[2]
+    assert "attention=naive" in said and "attention=no_rescale" in said
 
 
 # an argument, and what the refusal names
