@@ -123,15 +123,6 @@ def test_judges_of_ones_own(sweep, rows, tmp_path):
     assert json.loads((sweep / "cross_eval.json").read_text())["rows"] == rows
 
 
-def test_weights_are_named_by_their_own_checkpoint(sweep, tmp_path):
-    """A regression test: weights of no_rescale, copied into another run, were called tiled."""
-    folder = shutil.copytree(sweep / "0", tmp_path / "run")
-    shutil.rmtree(folder / "checkpoint")
-    shutil.copytree(sweep / "2/checkpoint", folder / "checkpoint")
-    (row,) = judged(tmp_path, "under=sdpa", "sequences=1")
-    assert row["trained_under"] == row["variant"] == "no_rescale block_kv=4"
-
-
 def test_a_folder_of_ruins(sweep, tmp_path, capsys):
     """Failed, half written, without a checkpoint, with a damaged one: a line each, and the rest is
     judged.
@@ -143,10 +134,14 @@ def test_a_folder_of_ruins(sweep, tmp_path, capsys):
         "damaged": "model.safetensors",
     }
     for name in (*left_out, "diverged", "bomb"):
-        shutil.copytree(sweep / "1", tmp_path / name)
-    (tmp_path / "diverged/summary.json").write_text('{"status": "diverged"}')
-    ended = {"status": "failed", "error": "RuntimeError: no more"}
-    (tmp_path / "failed/summary.json").write_text(json.dumps(ended))
+        shutil.copytree(sweep / "0", tmp_path / name)
+    # a regression test: weights of no_rescale, copied into another run, were called tiled
+    shutil.rmtree(tmp_path / "diverged/checkpoint")
+    shutil.copytree(sweep / "2/checkpoint", tmp_path / "diverged/checkpoint")
+    for status in ("failed", "diverged"):
+        path = tmp_path / status / "summary.json"
+        ended = {"status": status, "error": "RuntimeError: no more"}
+        path.write_text(json.dumps(json.loads(path.read_text()) | ended))
     (tmp_path / "torn/summary.json").write_text('{"status": "comp')
     shutil.rmtree(tmp_path / "no_checkpoint/checkpoint")
     weights = tmp_path / "damaged/checkpoint/model.safetensors"
@@ -158,8 +153,10 @@ def test_a_folder_of_ruins(sweep, tmp_path, capsys):
     for name, reason in left_out.items():
         (line,) = (line for line in said if line.startswith(f"left out: {tmp_path / name}: "))
         assert reason in line
-    ended = {Path(row["run"]).name: row["run_status"] for row in rows}
-    assert ended == {"bomb": "completed", "diverged": "diverged"}
+    bomb, diverged = rows
+    assert (bomb["run_status"], bomb["variant"]) == ("completed", "tiled block_kv=4")
+    assert (diverged["run_status"], diverged["variant"]) == ("diverged", "no_rescale block_kv=4")
+    assert diverged["trained_under"] == "no_rescale block_kv=4"
 
 
 def test_accuracy_and_a_switched_run(tmp_path):

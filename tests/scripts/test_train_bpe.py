@@ -28,19 +28,6 @@ def slow_train(pretokens: Counter, vocab_size: int) -> list[bytes]:
     return vocab
 
 
-def test_worked_by_hand():
-    # hug x10, pug x5, pun x12, bun x4, hugs x5
-    #   u g: 20, p u: 17, u n: 16, h u: 15   -> "ug"
-    #   u n: 16, h ug: 15, p u: 12           -> "un"
-    #   h ug: 15, p un: 12                   -> "hug"
-    #   p un: 12, p ug: 5, hug s: 5, b un: 4 -> "pun"
-    # p ug: 5, hug s: 5: a tie; "p" has the smaller rank -> "pug", then "hugs", then "bun", then
-    # nothing is left
-    counts = Counter({b"hug": 10, b"pug": 5, b"pun": 12, b"bun": 4, b"hugs": 5})
-    assert train(counts, 300)[256:] == [b"ug", b"un", b"hug", b"pun", b"pug", b"hugs", b"bun"]
-    assert train(counts, 259)[256:] == [b"ug", b"un", b"hug"]
-
-
 @given(
     st.dictionaries(
         st.text("abc", min_size=1, max_size=12).map(str.encode),
