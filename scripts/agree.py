@@ -56,10 +56,6 @@ class Options:
     device: Device = "auto"
     out: Path | None = None
 
-    def __post_init__(self) -> None:
-        if len(self.under) == 1:
-            raise ValueError(f"under={self.under[0]} is one attention: name two or more")
-
 
 class Reading(NamedTuple):
     """The results of one attention on the held-out sequences."""
@@ -137,8 +133,7 @@ def decoded(model: GPT, inputs: Tensor, targets: Tensor, start: int) -> Tensor:
     """log p of the targets from position `start` on, read token by token behind a cache."""
     cache = KVCache(model.config.num_layers, max_len=inputs.shape[1])
     before, *tokens = inputs.split([start, *[1] * (inputs.shape[1] - start)], dim=1)
-    if start:
-        model(before, cache=cache)
+    model(before, cache=cache)
     logits = [model(token, cache=cache).logits for token in tokens]
     return log_p_of(torch.cat(logits, 1), targets[:, start:])
 

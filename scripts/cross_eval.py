@@ -170,7 +170,8 @@ def judge(run: TrainedRun, judges: Iterable[Backend], sequences: int | None) -> 
         for each in judges
     ]
     if all(row["status"].startswith("refused") for row in rows):
-        raise ValueError("; ".join(remarks(rows)))
+        why = (f"{row['evaluated_under']} {row['status']}" for row in rows)
+        raise ValueError("; ".join(why))
     return rows
 
 
@@ -208,17 +209,13 @@ def in_text(rows: Sequence[Row]) -> str:
         judged = [row for row in own if row["status"] == "ok"]
         lines = by((row | {row["evaluated_under"]: row[metric]} for row in judged), "variant")
         blocks.append(table(f"held-out {metric}: trained under", lines, columns))
-    return "\n\n".join([*blocks, *remarks(rows)])
-
-
-def remarks(rows: Iterable[Row]) -> list[str]:
-    """Where a loss is missing, and why."""
     missing = Counter(
-        f"{row['trained_under']} under {row['evaluated_under']}: {row['status']}"
+        f"{row['variant']} under {row['evaluated_under']}: {row['status']}"
         for row in rows
         if row["status"] != "ok"
     )
-    return [f"{where} ({count} of the runs)" for where, count in missing.items()]
+    remarks = "\n".join(f"{where} (runs: {count})" for where, count in missing.items())
+    return "\n\n".join(filter(None, [*blocks, remarks]))
 
 
 if __name__ == "__main__":
