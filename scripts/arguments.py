@@ -5,17 +5,16 @@ the dataclass has a field `paths`, arguments without a key go there. If it has a
 settings of train.py go there. Nothing here imports torch before a command asks for it.
 """
 
-import difflib
 import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from types import NoneType, UnionType
+from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from config import SHORT_DTYPES, RunConfig, parse_attention
+from config import RunConfig, parse_attention
 from training.launch.command_line import check_overrides, compose, key_of
 from training.launch.interrupt import reader_may_leave
 from training.record.files import check_writable
@@ -86,24 +85,25 @@ def read_settings(options: type[Options], arguments: Iterable[str]) -> Options:
     """
     known = {each.name: each for each in fields(options)}
     keys = [key for key in known if key not in ("paths", "overrides")]
-    values: dict[str, Any] = {"overrides": []} if "overrides" in known else {}
+    values: dict[str, Any] = {}
     for argument in arguments:
         key, equals, text = argument.partition("=")
         # a folder of runs may have "=" in its name
         if "paths" in known and not key.startswith("-") and (not equals or "/" in key):
             values.setdefault("paths", []).append(Path(argument))
         elif equals and key in keys:
-            values[key] = convert(known[key], text)
+            values[key] = convert(key, known[key].type, text)
         elif "overrides" in known:
-            values["overrides"].append(argument)
+            values.setdefault("overrides", []).append(argument)
         else:
-            raise ValueError(unknown_key(argument, keys))
-    if "overrides" in known:
+            names = ", ".join(keys) or "none"
+            raise ValueError(f"{argument}: write KEY=VALUE; the keys are {names}")
+    if "overrides" in values:
         check_overrides(values["overrides"], others=keys)
     for key, each in known.items():
         if key not in values and each.default is each.default_factory is MISSING:
-            where = "name a file or a folder" if key == "paths" else f"{key}= is missing"
-            raise ValueError(f"{where}; --help says what it is for")
+            missing = "a file or a folder" if key == "paths" else f"{key}="
+            raise ValueError(f"{missing} is missing; --help says what it is for")
     read = options(**values)
     for value in vars(read).values():
         if isinstance(value, Json):
@@ -111,55 +111,30 @@ def read_settings(options: type[Options], arguments: Iterable[str]) -> Options:
     return read
 
 
-def unknown_key(argument: str, keys: Sequence[str]) -> str:
-    """Suggest what to write instead of an argument that fits no key."""
-    written, equals, value = argument.partition("=")
-    key = written.lstrip("-").replace("-", "_")
-    all_keys = f"the keys are: {', '.join(keys) or 'none'}"
-    if written.startswith("-") and key in keys:
-        return f"{argument}: write {key}={value or 'VALUE'}, without dashes"
-    if not equals:
-        return f"{argument!r} is not key=value; {all_keys}"
-    close = difflib.get_close_matches(key, keys, n=1)
-    hint = f"did you mean {close[0]}?" if close else all_keys
-    return f"{argument}: there is no key {key!r}; {hint}"
-
-
-def convert(declared: Field, text: str) -> Any:
-    """Convert the text of one key to the field's type. Raises ValueError if it does not fit."""
-    kind = declared.type
-    if get_origin(kind) in (UnionType, Union):  # such as int | None
-        kind = next(part for part in get_args(kind) if part is not NoneType)
-    if not text and declared.default != "":
-        raise ValueError(f"{declared.name}= has no value")
-    if get_origin(kind) is list:
-        # naive,tiled:block_q=8,impl=x has two values: some commas are between options of one
-        parts = re.split(r",(?![^,:=]*=)", text)
-        return [convert_one(declared.name, *get_args(kind), part) for part in parts]
-    return convert_one(declared.name, kind, text)
-
-
-def convert_one(key: str, kind: Any, text: str) -> Any:
-    if get_origin(kind) is Annotated:
-        kind, minimum = get_args(kind)
-        value = convert_one(key, kind, text)
-        if not value >= minimum:
-            raise ValueError(f"{key}={value} must be at least {minimum}")
+def convert(key: str, kind: Any, text: str) -> Any:
+    """The text of a key as a value of its type. Raises ValueError if it does not fit."""
+    form, parts = get_origin(kind), get_args(kind)
+    if form in (UnionType, Union):  # such as int | None
+        return convert(key, parts[0], text)
+    if form is list:
+        # naive,tiled:block_q=8,block_kv=4 has two values: some commas are between options of one
+        return [convert(key, *parts, part) for part in re.split(r",(?![^,:=]*=)", text)]
+    if form is Annotated:
+        value = convert(key, parts[0], text)
+        if not value >= parts[1]:
+            raise ValueError(f"{key}={text} must be at least {parts[1]}")
         return value
-    if get_origin(kind) is Literal:
-        choices = get_args(kind)
-        value = text if text in choices else SHORT_DTYPES.get(text)
-        if value not in choices:
-            raise ValueError(f"{key}={text} is not one of: {', '.join(choices)}")
-        return value
+    if form is Literal:
+        if text not in parts:
+            raise ValueError(f"{key}={text} is not one of: {', '.join(parts)}")
+        return text
+    if not text and kind is not str:
+        raise ValueError(f"{key}= has no value")
     try:
-        value = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
+        return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
     except (KeyError, ValueError):
         names = {bool: "true or false", int: "a whole number", float: "a number"}
         raise ValueError(f"{key}={text} must be {names[kind]}") from None
-    if kind is int and abs(value) >= 2**63:
-        raise ValueError(f"{key}={value} is not a 64-bit integer")
-    return value
 
 
 def compose_new(*overrides: str, asked: Iterable[str]) -> RunConfig:

@@ -4,25 +4,22 @@
 
 A broken attention can have a loss curve as good as exact attention's, but weights that are useless
 under any other attention. This command shows it. It evaluates each run's checkpoint under exact
-attention (sdpa) and under every attention that some run was trained with. If no_rescale is among
-them, it also uses half and double each of its tile sizes. The arguments are runs, sweeps or folders
-of either, and
+attention and under every attention that some run was trained with. The arguments are runs, sweeps
+or folders of either, and
 
     under      judge by these instead: sdpa,no_rescale:block_kv=16,pkg.module:BACKEND
     sequences  held-out sequences to evaluate on (as many as the run itself: its eval_sequences)
     device     auto, cpu or cuda (auto)
-    out        the JSON file (cross_eval.json in the folder of the runs)
+    out        the JSON file (cross_eval.json in the first folder)
 
-It prints the means over seeds as a matrix, and writes every figure to the JSON file. Runs that
-failed, ran out of memory or never ended are left out, with a line each. For a cross_eval.json as
-argument it only prints.
+It prints the means over seeds as a matrix. The JSON file gets a row for each run and judge. Runs
+that failed, ran out of memory or never ended are left out, with a line each.
 """
 
 import math
-import os
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,27 +27,26 @@ from typing import NamedTuple
 
 import torch
 
-from attention import BACKENDS, Backend, dtype_name, get_backend
+from attention import Backend, dtype_name
 from attention.look.blame import is_foreign, with_place
-from config import RunConfig
-from data import Batch
+from config import SYNTHETIC_SOURCES, RunConfig
+from data.interface import Batch
 from scripts.arguments import Count, Device, command, parse_backend
 from scripts.runs import runs_below
-from scripts.tables import Row, by, grouped, mean_and_deviation, table
+from scripts.tables import Row, by, spread, table
 from training.loop.device import pick_device
 from training.loop.evaluate import evaluate_under, exact_attention
 from training.loop.schedule import chosen_attention, needed_features
 from training.loop.trained import Trained, data_of, load_trained, read_run_config
-from training.record.environment import environment
-from training.record.files import check_writable, read_mapping, read_meta, write_json
+from training.record.environment import measured_on
+from training.record.files import check_writable, read_meta, write_json
 from training.record.memory import is_out_of_memory, release_memory
 from training.record.names import attention_name, differing_settings, name_runs
 from training.record.runs import remark
 from training.record.text_table import first_line, printable
 
-TILES = ("block_q", "block_kv")
 # the weights of a diverged run are those before its bad step
-JUDGED = ("completed", "diverged", "interrupted")
+EVALUATED = ("completed", "diverged", "interrupted")
 FORMS = {"loss": "{:.3f}", "accuracy": "{:.1%}"}
 
 
@@ -63,264 +59,163 @@ class Options:
     out: Path | None = None
 
 
-class Checkpoint(NamedTuple):
+class TrainedRun(NamedTuple):
     """A run whose weights can be loaded."""
 
     folder: Path
-    config: RunConfig
-    summary: Row
+    config: RunConfig  # with the device to evaluate on
+    status: str
     variant: str  # with its seq_len, if the runs differ in it
-    backends: dict[int, Backend]  # attention by the step after which it was used
 
 
 @command
 def main(options: Options) -> None:
-    written_before = len(options.paths) == 1 and options.paths[0].is_file()
-    out = options.paths[0] if written_before else measure(options)
-    print(printable(in_text(read_rows(out))))
-    print(out)
+    runs = trained_runs(options.paths, options.device)
+    judges = list(map(parse_backend, options.under or ())) or usual_judges(runs)
+    out = options.out or options.paths[0] / "cross_eval.json"
+    rows = evaluate_runs(runs, out, partial(judge, judges=judges, sequences=options.sequences))
+    print(printable(f"{in_text(rows)}\n{out}"))
 
 
-def measure(options: Options) -> Path:
-    """Evaluate and write the JSON file; returns its path."""
-    device = pick_device(options.device)
-    checkpoints = load_checkpoints(options.paths)
-    base = common_folder(options.paths)
-    out = options.out or base / "cross_eval.json"
-    if options.under:
-        judges = [parse_judge(text) for text in options.under]
-    else:
-        judges = default_judges(checkpoints, device)
-    check_writable(out)
-    rows, fingerprints = [], {}
-    for number, checkpoint in enumerate(checkpoints, 1):
-        print(f"{number} of {len(checkpoints)}: {checkpoint.folder}", flush=True)
-        try:
-            new_rows, fingerprint = judge(checkpoint, judges, base, options.sequences, device)
-        except (ValueError, OSError) as error:  # damaged weights, or a missing corpus
-            leave_out(checkpoint.folder, error)
-            continue
-        rows += new_rows
-        fingerprints[fingerprint] = None
-        release_memory(device)
-    if not rows:
-        raise ValueError("no checkpoint could be evaluated")
-    # do not overwrite a file that has figures with one that has none
-    if all(row["status"].startswith("refused") for row in rows):
-        raise ValueError(f"nothing could be evaluated, nothing is written: {reasons(rows)[0]}")
-    where = environment(" ".join(fingerprints), device)
-    write_json(out, {"environment": where, "rows": rows})
-    return out
-
-
-def common_folder(folders: Sequence[Path]) -> Path:
-    """The folder that has all of these, where the results of a command go."""
-    return Path(os.path.commonpath([folder.resolve() for folder in folders]))
-
-
-def load_checkpoints(folders: Sequence[Path]) -> list[Checkpoint]:
+def trained_runs(folders: Sequence[Path], device: Device) -> list[TrainedRun]:
     """Every run below the folders whose weights can be loaded; the others are left out with a line
     each. Raises ValueError if there is none.
     """
-    summaries = list(runs_below(folders).values())
-    for summary in summaries:  # the weights are named by their own checkpoint
-        with suppress(ValueError, OSError):
-            starts = read_meta(Path(summary["dir"])).get("starts")
-            summary["starts"] = starts or summary.get("starts")
-    checkpoints = []
-    settings = differing_settings(summaries)
-    for summary, names, setting in zip(summaries, name_runs(summaries), settings, strict=True):
-        folder, variant = Path(summary["dir"]), names.variant
-        if "seq_len" in setting:
-            variant += f" seq_len={setting['seq_len']}"
+    where = pick_device(device).type
+    configs, summaries = [], []
+    for summary in runs_below(folders).values():
+        folder = Path(summary["dir"])
         try:
-            checkpoints.append(load_checkpoint(folder, summary, variant))
+            if summary["status"] not in EVALUATED:
+                raise ValueError(f"{summary['status']}: {remark(summary)}".rstrip(": "))
+            config = read_run_config(folder)
+            chosen_attention(config.attention)  # raises ValueError for one that is gone
+            # the weights are named by their own checkpoint
+            summaries.append(summary | {"starts": read_meta(folder)["starts"]})
+            configs.append(replace(config, device=where))
         except (ValueError, OSError) as error:
             leave_out(folder, error)
-    if not checkpoints:
+    if not configs:
         raise ValueError(f"no run with a checkpoint below {', '.join(map(str, folders))}")
-    return checkpoints
+    runs = []
+    names, settings = name_runs(summaries), differing_settings(summaries)
+    for config, summary, name, setting in zip(configs, summaries, names, settings, strict=True):
+        length = f" seq_len={setting['seq_len']}" if "seq_len" in setting else ""
+        folder = Path(summary["dir"])
+        runs.append(TrainedRun(folder, config, summary["status"], name.variant + length))
+    return runs
 
 
-def load_checkpoint(folder: Path, summary: Row, variant: str) -> Checkpoint:
-    if summary["status"] not in JUDGED:
-        why = ": ".join(filter(None, [summary["status"], remark(summary)]))
-        raise ValueError(f"{why}; only runs that are {', '.join(JUDGED)} are evaluated")
-    config = read_run_config(folder)
-    return Checkpoint(folder, config, summary, variant, chosen_attention(config.attention))
+def evaluate_runs(
+    runs: Sequence[TrainedRun], out: Path, evaluate: Callable[[TrainedRun], Iterable[Row]]
+) -> list[Row]:
+    """Write the rows of every run to the JSON file `out`, and return them. A run for which
+    `evaluate` raises ValueError or OSError is left out with a line. Raises ValueError, and writes
+    nothing, if that leaves none.
+    """
+    check_writable(out)
+    rows, why, device = [], "", runs[0].config.device
+    for number, run in enumerate(runs, 1):
+        print(printable(f"{number} of {len(runs)}: {run.folder} ({run.status})"), flush=True)
+        common = {"run": str(run.folder), "variant": run.variant, "run_status": run.status}
+        common |= {"seed": run.config.seed, "seq_len": run.config.seq_len}
+        try:
+            rows += [common | row for row in evaluate(run)]
+        except (ValueError, OSError) as error:  # damaged weights, or a missing corpus
+            why = first_line(error)
+            leave_out(run.folder, error)
+        release_memory(device)
+    if not rows:
+        raise ValueError(f"no run could be evaluated, and nothing is written: {why}")
+    write_json(out, {"environment": measured_on(device), "rows": rows})
+    return rows
 
 
 def leave_out(folder: Path, error: Exception) -> None:
     print(printable(f"left out: {folder}: {first_line(error)}"), file=sys.stderr)
 
 
-def parse_judge(text: str) -> Backend:
-    try:
-        return parse_backend(text)
-    except ValueError as error:
-        raise ValueError(f"under={text}: {error}") from error
-
-
-def default_judges(checkpoints: Sequence[Checkpoint], device: torch.device) -> list[Backend]:
-    """Exact attention, every attention that a run was trained under, and no_rescale at half and
-    double its tiles; each once, the broken ones last and from small tiles to large.
+def usual_judges(runs: Iterable[TrainedRun]) -> list[Backend]:
+    """Exact attention, and every attention that a run was trained with; each once, and those that
+    are not exact last.
     """
-    shapes = {
-        (each.config.model.head_dim, tuple(needed_features(each.config))) for each in checkpoints
-    }
-    exact = [exact_attention(head_dim, device, needed) for head_dim, needed in sorted(shapes)]
-    used = [backend for checkpoint in checkpoints for backend in checkpoint.backends.values()]
-    for backend in [backend for backend in used if backend.name == "no_rescale"]:
-        tile = backend.options["block_kv"]
-        used += [backend.configured(block_kv=size) for size in (tile // 2, 2 * tile) if size]
-    used.sort(key=lambda each: (not each.exact, each.name, each.options.get("block_kv") or 0))
-    unique: dict[str, Backend] = {}
-    for backend in (*exact, *used):
-        # another tile size changes the result only of a broken attention
-        hidden = TILES if backend.exact else ()
-        seen = {name: value for name, value in backend.options.items() if name not in hidden}
-        unique.setdefault(attention_name(backend.name, seen), backend)
-    return list(unique.values())
+    judges: dict[str, Backend] = {}
+    for config in (run.config for run in runs):
+        shape = config.model.head_dim, torch.device(config.device), needed_features(config)
+        for backend in (exact_attention(*shape), *chosen_attention(config.attention).values()):
+            judges.setdefault(named(backend), backend)
+    return sorted(judges.values(), key=lambda backend: not backend.exact)
 
 
-def described(backend: Backend) -> Row:
-    return {"name": backend.name, "options": dict(backend.options)}
+def named(backend: Backend) -> str:
+    return attention_name(backend.name, backend.options)
 
 
-def judge(
-    checkpoint: Checkpoint,
-    judges: Iterable[Backend],
-    base: Path,
-    sequences: int | None,
-    device: torch.device,
-) -> tuple[list[Row], str]:
-    """One row per judge, and the fingerprint of the data."""
-    config = replace(checkpoint.config, device=device.type)
-    data = data_of(config)
-    trained = load_trained(checkpoint.folder, config, data.vocab_size, get_backend("sdpa"))
-    (_, first), *later = checkpoint.backends.items()
-    trained_under = described(first)
-    for step, second in later:
-        trained_under |= {"switch_at": step, "switch_to": described(second)}
-    folder = checkpoint.folder.resolve()
-    sequences = sequences or config.eval_sequences
+def judge(run: TrainedRun, judges: Iterable[Backend], sequences: int | None) -> list[Row]:
+    """One row per judge. Raises ValueError if they all refuse the run."""
+    data = data_of(run.config)
+    trained = load_trained(run.folder, run.config, data.vocab_size)
+    count = sequences or run.config.eval_sequences
     common = {
-        "run": folder.name if folder == base else str(folder.relative_to(base)),
-        "trained_under": trained_under,
-        "variant": checkpoint.variant,
-        "seed": config.seed,
+        "trained_under": named(trained.model.backend),
         "step": trained.step,
-        "trained": checkpoint.summary["status"],
         "dtype": dtype_name(trained.dtype),
-        "sequences": sequences,
+        "data": data.fingerprint,
+        "sequences": count,
+        "metric": data.metric or "loss",
     }
-    batch = data.val_batch(sequences)
-    how = {"batch_size": config.batch_size, "accuracy": data.metric == "accuracy"}
+    batch = data.val_batch(count)
     rows = [
-        common | {"evaluated_under": described(each)} | outcome(trained, each, batch, **how)
+        common | {"evaluated_under": named(each)} | outcome(trained, each, batch, run.config)
         for each in judges
     ]
-    return rows, data.fingerprint
+    if all(row["status"].startswith("refused") for row in rows):
+        why = (f"{row['evaluated_under']} {row['status']}" for row in rows)
+        raise ValueError("; ".join(why))
+    return rows
 
 
-def outcome(
-    trained: Trained, backend: Backend, batch: Batch, *, batch_size: int, accuracy: bool
-) -> Row:
-    """loss, accuracy and status of one cell. A judge that cannot take this model gets the status
+def outcome(trained: Trained, backend: Backend, batch: Batch, config: RunConfig) -> Row:
+    """loss, accuracy and status of one judge. One that cannot take this model has the status
     "refused" with the reason.
     """
     nothing = {"loss": None, "accuracy": None}
-    how = {"batch_size": batch_size, "accuracy": accuracy, "autocast": trained.autocast}
     try:
-        loss, right = evaluate_under(trained.model, backend, *batch, **how)
+        loss, accuracy = evaluate_under(
+            trained.model,
+            backend,
+            *batch,
+            batch_size=config.batch_size,
+            autocast=trained.autocast,
+            accuracy=config.data.source in SYNTHETIC_SOURCES,
+        )
     except Exception as error:
-        return nothing | {"status": f"refused: {refusal(error)}"}
+        if isinstance(error, ValueError) or is_foreign(error) or is_out_of_memory(error):
+            return nothing | {"status": f"refused: {with_place(error)}"}
+        raise
     if not math.isfinite(loss):
         return nothing | {"status": "non-finite"}
-    return {"loss": loss, "accuracy": right, "status": "ok"}
-
-
-def refusal(error: Exception) -> str:
-    """Why a judge failed. Raises the error again if it is neither the judge nor the memory."""
-    if is_out_of_memory(error):
-        return "out of memory"
-    if is_foreign(error):
-        return with_place(error)
-    if isinstance(error, ValueError):
-        return str(error)
-    raise error
-
-
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a cross_eval.json. Raises ValueError for any other file."""
-    rows = read_mapping(path).get("rows")
-    needed = {"run", "variant", "trained_under", "evaluated_under", "status", "loss", "accuracy"}
-    known = isinstance(rows, list) and [row for row in rows if isinstance(row, dict)]
-    if not known or known != rows or not all(needed <= row.keys() for row in rows):
-        raise ValueError(f"{path} is no cross_eval.json with rows in it")
-    return rows
+    return {"loss": loss, "accuracy": accuracy, "status": "ok"}
 
 
 def in_text(rows: Sequence[Row]) -> str:
     """A matrix of losses for runs on text, and one of accuracies for runs on a synthetic task, with
-    a column per judge. Then each reason why a judge refused.
+    a column per judge. Then what the means leave out.
     """
-    # a run on a task has an exact judge, and so an accuracy
-    scored = {row["run"] for row in rows if row["accuracy"] is not None}
-    by_metric = grouped(rows, lambda row: "accuracy" if row["run"] in scored else "loss")
     blocks = []
-    for metric, own in sorted(by_metric.items(), reverse=True):
-        variants = by(own, "variant").items()
-        lines = {f"{variant} ({count_of_runs(group)})": group for variant, group in variants}
-        judges = dict.fromkeys(judge_of(row) for row in own)
-        columns = {name: partial(cell, judge=name, metric=metric) for name in judges}
-        head, *body = table(f"held-out {metric}: trained under", lines, columns).splitlines()
-        blocks.append("\n".join([head, "-" * len(head), *body]))
-    marked = ["* the attention of the training"] if any(map(is_own, rows)) else []
-    return "\n\n".join([*blocks, *marked, *reasons(rows)])
-
-
-def judge_of(row: Row) -> str:
-    return attention_name(**row["evaluated_under"])
-
-
-def cell(rows: Iterable[Row], judge: str, metric: str) -> str:
-    """What the runs of one variant are worth under one judge: the mean of the finite results."""
-    judged = [row for row in rows if judge_of(row) == judge]
-    values = [row[metric] for row in judged if row["status"] == "ok"]
-    others = [row["status"].partition(":")[0] for row in judged if row["status"] != "ok"]
-    text = mean_and_deviation(values, FORMS[metric]) if values or not others else others[0]
-    if values and others:
-        text += f" ({len(others)} {others[0]})"
-    return f"*{text}" if any(map(is_own, judged)) else text
-
-
-def is_own(row: Row) -> bool:
-    """Whether the judge is the attention of the training, the last one where it switched. Tile
-    sizes do not matter for an exact one.
-    """
-    last = row["trained_under"].get("switch_to", row["trained_under"])
-    judged = row["evaluated_under"]
-    exact = judged["name"] in BACKENDS and BACKENDS[judged["name"]].exact
-    return judged["name"] == last["name"] and (exact or judged["options"] == last["options"])
-
-
-def count_of_runs(group: Sequence[Row]) -> str:
-    """For example: 2 runs, 1 ended early: step 300"""
-    steps = {row["run"]: row["step"] for row in group}
-    early = {row["run"]: row["step"] for row in group if row["trained"] != "completed"}
-    count = f"{len(steps)} run{'s' * (len(steps) > 1)}"
-    if early:
-        count += f", {len(early)} ended early: step {'/'.join(map(str, early.values()))}"
-    return count
-
-
-def reasons(rows: Iterable[Row]) -> list[str]:
-    """The reasons why judges refused, each once."""
-    refused = [row for row in rows if row["status"].startswith("refused")]
-    return list(
-        dict.fromkeys(f"{row['evaluated_under']['name']} {row['status']}" for row in refused)
+    for metric, own in by(rows, "metric").items():
+        judges = dict.fromkeys(row["evaluated_under"] for row in own)
+        columns = {judge: spread(judge, FORMS[metric]) for judge in judges}
+        judged = [row for row in own if row["status"] == "ok"]
+        lines = by((row | {row["evaluated_under"]: row[metric]} for row in judged), "variant")
+        blocks.append(table(f"held-out {metric}: trained under", lines, columns))
+    missing = Counter(
+        f"{row['variant']} under {row['evaluated_under']}: {row['status']}"
+        for row in rows
+        if row["status"] != "ok"
     )
+    remarks = "\n".join(f"{where} (runs: {count})" for where, count in missing.items())
+    return "\n\n".join(filter(None, [*blocks, remarks]))
 
 
 if __name__ == "__main__":

@@ -3,25 +3,22 @@ seq_len, with mean and band over seeds.
 
     python -m scripts.dashboard multirun/2026-01-31/12-00-00
 
-The argument is a run, a sweep or a folder of either that was logged to wandb. Without one, all runs
-of project= are compared. The keys are
+The arguments are runs, sweeps or folders of either that were logged to one project of wandb. The
+workspace shows the sweep, or the whole project if they are not one sweep's. The key is
 
-    entity   user or team that the workspace is saved for (wandb's default)
-    project  where the runs are (that of the folder's runs, else tilegpt)
-    group    one sweep only, as '2026-11-22_21-09-10 break_it' (the folder's, if it is one sweep's)
-    name     of the workspace (attentions compared)
     dry_run  true: print the workspace, and send nothing (false)
 
-It needs `pip install -e '.[dashboard]'`, and never asks for a key.
+It is saved for wandb's default user or team, or for WANDB_ENTITY. It needs
+`pip install -e '.[dashboard]'`, and never asks for a key.
 """
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from config import LoggerConfig
-from scripts.arguments import command, default
+from scripts.arguments import command
 from scripts.runs import runs_below
 from training.record.files import read_mapping
 from training.record.loggers import check_server, group_name, prepare_environment, shortened
@@ -33,11 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Options:
-    paths: list[Path] = default()
-    entity: str | None = None
-    project: str | None = None
-    group: str | None = None
-    name: str = "attentions compared"
+    paths: list[Path]
     dry_run: bool = False
 
 
@@ -63,18 +56,13 @@ SECTIONS = {
     },
 }
 LOG_SCALE = ("memory/peak_gib", "attention/max_score", "grad_norm")
-# columns of the list of runs
-PINNED = ("status", "val/loss.last", "val/loss_exact.last", "tokens_per_sec", "step_tokens_per_sec")
 
 
 @command
 def main(options: Options) -> None:
-    if options.paths:
-        project, group = logged_to(options.paths)
-        options.project = options.project or project
-        options.group = options.group or group
+    project, group = logged_to(options.paths)
     try:
-        workspace = build_workspace(options)
+        workspace = build_workspace(project, group)
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is missing: pip install -e '.[dashboard]'") from error
     if options.dry_run:
@@ -83,7 +71,7 @@ def main(options: Options) -> None:
         save(workspace)
 
 
-def logged_to(folders: list[Path]) -> tuple[str, str | None]:
+def logged_to(folders: Iterable[Path]) -> tuple[str, str | None]:
     """The project of the runs below the folders, and their group if all are of one sweep. Raises
     ValueError unless one project has them all.
     """
@@ -92,37 +80,36 @@ def logged_to(folders: list[Path]) -> tuple[str, str | None]:
         logger = read_mapping(run_dir / "config.yaml").get("logger")
         if isinstance(logger, dict) and logger.get("name") == "wandb":
             projects.add(str(logger.get("project")))
-            recipe = [x for x in run.get("overrides") or [] if x.startswith("experiment=")]
             sweep = sweep_of(run_dir)
-            groups.add(sweep and group_name(sweep, recipe))
-    where = ", ".join(map(str, folders))
-    if not projects:
-        raise ValueError(f"no run below {where} was logged to wandb")
-    if len(projects) > 1:
-        raise ValueError(f"the runs below {where} are of several projects: {', '.join(projects)}")
+            groups.add(sweep and group_name(sweep, run.get("overrides") or []))
+    if len(projects) != 1:
+        where = ", ".join(map(str, folders))
+        names = ", ".join(sorted(projects)) or "none"
+        raise ValueError(f"the runs below {where} must be of one project of wandb, not {names}")
     return projects.pop(), groups.pop() if len(groups) == 1 else None
 
 
-def build_workspace(options: Options) -> "Workspace":
+def build_workspace(project: str, group: str | None) -> "Workspace":
     from wandb_workspaces import expr
     from wandb_workspaces.reports.v2 import Config, LinePlot, ScatterPlot, SummaryMetric
     from wandb_workspaces.workspaces import RunsetSettings, Section, Workspace, WorkspaceSettings
 
-    sections = {}
-    for title, plots in SECTIONS.items():
-        sections[title] = [
+    # a curve is a variant and its seq_len
+    seeds = {"groupby": Config("curve"), "groupby_aggfunc": "mean", "groupby_rangefunc": "minmax"}
+    sections = []
+    for name, metrics in SECTIONS.items():
+        panels = [
             LinePlot(
-                title=text,
+                title=title,
                 x="tokens",
                 y=[metric],
                 log_y=metric in LOG_SCALE,
-                groupby=Config("curve"),  # a variant and its seq_len
-                groupby_aggfunc="mean",
-                groupby_rangefunc="minmax",
                 aggregate=True,
+                **seeds,
             )
-            for metric, text in plots.items()
+            for metric, title in metrics.items()
         ]
+        sections.append(Section(name, panels, is_open=True))
     # one point per run: this figure shows which attention is linear
     memory = ScatterPlot(
         title="peak memory (GiB) against seq_len",
@@ -131,19 +118,16 @@ def build_workspace(options: Options) -> "Workspace":
         log_x=True,
         log_y=True,
     )
-    sections["Memory and speed"].append(memory)
-    group = options.group
     return Workspace(
-        entity=options.entity or "",
-        project=options.project or LoggerConfig.project,
-        name=options.name,
-        sections=[Section(name, panels, is_open=True) for name, panels in sections.items()],
+        entity="",
+        project=project,
+        name="attentions compared",
+        sections=[*sections, Section("Memory by length", [memory], is_open=True)],
         # the default of 10 runs is too few for a sweep of three attentions and four seeds
         settings=WorkspaceSettings(x_axis="tokens", max_runs=100),
         runset_settings=RunsetSettings(
             filters=expr.And(expr.Metric("Group") == shortened(group)) if group else "",
             groupby=[expr.Config("curve")],
-            pinned_columns=[f"summary:{name}" for name in PINNED],
         ),
     )
 
@@ -158,7 +142,7 @@ def save(workspace: "Workspace") -> None:
 
     check_server()
     try:
-        workspace.entity = workspace.entity or wandb.Api().default_entity
+        workspace.entity = os.environ.get("WANDB_ENTITY") or wandb.Api().default_entity
         print(workspace.save().url)
     # the package raises errors of three libraries
     except Exception as error:

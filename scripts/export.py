@@ -66,10 +66,7 @@ def export(options: Options) -> list[Path]:
             for file in folder.iterdir():
                 file.rename(out / file.name)
     except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise OSError(
-            f"out={out} cannot be written: {reason}; make room there, or name another folder"
-        ) from error
+        raise OSError(f"out={out} cannot be written: {error}") from error
     if not trained.model.backend.exact:
         print(
             f"trained with attention={trained.model.backend.name}, and transformers computes exact "

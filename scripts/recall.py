@@ -9,36 +9,31 @@ sweeps or folders of either, and
     lengths    tokens of a sequence (64,128,256,512)
     sequences  held-out sequences of each length (as many as the run itself: its eval_sequences)
     device     auto, cpu or cuda (auto)
-    out        the JSON file (recall.json in the folder of the runs)
+    out        the JSON file (recall.json in the first folder)
 
 It prints the accuracy of each variant and length, and the first length at which less than half is
 right. Below is the accuracy at the longest length, by the distance between question and answer. The
-JSON file gets the settings of the runs, and for each run and length a row with the correct answers
-by distance. Runs that failed, ran out of memory or never ended are left out, with a line each.
+JSON file gets a row for each run and length, with the accuracy by distance. Runs that
+failed, ran out of memory or never ended, or that these lengths do not fit, are left out, with a
+line each.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 import torch
 
-from config import SYNTHETIC_SOURCES, RunConfig
-from data import build_data
+from config import SYNTHETIC_SOURCES
 from data.interface import to_batch
 from data.synthetic import SyntheticData
 from scripts.arguments import Count, Device, command, default
-from scripts.cross_eval import Checkpoint, common_folder, load_checkpoints
-from scripts.tables import Cell, Row, by, mean_and_deviation, table
-from training.loop.device import pick_device
+from scripts.cross_eval import TrainedRun, evaluate_runs, trained_runs
+from scripts.tables import Cell, Row, by, spread, table, values
 from training.loop.trained import Trained, load_trained
-from training.record.environment import measured_on
-from training.record.files import check_writable, write_json
-from training.record.memory import release_memory
 from training.record.text_table import printable
 
 
@@ -53,75 +48,37 @@ class Options:
 
 @command
 def main(options: Options) -> None:
-    device = pick_device(options.device)
-    checkpoints = load_checkpoints(options.paths)
-    out = options.out or common_folder(options.paths) / "recall.json"
-    check_writable(out)
+    runs = trained_runs(options.paths, options.device)
     lengths = sorted(set(options.lengths))
-    # check all runs before the first one answers
-    configs = [[config_at(each, length) for length in lengths] for each in checkpoints]
-    rows = []
-    for checkpoint, at_lengths in zip(checkpoints, configs, strict=True):
-        print(checkpoint.folder, flush=True)
-        for row in measure(checkpoint, at_lengths, options.sequences, device):
-            rows.append({"variant": checkpoint.variant} | row)
-        release_memory(device)
-    runs = [
-        {key: each.summary.get(key) for key in ("variant", "seed", "data", "overrides")}
-        for each in checkpoints
-    ]
-    write_json(out, {"environment": measured_on(device), "runs": runs, "rows": rows})
+    out = options.out or options.paths[0] / "recall.json"
+    rows = evaluate_runs(runs, out, partial(ask_all, lengths=lengths, sequences=options.sequences))
     print(printable(f"{in_text(rows)}\n\n{distances_in_text(rows)}\n{out}"))
 
 
-def measure(
-    checkpoint: Checkpoint,
-    configs: Sequence[RunConfig],
-    sequences: int | None,
-    device: torch.device,
-) -> Iterator[Row]:
-    """One row for each of `configs`, which have one length each."""
-    own = checkpoint.config
-    data = [build_data(each.data, each.tokenizer, seq_len=each.seq_len, seed=0) for each in configs]
-    trained = load_trained(checkpoint.folder, replace(own, device=device.type), data[0].vocab_size)
-    for config, task in zip(configs, data, strict=True):
-        # as many tokens per pass as in training
-        size = max(1, own.batch_size * own.seq_len // config.seq_len)
-        yield {
-            "attention": trained.model.backend.name,
-            "data": own.data.source,
-            "trained_at": own.seq_len,
-            "seed": own.seed,
-            "step": trained.step,
-            "length": config.seq_len,
-        } | ask(trained, task, sequences=sequences or own.eval_sequences, batch_size=size)
-
-
-def config_at(checkpoint: Checkpoint, length: int) -> RunConfig:
-    """The settings of a run with sequences of another length. Raises ValueError if its model or
-    task does not allow it.
-    """
-    config, model = checkpoint.config, checkpoint.config.model
+def ask_all(run: TrainedRun, lengths: Sequence[int], sequences: int | None) -> Iterator[Row]:
+    """One row for each length. Raises ValueError if the run's model or task does not allow one."""
+    config = run.config
     if config.data.source not in SYNTHETIC_SOURCES:
-        raise ValueError(
-            f"{checkpoint.folder} was trained on data={config.data.source}, which asks nothing; "
-            f"train on one of: {', '.join(SYNTHETIC_SOURCES)}"
-        )
-    if model.positions == "learned" and length > model.max_seq_len:
-        raise ValueError(
-            f"{checkpoint.folder} has learned positions for {model.max_seq_len} tokens, and "
-            f"lengths={length} needs more: leave it out, or train with model.positions=rope or "
-            "alibi"
-        )
-    longer = replace(model, max_seq_len=max(model.max_seq_len, length))
-    # another length need not divide the training's tokens_per_step
-    return replace(config, model=longer, seq_len=length, tokens_per_step=None)
+        tasks = ", ".join(SYNTHETIC_SOURCES)
+        raise ValueError(f"data={config.data.source} asks nothing; train on one of: {tasks}")
+    config.data.check_length(lengths[0])
+    # the held-out questions do not depend on the seed
+    tasks = [SyntheticData(config.data, seq_len=length, seed=0) for length in lengths]
+    trained = load_trained(run.folder, config, tasks[0].vocab_size)
+    for length, task in zip(lengths, tasks, strict=True):
+        # as many tokens per pass as in training
+        size = max(1, config.batch_size * config.seq_len // length)
+        yield {
+            "data": task.fingerprint,
+            "step": trained.step,
+            "length": length,
+        } | ask(trained, task, sequences=sequences or config.eval_sequences, batch_size=size)
 
 
 @torch.no_grad()
 def ask(trained: Trained, data: SyntheticData, *, sequences: int, batch_size: int) -> Row:
-    """The number of held-out questions and of right answers, by distance between question and
-    answer in doublings (1, 2 to 3, 4 to 7, ...), and the accuracy over all.
+    """The accuracy over all held-out questions, and that by the distance between question and
+    answer in doublings: "4" has those of 4 to 7.
     """
     drawn, right = data.held_out(sequences), []
     model, device = trained.model.eval(), next(trained.model.parameters()).device
@@ -132,8 +89,14 @@ def ask(trained: Trained, data: SyntheticData, *, sequences: int, batch_size: in
     where = np.nonzero(drawn.sources >= 0)
     right = torch.cat(right).numpy()[where]
     doublings = np.log2(where[1] - drawn.sources[where]).astype(int)
-    asked, answered = np.bincount(doublings), np.bincount(doublings, weights=right).astype(int)
-    return {"accuracy": right.mean().item(), "asked": asked.tolist(), "right": answered.tolist()}
+    return {
+        "questions": len(right),
+        "accuracy": right.mean().item(),
+        "by_distance": {
+            str(2**each): right[doublings == each].mean().item()
+            for each in np.unique(doublings).tolist()
+        },
+    }
 
 
 def in_text(rows: Sequence[Row]) -> str:
@@ -141,37 +104,24 @@ def in_text(rows: Sequence[Row]) -> str:
     half.
     """
     lengths = sorted({row["length"] for row in rows})
-    columns: dict[str, Cell] = {str(length): partial(at_length, length) for length in lengths}
-    columns["below one half at"] = lost_at
+    columns: dict[str, Cell] = {str(length): spread(str(length), "{:.1%}") for length in lengths}
+    columns["below one half at"] = partial(lost_at, lengths)
+    rows = [row | {str(row["length"]): row["accuracy"]} for row in rows]
     return table("accuracy at", by(rows, "variant"), columns)
 
 
-def at_length(length: int, rows: Sequence[Row]) -> str:
-    found = [row["accuracy"] for row in rows if row["length"] == length]
-    return mean_and_deviation(found, "{:.1%}")
-
-
-def lost_at(rows: Sequence[Row]) -> str:
-    by_length = by(sorted(rows, key=itemgetter("length")), "length")
-    for length, found in by_length.items():
-        if fmean(row["accuracy"] for row in found) < 0.5:
-            return str(length)
-    return "none of them"
+def lost_at(lengths: Sequence[int], rows: Sequence[Row]) -> str:
+    means = {length: fmean(values(rows, str(length))) for length in lengths}
+    return next((str(length) for length, mean in means.items() if mean < 0.5), "none of them")
 
 
 def distances_in_text(rows: Sequence[Row]) -> str:
     """The accuracy at the longest length, by the distance between question and answer."""
     longest = max(row["length"] for row in rows)
-    rows = [row for row in rows if row["length"] == longest]
-    doublings = range(max(len(row["asked"]) for row in rows))
-    columns = {str(2**doubling): partial(at_distance, doubling) for doubling in doublings}
+    rows = [row | row["by_distance"] for row in rows if row["length"] == longest]
+    distances = sorted({key for row in rows for key in row["by_distance"]}, key=int)
+    columns = {distance: spread(distance, "{:.1%}") for distance in distances}
     return table(f"at {longest}, from this distance on", by(rows, "variant"), columns)
-
-
-def at_distance(doubling: int, rows: Sequence[Row]) -> str:
-    found = [row for row in rows if sum(row["asked"][doubling : doubling + 1])]
-    shares = [row["right"][doubling] / row["asked"][doubling] for row in found]
-    return mean_and_deviation(shares, "{:.1%}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Let a trained run write: it continues a prompt.
 
-    python -m scripts.sample run=$(dirname $(ls -dt outputs/*/*/checkpoint | head -1)) \\
-        prompt="def main("
+    python -m scripts.sample run=outputs/2026-01-31/12-00-00 prompt="def main("
 
 Arguments are key=value; every key but `run` has a default:
 

@@ -37,6 +37,7 @@ def write_run(run_dir: Path, *, shape: ModelConfig = SMALL, std: float = 1.0, **
     used = [list(each) for each in attention_names(config.attention)]
     start = {"step": 0, "started": 0.0, "attention": used, "changed": {}, "data": "", "commit": ""}
     (run_dir / "metrics.jsonl").touch()
+    (run_dir / "summary.json").write_text('{"status": "completed"}')
     with Checkpoints(run_dir, **parts, background=False) as checkpoints:
         checkpoints.starts = [start]
         checkpoints.save(3, 32)

@@ -182,7 +182,7 @@ def test_a_score_mod_trains(tmp_path):
 def test_scripts_read_the_weights_as_they_were_trained(trained, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("TILEGPT_CACHE", cache_folder())
     cross_eval.main([str(trained), "device=cpu", "sequences=4", f"out={tmp_path}/table.json"])
-    (row,) = json.loads((tmp_path / "table.json").read_text())["rows"]
+    row, _ = json.loads((tmp_path / "table.json").read_text())["rows"]
     assert row["loss"] == metrics(trained)[-1]["val/loss_exact"]
     assert "window=9 pattern=SL softcap=1" in capsys.readouterr().out
     written = []

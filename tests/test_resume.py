@@ -441,5 +441,5 @@ def test_a_run_of_before_is_read_and_not_resumed(run_of_before, capsys):
     out = run_of_before / "cross_eval.json"
     cross_eval.main([str(run_of_before), "under=sdpa", f"out={out}", "device=cpu"])
     (row,) = json.loads(out.read_text())["rows"]
-    assert row["trained_under"]["name"] == "no_rescale"
+    assert row["trained_under"] == "no_rescale block_kv=16"
     assert row["loss"] == pytest.approx(summary(run_of_before)["val/loss_exact"], abs=1e-3)

@@ -17,46 +17,31 @@ from training.loop.trained import load_trained, read_run_config
 transformers = pytest.importorskip("transformers")
 
 MODERN = ("model=modern", "model.num_kv_heads=1")
+PLAIN = (*MODERN, "model.qk_norm=false")
+WINDOW = "attention.window=8"  # the prompt below has 22 tokens
+TWO = ("model.num_layers=2", WINDOW)
 RUNS = {
     "GPT2LMHeadModel": ("tokenizer=bpe",),
-    "LlamaForCausalLM": (*MODERN, "model.qk_norm=false"),
+    "LlamaForCausalLM": PLAIN,
     "Qwen3ForCausalLM": (*MODERN, "attention=no_rescale"),
-    # the prompt below has 22 tokens
-    "MistralForCausalLM": (*MODERN, "model.qk_norm=false", "attention.window=8"),
-    "MinistralForCausalLM": (
-        *MODERN,
-        "model.qk_norm=false",
-        "model.num_layers=2",
-        "attention.window=8",
-        "attention.pattern=LS",
-    ),
-    "Qwen3ForCausalLM with windows": (
-        *MODERN,
-        "model.num_layers=2",
-        "attention.window=8",
-        "attention.pattern=SL",
-    ),
+    "MistralForCausalLM": (*PLAIN, WINDOW),
+    "MinistralForCausalLM": (*PLAIN, *TWO, "attention.pattern=LS"),
+    "Qwen3ForCausalLM with windows": (*MODERN, *TWO, "attention.pattern=SL"),
 }
 
 
-@pytest.fixture
-def export_run(capsys):
-    """export_run(RUN, OUT): what it printed; SystemExit carries its complaint."""
-
-    def run_export(run_dir: Path, out: Path) -> tuple[str, str]:
-        export.main([f"run={run_dir}", f"out={out}"])
-        return tuple(capsys.readouterr())
-
-    return run_export
+def export_run(run_dir: Path, out: Path) -> None:
+    export.main([f"run={run_dir}", f"out={out}"])
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_transformers_loads_a_run(name, export_run, tmp_path):
+def test_transformers_loads_a_run(name, tmp_path, capsys):
     run_dir, out = tmp_path / "run", tmp_path / "out"
     assert run(*tiny(run_dir, *RUNS[name], "steps=2", "device=cpu")).code == 0
-    printed, warned = export_run(run_dir, out)
-    assert str(out / "model.safetensors") in printed
-    assert ("exact attention" in warned) == ("no_rescale" in str(RUNS[name]))
+    export_run(run_dir, out)
+    said = capsys.readouterr()
+    assert str(out / "model.safetensors") in said.out
+    assert ("exact attention" in said.err) == ("no_rescale" in str(RUNS[name]))
 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert type(theirs).__name__ == name.split()[0]
@@ -69,19 +54,19 @@ def test_transformers_loads_a_run(name, export_run, tmp_path):
     written = theirs.generate(max_new_tokens=4, do_sample=False)
     assert written[0, 0] == tokenizer.eos_token_id == ours.vocab_size - 1
 
-    for parameter in ours.parameters():
-        torch.nn.init.zeros_(parameter)
-    if "window" in str(RUNS[name]):
+    if "window" in str(RUNS[name]):  # which a model without windows does not compute
         without = replace(config, attention=AttentionConfig())
         plain = load_trained(run_dir, without, theirs.config.vocab_size).model
         with pytest.raises(ValueError, match=r"attention\.window"):
             find_pretrained(str(out)).load_into(plain)
         assert (theirs(tokens).logits - plain(tokens).logits).abs().max() > 1e-4
+    for parameter in ours.parameters():
+        torch.nn.init.zeros_(parameter)
     find_pretrained(str(out)).load_into(ours)
     torch.testing.assert_close(theirs(tokens).logits, ours(tokens).logits, atol=1e-5, rtol=0)
 
 
-def test_a_model_whose_data_are_no_text_has_no_tokenizer(export_run, tmp_path):
+def test_a_model_whose_data_are_no_text_has_no_tokenizer(tmp_path):
     run_dir, out = tmp_path / "run", tmp_path / "out"
     assert run(*tiny(run_dir, "data=last_write", "steps=2")).code == 0
     export_run(run_dir, out)
@@ -90,7 +75,7 @@ def test_a_model_whose_data_are_no_text_has_no_tokenizer(export_run, tmp_path):
     transformers.AutoModelForCausalLM.from_pretrained(out)
 
 
-def test_a_full_disk_leaves_no_file(export_run, tmp_path):
+def test_a_full_disk_leaves_no_file(tmp_path):
     """A regression test: a traceback, and half a folder that refused to be written again."""
     run_dir, out = tmp_path / "run", tmp_path / "out"
     assert run(*tiny(run_dir, "steps=2")).code == 0
@@ -105,7 +90,7 @@ def test_a_full_disk_leaves_no_file(export_run, tmp_path):
     export_run(run_dir, out)
 
 
-def test_refuses_a_folder_with_files_and_a_model_that_nobody_has(export_run, tmp_path):
+def test_refuses_a_folder_with_files_and_a_model_that_nobody_has(tmp_path):
     run_dir = tmp_path / "run"
     assert run(*tiny(run_dir, "steps=2", "model.bias=false")).code == 0
     with pytest.raises(SystemExit, match=r"^export: out=.*run "):

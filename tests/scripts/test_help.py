@@ -1,7 +1,4 @@
-"""The help of each command shows a line to type, and the command takes that line's arguments.
-
-The line of scripts.sample is run as typed in test_sample.py.
-"""
+"""The help of each command shows a line to type, and the command takes that line's arguments."""
 
 import importlib
 import re
@@ -22,6 +19,7 @@ COMMANDS = (
     "recall",
     "report",
     "runs",
+    "sample",
     "trace",
     "train_bpe",
     "tune",

@@ -39,11 +39,9 @@ def test_a_window_finds_what_is_nearer_than_it():
     trained = Trained(Within(8), torch.float32, nullcontext(), 0)
     data = build_data(DataConfig("needle"), TokenizerConfig(), seq_len=20, seed=0)
     row = recall.ask(trained, data, sequences=300, batch_size=64)
-    distances = 19 - data.held_out(300).sources[:, -1]
-    # 1, 2 and 3, 4 to 7, 8 to 15, 16 to 19
-    asked = np.histogram(distances, [1, 2, 4, 8, 16, 20])[0].tolist()
-    assert row["asked"] == asked and row["right"] == [*asked[:3], 0, 0]
-    assert row["accuracy"] == sum(asked[:3]) / 300
+    near = np.mean(19 - data.held_out(300).sources[:, -1] < 8)
+    assert row["by_distance"] == {"1": 1, "2": 1, "4": 1, "8": 0, "16": 0}
+    assert row["questions"] == 300 and row["accuracy"] == near
 
 
 def test_a_run_is_asked_at_its_own_length_and_at_others(tmp_path, capsys):
@@ -53,17 +51,16 @@ def test_a_run_is_asked_at_its_own_length_and_at_others(tmp_path, capsys):
     found = json.loads((tmp_path / "run/recall.json").read_text())
     assert [row["length"] for row in found["rows"]] == [8, 32, 64]
     assert found["rows"][1]["accuracy"] == summary(tmp_path / "run")["val/accuracy"]
-    assert {sum(row["asked"]) for row in found["rows"]} == {40}
-    assert {row["trained_at"] for row in found["rows"]} == {32}
+    assert {row["questions"] for row in found["rows"]} == {40}
+    assert {row["seq_len"] for row in found["rows"]} == {32}
     assert {"commit", "hardware"} <= found["environment"].keys()
-    (trained,) = found["runs"]
-    assert trained["data"] == "needle-8x8" and "attention.window=4" in trained["overrides"]
+    assert {(row["data"], row["seed"]) for row in found["rows"]} == {("needle-8x8", 3)}
     assert "tiled window=4" in capsys.readouterr().out
 
 
 def test_the_length_at_which_less_than_half_is_right():
     rows = [
-        {"variant": name, "trained_at": 32, "length": length, "accuracy": accuracy}
+        {"variant": name, "length": length, "accuracy": accuracy}
         for name, at_lengths in {"good": (1.0, 0.5), "bad": (0.9, 0.4)}.items()
         for length, accuracy in zip((32, 64), at_lengths, strict=True)
     ]
@@ -74,17 +71,17 @@ def test_the_length_at_which_less_than_half_is_right():
 
 
 def test_the_accuracy_by_distance_is_that_of_the_longest_length():
-    asked = {"variant": "<b>" * 40, "asked": [2, 0, 4], "right": [1, 0, 4]}
-    rows = [asked | {"length": 64}, asked | {"length": 32, "right": [0, 0, 0]}]
-    head, line = recall.distances_in_text(rows).splitlines()
+    first = {"variant": "<b>" * 40, "length": 64, "by_distance": {"4": 1.0, "1": 0.5}}
+    other = first | {"by_distance": {"2": 0.0}}
+    head, line = recall.distances_in_text([first, first | {"length": 32}, other]).splitlines()
     assert "at 64" in head and head.split()[-3:] == ["1", "2", "4"]
-    assert line.split() == ["<b>" * 40, "50.0%", "-", "100.0%"]
+    assert line.split() == ["<b>" * 40, "50.0%", "0.0%", "100.0%"]
 
 
 @pytest.mark.parametrize(
     ("settings", "lengths", "named"),
     [
-        (["data=last_write"], "32,33", "lengths=33"),
+        (["data=last_write"], "32,33", "33 tokens"),
         (["data=stdlib"], "32", "data=stdlib"),
         (["data=recall", "model.positions=rope", "data.num_pairs=8"], "32,16", "seq_len=16"),
     ],
