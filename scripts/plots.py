@@ -9,8 +9,10 @@ from training.record.memory import GIB
 from training.record.palette import variant_colors
 from training.record.plot import plain_text
 
+# what all calls of a command share, and what its curves may differ in
+SHARED = ("batch", "heads", "groups", "causal", "window", "documents", "unchecked")
+VARIED = ("head_dim", "dtype")
 MARKERS = "osv^D<>P*X"
-VARIED = ("heads", "head_dim", "dtype", "feature")
 LINES = {"forward": "--", "training": "-"}  # the dashed line is the forward pass alone
 
 
@@ -23,8 +25,7 @@ def draw(data: Row, path: Path) -> Path | None:
     it requested.
     """
     rows = [row for row in data["rows"] if "seq_len" in row and "refused" not in row]
-    measured = [row for row in rows if "oom" not in row]
-    if not measured:
+    if all("oom" in row for row in rows):
         return None
     figure, (memory, time) = new_figure(1, 2, size=(12, 5))
     for label, (style, own) in curves(rows).items():
@@ -32,33 +33,25 @@ def draw(data: Row, path: Path) -> Path | None:
             plot(memory, own, f"{name}_bytes", GIB, linestyle=line, **style)
             plot(time, own, f"{name}_seconds", 1e-3, linestyle=line, **style)
         memory.plot([], [], label=label, **style)
-        ended = [row for row in own if row.get("oom", {}).get("asked_gib")]
-        if ended:
-            points = [(row["seq_len"], row["oom"]["asked_gib"]) for row in ended]
-            memory.plot(*zip(*points, strict=True), "x", color=style["color"], markersize=9)
+        asked = [row | row["oom"] for row in own if "oom" in row]
+        plot(memory, asked, "asked_gib", 1, linestyle="", **style | {"marker": "x"})
     lengths = sorted({row["seq_len"] for row in rows})
     length_axis(memory, lengths, "peak GiB above q, k, v (x: out of memory, as requested)")
     length_axis(time, lengths, "milliseconds, median")
     if card := data["environment"]["hardware"].get("gpu_memory_gib"):
         memory.axhline(card, color="black", linewidth=0.8, linestyle=":", label="this GPU")
-    figure.suptitle(
-        f"one attention call, forward and backward; dashed: forward alone\n{heading(data, rows)}",
-        fontsize=9,
-    )
+    title = "one attention call, forward and backward; dashed: forward alone"
+    figure.suptitle(f"{title}\n{heading(data, rows)}", fontsize=9)
     figure.legend(loc="outside right upper", fontsize=8)
     return save_figure(figure, path, dpi=110)
 
 
 def curves(rows: list[Row]) -> dict[str, tuple[Row, list[Row]]]:
     """For each label a color and a marker, and its rows by length."""
-    several = [key for key in VARIED if len({row.get(key) for row in rows}) > 1]
-
-    def label_of(row: Row) -> str:
-        words = [f"{key}={row[key]}" for key in several if key in row]
-        wrong = ["(wrong results)"] if row.get("broken") else []
-        return " ".join([row["attention"], *words, *wrong])
-
-    by_label = grouped(rows, label_of)
+    several = [key for key in VARIED if len({row[key] for row in rows}) > 1]
+    by_label = grouped(
+        rows, lambda row: " ".join([row["attention"], *(f"{key}={row[key]}" for key in several)])
+    )
     names = {label: own[0]["attention"].partition(":")[0] for label, own in by_label.items()}
     found = {}
     for place, (label, color) in enumerate(variant_colors(names).items()):
@@ -89,16 +82,10 @@ def length_axis(axes: Any, lengths: list[int], ylabel: str) -> None:
 
 def heading(data: Row, rows: list[Row]) -> str:
     """What all rows share, and the machine."""
-    values = {key: {row.get(key) for row in rows} for key in ("batch", "causal", *VARIED)}
-    shared = [
-        f"{key}={found.pop()}"
-        for key, found in values.items()
-        if len(found - {None}) == len(found) == 1
-    ]
+    values = {key: {row[key] for row in rows if key in row} for key in (*SHARED, *VARIED)}
+    shared = [f"{key}={found.pop()}" for key, found in values.items() if len(found) == 1]
     environment = data["environment"]
-    hardware, versions = environment["hardware"], environment["versions"]
-    machine = (
-        hardware.get("gpu") or f"{hardware.get('cpu')}, {hardware.get('torch_threads')} threads"
-    )
+    hardware, torch_version = environment["hardware"], environment["versions"].get("torch")
+    machine = hardware.get("gpu") or f"{hardware['cpu']}, {hardware['torch_threads']} threads"
     commit = (environment.get("commit") or "unknown")[:7]
-    return f"{', '.join(shared)}; {machine}, torch {versions.get('torch')}, commit {commit}"
+    return f"{', '.join(shared)}\n{machine}, torch {torch_version}, commit {commit}"

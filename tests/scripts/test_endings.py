@@ -38,7 +38,7 @@ def never(*_: object, **__: object) -> None:
     [
         (
             "benchmark",
-            ["attention=naive", "seq_len=16", "out={out}"],
+            ["attention=naive", "check=false", "out={out}"],
             "scripts.benchmark.measured",
         ),
         ("verify", ["attention=naive", "out={folder}.json"], "scripts.verify.verify"),
@@ -109,7 +109,7 @@ def test_an_os_error_is_one_line():
     [
         (
             "benchmark",
-            ["attention=naive", "seq_len=16", "allow_broken=true"],
+            ["attention=naive", "seq_len=16", "check=false"],
             "scripts.benchmark.measured",
         ),
         ("verify", ["attention=naive"], "scripts.verify.verify"),
@@ -124,7 +124,6 @@ def test_ctrl_c_is_one_line_and_exit_code_130(monkeypatch, capsys, name, argumen
         raise KeyboardInterrupt
 
     monkeypatch.setattr(work, pressed)
-    monkeypatch.setattr("scripts.benchmark.wrong_results", lambda *_, **__: [])
     assert start(monkeypatch, name, *arguments) == 130
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"{name}: ")
 

@@ -7,14 +7,24 @@ import pytest
 import torch
 
 from attention.kernels.tiles import TILES, VARIANTS, Tile, tables
-from scripts.tune import candidates, main, use_tile, write_tables
+from scripts import tune
 
 
 def test_the_tiles_in_force_are_among_the_candidates():
     for kernel in VARIANTS:
         for head_dim in (64, 128):
             in_force = tuple(tables()["sm_90"]["16-bit"][kernel][str(head_dim)])
-            assert in_force in set(candidates(kernel, head_dim))
+            assert in_force in set(tune.candidates(kernel, head_dim))
+
+
+@pytest.mark.parametrize("kernel", VARIANTS)
+def test_what_is_timed_can_be_called(monkeypatch, kernel):
+    sizes = {"GPU": torch.device("cpu"), "LENGTHS": (32,), "TOKENS": 32, "WIDTH": 64}
+    sizes |= {"WINDOW": 8, "PAGE_SIZE": 16, "CACHES": ((2, 2, 32), (1, 1, 32))}
+    for name, value in sizes.items():
+        monkeypatch.setattr(tune, name, value)
+    for call in tune.workloads(kernel, 16):
+        assert all(x is None or x.isfinite().all() for x in call())
 
 
 def test_a_launch_takes_the_tile_that_is_timed(monkeypatch):
@@ -27,21 +37,18 @@ def test_a_launch_takes_the_tile_that_is_timed(monkeypatch):
     monkeypatch.setitem(tables(), "sm_90", table)
     call = launch.Settings(True, 0.125), torch.device("cuda"), torch.bfloat16, 64, 1
     for tile in (Tile(128, 64, 4, 3), Tile(64, 32, 4, 2)):
-        use_tile(tile, "forward", 64, table)
+        tune.use_tile(tile, "forward", 64, table)
         found = launch.constants("forward", *call)
         sizes = [found[name] for name in ("BLOCK_Q", "BLOCK_KV", "num_warps", "num_stages")]
         assert sizes == list(tile)
     launch.constants.cache_clear()
 
 
-def test_the_file_is_kept_as_it_is_written(tmp_path):
-    write_tables(tmp_path / "tiles.json")
-    assert (tmp_path / "tiles.json").read_text() == TILES.read_text()
+def test_what_is_printed_can_be_pasted():
+    assert tune.as_in_the_file(tables()) + "\n" == TILES.read_text()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a machine without a GPU")
-@pytest.mark.parametrize(("interpret", "named"), [("0", "GPU"), ("1", "TRITON_INTERPRET=1")])
-def test_tiles_are_only_timed_on_a_gpu(monkeypatch, interpret, named):
-    monkeypatch.setenv("TRITON_INTERPRET", interpret)
-    with pytest.raises(SystemExit, match=f"^tune: .*{named}"):
-        main(["head_dim=64", "seconds=300"])
+def test_tiles_are_only_timed_on_a_gpu():
+    with pytest.raises(SystemExit, match="^tune: .*GPU"):
+        tune.main(["head_dim=64", "seconds=300"])
