@@ -1,4 +1,5 @@
-"""Measure the memory and the time of one attention call, for scripts.benchmark and lab.peers.
+"""Measure the memory, the time and the longest sequence of one attention call, for
+scripts.benchmark and lab.peers.
 
 Dimensions: q, k, v (B, H, N, D).
 """
@@ -8,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from statistics import median, quantiles
 from typing import Any
 
@@ -20,6 +22,7 @@ from conformance.errors import in_one_line
 from conformance.memory_growth import LiveTensors
 from scripts.tables import Row
 from training.record.memory import (
+    GIB,
     cpu_memory_limit,
     describe_out_of_memory,
     is_out_of_memory,
@@ -30,6 +33,9 @@ FLUSH_BYTES = 256 * 2**20  # several times the L2 cache of any GPU
 SHORTEST_WAIT, LONGEST_WAIT = 0.5e-3, 16e-3  # seconds
 CYCLES_PER_SECOND = 2.5e9  # of a fast GPU: on others the wait is longer than requested
 ROUNDS = 4
+# of the longest length: its relative precision, and the number that it is a multiple of
+PRECISION, MULTIPLE = 0.12, 64
+LONGEST_TRIAL = 20.0  # seconds
 SECONDS = 3.0  # what the timed calls of one pass may take; 20 of a long call would take too long
 
 
@@ -98,11 +104,7 @@ class Call:
             documents = torch.arange(length, device=device) // shape["documents"]
             self.mask["document_ids"] = documents.expand(batch, -1)
         self.flops = 4 * batch * heads * shape["head_dim"] * pairs(shape)  # of the forward pass
-        # a short input: a long sequence may leave no room for a gradient that a backend without a
-        # backward pass never needs
-        brief = (x[:1, :, :128].detach().requires_grad_() for x in self.inputs)
-        mask = {name: x[:1, :128] if name == "document_ids" else x for name, x in self.mask.items()}
-        self.trainable = not backend.unsupported_reasons(*brief, **mask)
+        self.trainable = backend.backward
         for x in self.inputs:
             x.requires_grad_(self.trainable)
 
@@ -250,3 +252,68 @@ def attempt(
             raise
     release_memory(device)
     return failure
+
+
+def trial(make: Callable[[Row], Call], shape: Row, train: bool, length: int) -> Row:
+    """The seconds of one call of this length; the inputs of a training step want a gradient."""
+    call = make(shape | {"seq_len": length})
+    for x in call.inputs:
+        x.requires_grad_(train)
+
+    def run() -> None:
+        call.run(train=train)
+        if call.device.type == "cuda":
+            torch.cuda.synchronize(call.device)
+
+    took = timed_on_host(run)
+    # the first call may have compiled: the second predicts what the next length will take
+    return {"seconds": timed_on_host(run) if took > 1 else took}
+
+
+def longest(trial: Callable[[int], Row], *, start: int, device: torch.device) -> Row:
+    """Find the longest length that fits: double from `start`, then halve the gap until it is below
+    PRECISION.
+
+    trial(length) returns the `seconds` it took, or runs out of memory. If the next length would
+    take longer than LONGEST_TRIAL, by quadratic growth, limited_by is "time", and the length is a
+    lower bound.
+    """
+    length, best, failed = start, 0, None
+    found: Row = {"limited_by": "memory", "oom": None}
+    while length > best and length != failed:
+        outcome = attempt(partial(trial, length), device) or {}
+        found |= outcome
+        if "refused" in outcome:
+            return outcome
+        if "oom" in outcome:
+            failed = length
+        else:
+            best = length
+        if failed is None and 4 * outcome["seconds"] > LONGEST_TRIAL:
+            found["limited_by"] = "time"
+            break
+        if failed is not None and failed - best <= max(MULTIPLE, PRECISION * best):
+            break
+        length = 2 * best if failed is None else (best + failed) // 2 // MULTIPLE * MULTIPLE
+    return found | {"max_seq_len": best, "oom_seq_len": failed}
+
+
+@contextmanager
+def memory_cap(gib: float | None, device: torch.device) -> Iterator[None]:
+    """Limit this process to `gib` GiB of memory, as if the card were smaller. None allows all free
+    memory.
+    """
+    release_memory(device)
+    if device.type == "cpu":
+        with cpu_memory_limit(math.inf if gib is None else gib * GIB):
+            yield
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    share = 1.0 if gib is None else gib * GIB / total
+    if share > 1:
+        raise ValueError(f"memory_gib={gib:g} is more than the {total / GIB:.1f} GiB of this GPU")
+    torch.cuda.set_per_process_memory_fraction(share)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

@@ -29,31 +29,34 @@ for two in a forward pass. A backend with wrong results is not timed; the check 
 GPU. In the search no trial takes longer than 20 seconds.
 """
 
-import math
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
 import torch._functorch.config
 
 from attention import Backend, dtype_name
 from scripts.arguments import Count, Device, Dtype, Json, command, default, parse_backend
-from scripts.attention_call import Call, Measurement, attempt, take_turns, timed_on_host
-from scripts.plots import SHARED, draw
-from scripts.tables import Row
+from scripts.attention_call import Call, Measurement, longest, memory_cap, take_turns, trial
+from scripts.drawing import new_figure, save_figure
+from scripts.tables import Row, grouped
 from training.loop.device import pick_device, pick_dtype
 from training.record.environment import measured_on
 from training.record.files import write_json
-from training.record.memory import GIB, cpu_memory_limit, release_memory
+from training.record.memory import GIB
+from training.record.palette import variant_colors
+from training.record.plot import plain_text
 
-# of the longest length: its relative precision, and the number that it is a multiple of
-PRECISION, MULTIPLE = 0.12, 64
-LONGEST_TRIAL = 20.0  # seconds
+# what all calls of a command share, and what its curves may differ in
+SHARED = ("batch", "heads", "groups", "causal", "window", "documents", "unchecked")
+VARIED = ("head_dim", "dtype")
+MARKERS = "osv^D<>P*X"
+LINES = {"forward": "--", "training": "-"}  # the dashed line is the forward pass alone
 
 
 @dataclass
@@ -76,10 +79,6 @@ class Options:
     out: Json | None = None
 
     def __post_init__(self) -> None:
-        if self.heads % self.groups:
-            raise ValueError(f"groups={self.groups} does not divide heads={self.heads}")
-        if self.window and not self.causal:
-            raise ValueError("window= is of the most recent keys, so it is causal")
         if self.memory_gib and not self.max_length:
             raise ValueError("memory_gib= belongs to max_length=true; add it")
 
@@ -110,7 +109,8 @@ def main(options: Options) -> None:
             for text, backend in right.items()
         }
         if options.max_length:
-            rows += search(makes, shape, options.memory_gib or [None], device)
+            for text, make in makes.items():
+                rows += searched(text, make, shape, options.memory_gib or [None], device)
         else:
             rows += measured(makes, shape, options.repeats, device)
         if options.out:
@@ -155,6 +155,22 @@ def measured(makes: dict[str, Make], shape: Row, repeats: int, device: torch.dev
     return rows
 
 
+def searched(
+    text: str, make: Make, shape: Row, sizes: list[float] | list[None], device: torch.device
+) -> list[Row]:
+    """The longest sequence that ran, a row for each memory size in GiB and pass."""
+    rows = []
+    for gib, train in product(sizes, (False, True)):
+        row = {"attention": text} | shape
+        start = row.pop("seq_len")
+        row |= {"pass": "training" if train else "forward", "memory_gib": gib}
+        with memory_cap(gib, device):
+            row |= longest(partial(trial, make, shape, train), start=start, device=device)
+        print(describe_longest(row), flush=True)
+        rows.append(row)
+    return rows
+
+
 def describe(row: Row) -> str:
     parts = [f"{beginning(row)} N={row['seq_len']:<7}"]
     if "oom" in row:
@@ -176,90 +192,6 @@ def beginning(row: Row) -> str:
     return f"{row['attention']:<28} {row['dtype']:<8} D={row['head_dim']:<4}{mark}"
 
 
-# the longest sequence
-
-
-def search(
-    makes: dict[str, Make], shape: Row, sizes: list[float] | list[None], device: torch.device
-) -> list[Row]:
-    """The longest sequence that ran: a row for each attention, memory size in GiB and pass."""
-    rows = []
-    for (text, make), gib, train in product(makes.items(), sizes, (False, True)):
-        row = {"attention": text} | shape
-        start = row.pop("seq_len")
-        row |= {"pass": "training" if train else "forward", "memory_gib": gib}
-        with memory_cap(gib, device):
-            row |= longest(partial(trial, make, shape, train), start=start, device=device)
-        print(describe_longest(row), flush=True)
-        rows.append(row)
-    return rows
-
-
-def trial(make: Make, shape: Row, train: bool, length: int) -> Row:
-    """The seconds of one call of this length; the inputs of a training step want a gradient."""
-    call = make(shape | {"seq_len": length})
-    for x in call.inputs:
-        x.requires_grad_(train)
-
-    def run() -> None:
-        call.run(train=train)
-        if call.device.type == "cuda":
-            torch.cuda.synchronize(call.device)
-
-    took = timed_on_host(run)
-    # the first call may have compiled: the second predicts what the next length will take
-    return {"seconds": timed_on_host(run) if took > 1 else took}
-
-
-def longest(trial: Callable[[int], Row], *, start: int, device: torch.device) -> Row:
-    """Find the longest length that fits: double from `start`, then halve the gap until it is below
-    PRECISION.
-
-    trial(length) returns the `seconds` it took, or runs out of memory. If the next length would
-    take longer than LONGEST_TRIAL, by quadratic growth, limited_by is "time", and the length is a
-    lower bound.
-    """
-    length, best, failed = start, 0, None
-    found: Row = {"limited_by": "memory", "oom": None}
-    while length > best and length != failed:
-        outcome = attempt(partial(trial, length), device) or {}
-        found |= outcome
-        if "refused" in outcome:
-            return outcome
-        if "oom" in outcome:
-            failed = length
-        else:
-            best = length
-        if failed is None and 4 * outcome["seconds"] > LONGEST_TRIAL:
-            found["limited_by"] = "time"
-            break
-        if failed is not None and failed - best <= max(MULTIPLE, PRECISION * best):
-            break
-        length = 2 * best if failed is None else (best + failed) // 2 // MULTIPLE * MULTIPLE
-    return found | {"max_seq_len": best, "oom_seq_len": failed}
-
-
-@contextmanager
-def memory_cap(gib: float | None, device: torch.device) -> Iterator[None]:
-    """Limit this process to `gib` GiB of memory, as if the card were smaller. None allows all free
-    memory.
-    """
-    release_memory(device)
-    if device.type == "cpu":
-        with cpu_memory_limit(math.inf if gib is None else gib * GIB):
-            yield
-        return
-    total = torch.cuda.get_device_properties(device).total_memory
-    share = 1.0 if gib is None else gib * GIB / total
-    if share > 1:
-        raise ValueError(f"memory_gib={gib:g} is more than the {total / GIB:.1f} GiB of this GPU")
-    torch.cuda.set_per_process_memory_fraction(share)
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-
-
 def describe_longest(row: Row) -> str:
     memory = "all memory" if row["memory_gib"] is None else f"{row['memory_gib']:g} GiB"
     head = f"{beginning(row)} {memory:<10} {row['pass']:<8}"
@@ -268,6 +200,81 @@ def describe_longest(row: Row) -> str:
     sign = ">=" if row["limited_by"] == "time" else "  "
     end = f"{row['oom_seq_len']:,} ran out of memory" if row["oom_seq_len"] else "no limit met"
     return f"{head} {sign} {row['max_seq_len']:>10,} tokens ({end})"
+
+
+@plain_text()
+def draw(data: Row, path: Path) -> Path | None:
+    """Draw `data`, the content of a benchmark's file. Returns None if no call of it ran.
+
+    Two panels, forward alone and both passes together: peak memory above the inputs and median
+    time against the length. A cross marks where an attention ran out of memory, at the amount that
+    it requested.
+    """
+    rows = [row for row in data["rows"] if "seq_len" in row and "refused" not in row]
+    if all("oom" in row for row in rows):
+        return None
+    figure, (memory, time) = new_figure(1, 2, size=(12, 5))
+    for label, (style, own) in curves(rows).items():
+        for name, line in LINES.items():
+            plot(memory, own, f"{name}_bytes", GIB, linestyle=line, **style)
+            plot(time, own, f"{name}_seconds", 1e-3, linestyle=line, **style)
+        memory.plot([], [], label=label, **style)
+        asked = [row | row["oom"] for row in own if "oom" in row]
+        plot(memory, asked, "asked_gib", 1, linestyle="", **style | {"marker": "x"})
+    lengths = sorted({row["seq_len"] for row in rows})
+    length_axis(memory, lengths, "peak GiB above q, k, v (x: out of memory, as requested)")
+    length_axis(time, lengths, "milliseconds, median")
+    if card := data["environment"]["hardware"].get("gpu_memory_gib"):
+        memory.axhline(card, color="black", linewidth=0.8, linestyle=":", label="this GPU")
+    title = "one attention call, forward and backward; dashed: forward alone"
+    figure.suptitle(f"{title}\n{heading(data, rows)}", fontsize=9)
+    figure.legend(loc="outside right upper", fontsize=8)
+    return save_figure(figure, path, dpi=110)
+
+
+def curves(rows: list[Row]) -> dict[str, tuple[Row, list[Row]]]:
+    """For each label a color and a marker, and its rows by length."""
+    several = [key for key in VARIED if len({row[key] for row in rows}) > 1]
+    by_label = grouped(
+        rows, lambda row: " ".join([row["attention"], *(f"{key}={row[key]}" for key in several)])
+    )
+    names = {label: own[0]["attention"].partition(":")[0] for label, own in by_label.items()}
+    found = {}
+    for place, (label, color) in enumerate(variant_colors(names).items()):
+        style = {"color": color, "marker": MARKERS[place % len(MARKERS)]}
+        # the first is the widest, and so stays in sight where curves coincide
+        style |= {"linewidth": max(3.0 - 0.4 * place, 0.8), "markersize": max(8 - place, 4)}
+        found[label] = style, sorted(by_label[label], key=lambda row: row["seq_len"])
+    return found
+
+
+def plot(axes: Any, rows: list[Row], column: str, unit: float, **style: Any) -> None:
+    points = [(row["seq_len"], row[column] / unit) for row in rows if row.get(column)]
+    if points:
+        axes.plot(*zip(*points, strict=True), **style)
+
+
+def length_axis(axes: Any, lengths: list[int], ylabel: str) -> None:
+    from matplotlib.ticker import LogLocator
+
+    axes.set(xscale="log", yscale="log", xlabel="sequence length, tokens", ylabel=ylabel)
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=45)
+    axes.minorticks_off()
+    # not only powers of ten, of which there may be none in sight
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.grid(alpha=0.3)
+
+
+def heading(data: Row, rows: list[Row]) -> str:
+    """What all rows share, and the machine."""
+    values = {key: {row[key] for row in rows if key in row} for key in (*SHARED, *VARIED)}
+    shared = [f"{key}={found.pop()}" for key, found in values.items() if len(found) == 1]
+    environment = data["environment"]
+    hardware, torch_version = environment["hardware"], environment["versions"].get("torch")
+    machine = hardware.get("gpu") or f"{hardware['cpu']}, {hardware['torch_threads']} threads"
+    commit = (environment.get("commit") or "unknown")[:7]
+    return f"{', '.join(shared)}\n{machine}, torch {torch_version}, commit {commit}"
 
 
 if __name__ == "__main__":

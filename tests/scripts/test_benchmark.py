@@ -15,7 +15,15 @@ from attention import Backend, get_backend
 from attention.naive import naive_attention
 from conformance.memory_growth import LiveTensors
 from scripts import attention_call, benchmark
-from scripts.attention_call import Call, Measurement, measure_memory, pairs, seconds, take_turns
+from scripts.attention_call import (
+    Call,
+    Measurement,
+    longest,
+    measure_memory,
+    pairs,
+    seconds,
+    take_turns,
+)
 
 SHAPE = {"seq_len": 128, "head_dim": 32, "batch": 1, "heads": 2, "causal": True}
 CPU = torch.device("cpu")
@@ -316,7 +324,7 @@ def test_the_search_finds_the_limit_within_its_precision(limit, start):
             raise MemoryError
         return {"seconds": 0.001}
 
-    found = benchmark.longest(trial, start=start, device=CPU)
+    found = longest(trial, start=start, device=CPU)
     best, first_bad = found["max_seq_len"], found["oom_seq_len"]
     assert best <= limit < first_bad and found["limited_by"] == "memory"
     assert first_bad - best <= max(65, 0.12 * best)
@@ -324,7 +332,7 @@ def test_the_search_finds_the_limit_within_its_precision(limit, start):
 
 
 def test_the_search_stops_where_a_trial_would_take_too_long():
-    found = benchmark.longest(lambda n: {"seconds": n**2 * 1e-6}, start=256, device=CPU)
+    found = longest(lambda n: {"seconds": n**2 * 1e-6}, start=256, device=CPU)
     assert found["max_seq_len"] == 4096 and found["limited_by"] == "time" and found["oom"] is None
 
 
@@ -350,10 +358,11 @@ def test_longest_sequence_in_little_memory(run_benchmark):
     ("argument", "named"),
     [
         ("attention=flashy", "attention=flashy"),
+        ("attention=tiled:block=64", "'block'"),
         ("seq_len=0", "seq_len=0"),
         ("repeats=0", "repeats=0"),
-        ("window=8 causal=false", "window="),
-        ("groups=3", "groups=3"),
+        ("window=8 causal=false", "window=8"),
+        ("groups=3", "H_kv=5"),
         ("memory_gib=8", "max_length=true"),
         ("device=cuda", "GPU"),
     ],
