@@ -141,16 +141,14 @@ def test_memory_is_counted_to_the_byte_above_the_inputs():
     assert tiled[1] < 2.1 * tiled[0]
 
 
-def test_backward_is_timed_without_its_forward():
-    def slow_forward(q, k, v, *, causal, scale):
-        torch.manual_seed(sum(i for i in range(300_000)))  # ten milliseconds, and no gradient
-        return naive_attention(q, k, v, causal=causal, scale=scale)
+def slow_forward(q, k, v, *, causal, scale):
+    time.sleep(0.01)
+    return naive_attention(q, k, v, causal=causal, scale=scale)
 
-    backend = Backend("slow_forward", slow_forward, features=frozenset({"non_causal"}))
-    measurement = Measurement(
-        lambda: Call(backend, SHAPE, device=CPU, dtype=torch.float32), repeats=4
-    )
-    (row,) = take_turns([measurement], CPU)
+
+def test_backward_is_timed_without_its_forward():
+    call = Call(Backend("slow", slow_forward), SHAPE, device=CPU, dtype=torch.float32)
+    (row,) = take_turns([Measurement(lambda: call, repeats=4)], CPU)
     assert row["backward_p20"] < 0.5 * row["forward_p20"] and row["forward_repeats"] == 4
 
 
@@ -219,16 +217,6 @@ def test_a_gpu_is_timed_without_its_host(fake_gpu, host):
 
     times = seconds(call, repeats=5, device=torch.device("cuda"))
     assert times == pytest.approx([40e-6] * 5) and flushed[-5:] == [256 * 2**20] * 5
-
-
-def test_a_call_that_waits_for_the_gpu_is_timed_with_its_host(fake_gpu):
-    def call() -> None:
-        fake_gpu.launch(40e-6)
-        fake_gpu.synchronize()
-        fake_gpu.launch(40e-6, host=1e-3)
-
-    times = seconds(call, repeats=5, device=torch.device("cuda"))
-    assert times == pytest.approx([1.08e-3] * 5)
 
 
 @pytest.mark.gpu
@@ -338,7 +326,6 @@ def test_longest_sequence_in_little_memory(run_benchmark):
         ("attention=flashy", "attention=flashy"),
         ("attention=tiled:block=64", "'block'"),
         ("seq_len=0", "seq_len=0"),
-        ("repeats=0", "repeats=0"),
         ("window=8 causal=false", "window=8"),
         ("groups=3", "H_kv=5"),
         ("memory_gib=8", "max_length=true"),

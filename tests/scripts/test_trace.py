@@ -83,21 +83,11 @@ def test_output_so_far_ends_as_the_output(name):
     assert torch.equal(found.found[-1].out.nan_to_num(7.0), out[rows].nan_to_num(7.0))
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        "tiled inputs=spike",
-        "kv_outer inputs=growing",
-        "lazy_rescale inputs=growing",
-        "no_max inputs=normal",
-        "no_rescale inputs=growing",
-        "relative_mask inputs=spike",
-    ],
-)
-def test_p_and_alpha_are_the_ones_that_were_used(asked):
+@pytest.mark.parametrize("name", ["tiled", "kv_outer", "lazy_rescale", "no_rescale"])
+def test_p_and_alpha_are_the_ones_that_were_used(name):
     """They rebuild each state from the one before, also where a tile holds a single key."""
     for block_kv in (1, 12):
-        call, found = look(f"attention={asked}", "seq_len=25", f"block_kv={block_kv}")
+        call, found = look(f"attention={name} inputs=growing seq_len=25", f"block_kv={block_kv}")
         row_sum, acc = torch.zeros(len(found.rows)), torch.zeros(len(found.rows), 16)
         for step in found.found:
             row_sum = step.alpha * row_sum + step.p.sum(-1)
@@ -151,9 +141,7 @@ def test_fates_and_the_first_tile(arguments, fates):
     out = attention(call.q, call.k, call.v, backend=backend).out[0, 0]
     for fate, row in zip(found.fates, out, strict=True):
         assert (fate == "NaN") == row.isnan().any().item()
-        if not row.isnan().any():
-            assert (fate == "inf") == row.isinf().any().item()
-            assert (fate == "zero") == (row == 0).all().item()
+        assert (fate == "zero") == (row == 0).all().item()
     assert fates <= set(found.fates)
     queries, keys, cause, score = found.first
     if cause == "row_sum = 0":
@@ -283,19 +271,17 @@ def test_refused_in_one_line(monkeypatch, arguments, names):
     assert all(name in said for name in names), said
 
 
-@pytest.mark.parametrize(
-    ("settings", "argument", "named"),
-    [
-        ({"data": DataConfig(source="stdlib", documents=True)}, "row=0", "data.documents=true"),
-        ({}, "layer=2", "layer=2 .*0 to 1"),
-        ({}, "head=4", "head=4 .*0 to 3"),
-    ],
-    ids=["documents", "layer", "head"],
-)
-def test_refuses_what_a_run_cannot_show(tmp_path, run_trace, settings, argument, named):
-    write_model(tmp_path / "run", **settings)
-    with pytest.raises(SystemExit, match=f"^trace: .*{named}"):
-        run_trace(f"run={tmp_path}/run", argument)
+def test_refuses_what_a_run_cannot_show(tmp_path, run_trace):
+    data = DataConfig(source="stdlib", documents=True)
+    write_model(tmp_path / "packed", data=data)
+    write_model(tmp_path / "run")
+    for run, argument, named in (
+        ("packed", "row=0", "data.documents=true"),
+        ("run", "layer=2", "layer=2 .*0 to 1"),
+        ("run", "head=4", "head=4 .*0 to 3"),
+    ):
+        with pytest.raises(SystemExit, match=f"^trace: .*{named}"):
+            run_trace(f"run={tmp_path}/{run}", argument)
 
 
 # in a browser
