@@ -151,16 +151,10 @@ def made_call(options: Options) -> Call:
         tiles = {"block_q": 4, "block_kv": 4}
         return Call(q, k, v, "the worked example", how, **tiles, row=0, columns=WORKED_COLUMNS)
     length, head_dim = options.seq_len or 128, options.head_dim or 16
-    check_length(length)
     case = Case(1, 1, 1, length, length, head_dim, inputs=options.inputs, seed=options.seed or 0)
     (q, k, v), *_ = case.make(dtype, str(device))
     how = {"causal": options.causal is not False, "scale": head_dim**-0.5}
     return Call(q, k, v, f"inputs={options.inputs} seed={case.seed}", how)
-
-
-def check_length(length: int) -> None:
-    if length > MOST_TOKENS:
-        raise ValueError(f"seq_len={length}: a replay takes at most {MOST_TOKENS} tokens")
 
 
 def captured_call(options: Options, run: Path) -> Call:
@@ -168,7 +162,6 @@ def captured_call(options: Options, run: Path) -> Call:
     layer, head, sequence = options.layer or 0, options.head or 0, options.sequence or 0
     config = replace(read_run_config(run), device=options.device)
     chosen, model = config.attention, config.model
-    check_length(config.seq_len)
     if config.data.documents or chosen.score_mod:
         raise ValueError(
             f"run={run} was trained with data.documents=true or attention.score_mod, and a replay "
@@ -230,6 +223,8 @@ def look(options: Options) -> tuple[Call, Backend, Trace]:
     }
     backend = pick_backend(options.attention or call.attention).configured(**shared)
     row, queries = call.row if options.row is None else options.row, call.q.shape[2]
+    if queries > MOST_TOKENS:
+        raise ValueError(f"seq_len={queries}: a replay takes at most {MOST_TOKENS} tokens")
     if row is not None and not 0 <= row < queries:
         raise ValueError(f"row={row} is not one of the {queries} queries")
     function = {name: value for name, value in call.arguments.items() if name != "scale"}
