@@ -1,4 +1,5 @@
-"""Measure the memory and time of one attention call, for scripts.benchmark.
+"""Measure the memory, the time and the longest sequence of one attention call, for
+scripts.benchmark and lab.peers.
 
 Dimensions: q, k, v (B, H, N, D).
 """
@@ -6,11 +7,11 @@ Dimensions: q, k, v (B, H, N, D).
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import product
+from functools import partial
 from statistics import median, quantiles
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,6 @@ from attention import Backend, attention
 from conformance.backend_under_test import standalone
 from conformance.errors import in_one_line
 from conformance.memory_growth import LiveTensors
-from model.layer_function import alibi_slopes
 from scripts.tables import Row
 from training.record.memory import (
     GIB,
@@ -30,89 +30,45 @@ from training.record.memory import (
 )
 
 FLUSH_BYTES = 256 * 2**20  # several times the L2 cache of any GPU
-# seconds; a call that needs a longer wait synchronises with the GPU, or fills its queue
-SHORTEST_WAIT, LONGEST_WAIT = 0.5e-3, 16e-3
+SHORTEST_WAIT, LONGEST_WAIT = 0.5e-3, 16e-3  # seconds
 CYCLES_PER_SECOND = 2.5e9  # of a fast GPU: on others the wait is longer than requested
 ROUNDS = 4
 # of the longest length: its relative precision, and the number that it is a multiple of
 PRECISION, MULTIPLE = 0.12, 64
-Feature = Literal["none", "softcap", "alibi", "sinks"]
-SOFTCAP = 50.0  # as Gemma 2 has it
+LONGEST_TRIAL = 20.0  # seconds
+SECONDS = 3.0  # what the timed calls of one pass may take; 20 of a long call would take too long
 
 
-class Memory(NamedTuple):
-    """Bytes since a probe began."""
+def seconds(function: Callable[[], Any], *, repeats: int, device: torch.device) -> list[float]:
+    """The times of `repeats` calls, on a GPU by its own clock.
 
-    peak: int  # since the last look
-    now: int
-    reserved: int | None  # the peak of what PyTorch took from a GPU, with what it had before
-
-
-@contextmanager
-def memory_probe(device: torch.device) -> Iterator[Callable[[], Memory]]:
-    """A function to call inside the block, which looks at the memory of its tensors."""
-    if device.type == "cpu":
-        with LiveTensors() as live:
-
-            def look_at_cpu() -> Memory:
-                found = Memory(live.peak, live.bytes, None)
-                live.peak = live.bytes
-                return found
-
-            yield look_at_cpu
-        return
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-
-    def look() -> Memory:
-        torch.cuda.synchronize(device)
-        allocated = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
-        reserved = torch.cuda.max_memory_reserved(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        return Memory(*(each - before for each in allocated), reserved)
-
-    yield look
-
-
-def seconds(
-    function: Callable[[], Any], *, repeats: int, device: torch.device
-) -> tuple[list[float], list[float]]:
-    """The times of `repeats` calls: on the device, and on the host until the call is queued. On a
-    CPU they are the same.
-
-    On a GPU each call starts with an empty L2 cache, and is queued completely before the GPU
-    reaches it: a wait on the GPU comes first and grows until it is long enough. A call that
-    synchronises with the GPU cannot be queued, so its device time includes some host time.
+    There each call starts with an empty L2 cache. The GPU first waits for twice as long as the host
+    took for a call: then it is queued completely, and no wait of a short kernel for the host is
+    counted, as it would be by triton.testing.do_bench. A call that synchronises with the GPU cannot
+    be queued, so its time includes some of the host's.
     """
-    times, host = [], []
     if device.type == "cpu":
-        for _ in range(repeats):
-            start = time.perf_counter()
-            function()
-            times.append(time.perf_counter() - start)
-        return times, times
+        return [timed_on_host(function) for _ in range(repeats)]
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
-    wait, events = SHORTEST_WAIT, []
-    while len(events) < repeats:
+    torch.cuda.synchronize(device)
+    wait = min(max(2 * timed_on_host(function), SHORTEST_WAIT), LONGEST_WAIT)
+    events = []
+    for _ in range(repeats):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         flush.zero_()
         torch.cuda._sleep(int(wait * CYCLES_PER_SECOND))
         start.record()
-        called = time.perf_counter()
         function()
-        took = time.perf_counter() - called
-        # the GPU has started already: its waits for the host would count
-        was_late = start.query()
         end.record()
-        if was_late and wait < LONGEST_WAIT:
-            wait *= 2
-            continue
         events.append((start, end))
-        host.append(took)
     torch.cuda.synchronize(device)
-    return [start.elapsed_time(end) / 1000 for start, end in events], host
+    return [start.elapsed_time(end) / 1000 for start, end in events]
+
+
+def timed_on_host(function: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
 
 
 def pairs(shape: Row) -> float:
@@ -130,7 +86,7 @@ class Call:
     """One attention call on random inputs.
 
     shape: batch, heads, seq_len, head_dim, causal; optionally groups (query heads per key/value
-    head), window, documents (tokens of each document packed into a sequence), and feature.
+    head), window, and documents (tokens of each document packed into a sequence).
     """
 
     def __init__(self, backend: Backend, shape: Row, *, device: torch.device, dtype: torch.dtype):
@@ -147,48 +103,71 @@ class Call:
         if shape.get("documents"):
             documents = torch.arange(length, device=device) // shape["documents"]
             self.mask["document_ids"] = documents.expand(batch, -1)
-        feature = shape.get("feature")
-        if feature == "softcap":
-            self.mask["softcap"] = SOFTCAP
-        if feature == "alibi":
-            self.mask["alibi_slopes"] = alibi_slopes(heads).to(device)
-        self.sinks = {}
-        if feature == "sinks":
-            self.sinks["sinks"] = torch.randn(heads, device=device)
         self.flops = 4 * batch * heads * shape["head_dim"] * pairs(shape)  # of the forward pass
-        # a short input: a long sequence may leave no room for a gradient that a backend without a
-        # backward pass never needs
-        brief = (x[:1, :, :128].detach().requires_grad_() for x in self.inputs)
-        mask = {name: x[:1, :128] if name == "document_ids" else x for name, x in self.mask.items()}
-        self.trainable = not backend.unsupported_reasons(*brief, **mask)
-        if self.trainable:
-            for x in self.leaves:
-                x.requires_grad_()
-
-    @property
-    def leaves(self) -> list[Tensor]:
-        """What the backward pass differentiates by."""
-        return [*self.inputs, *self.sinks.values()]
+        self.trainable = backend.backward
+        for x in self.inputs:
+            x.requires_grad_(self.trainable)
 
     def forward(self) -> Tensor:
-        return attention(*self.inputs, backend=self.backend, **self.mask, **self.sinks).out
+        return attention(*self.inputs, backend=self.backend, **self.mask).out
 
     def forward_only(self) -> Tensor:
         with torch.no_grad():
             return self.forward()
 
     def backward(self, out: Tensor, d_out: Tensor, *, keep: bool = False) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(out, self.leaves, d_out, retain_graph=keep)
+        return torch.autograd.grad(out, self.inputs, d_out, retain_graph=keep)
 
-    def passes(self, d_out: Tensor | None) -> dict[str, Callable[[], Any]]:
+    def run(self, *, train: bool) -> None:
+        """Run what a training step runs, or the forward pass without gradients."""
+        if train:
+            self.backward(self.forward(), torch.ones_like(self.inputs[0]))
+        else:
+            self.forward_only()
+
+    def passes(self) -> dict[str, Callable[[], Any]]:
         """What can be timed many times: forward without gradients, and backward over a kept graph
         if the backend has one.
         """
         functions: dict[str, Callable[[], Any]] = {"forward": self.forward_only}
         if self.trainable:
-            out = self.forward()
+            out, d_out = self.forward(), torch.randn_like(self.inputs[0])
             functions["backward"] = lambda: self.backward(out, d_out, keep=True)
         return functions
+
+
+@contextmanager
+def memory_probe(device: torch.device) -> Iterator[Callable[[], tuple[int, int]]]:
+    """A function for inside the block: bytes of the tensors made there, now and at the peak."""
+    if device.type == "cpu":
+        with LiveTensors() as live:
+            yield lambda: (live.bytes, live.peak)
+        return
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    yield lambda: (
+        torch.cuda.memory_allocated(device) - before,
+        torch.cuda.max_memory_allocated(device) - before,
+    )
+
+
+def measure_memory(call: Call) -> dict[str, int]:
+    """forward_bytes: the peak without gradients. saved_bytes: what the graph holds, including out.
+    training_bytes: the peak of forward and backward together.
+    """
+    if call.device.type == "cpu" and call.backend.name == "flex":
+        return {}  # one operator there, which no dispatch mode can look into
+    with memory_probe(call.device) as look:
+        call.forward_only()
+        row = {"forward_bytes": look()[1]}
+    if call.trainable:
+        d_out = torch.ones_like(call.inputs[0])
+        with memory_probe(call.device) as look:
+            out = call.forward()
+            row["saved_bytes"] = look()[0]
+            call.backward(out, d_out)
+            row["training_bytes"] = look()[1]
+    return row
 
 
 class Measurement:
@@ -196,55 +175,35 @@ class Measurement:
     is both together.
 
     make() makes the call again in each of ROUNDS turns, and nothing of it stays in memory between
-    turns: other calls take theirs there. tolerant: whether take_turns() goes on after any error.
+    turns: other calls take theirs there. repeats: timed calls in all turns together. tolerant:
+    whether take_turns() goes on after any error.
     """
 
-    def __init__(
-        self,
-        make: Callable[[], Call],
-        *,
-        repeats: int,
-        tolerant: bool = False,
-    ):
+    def __init__(self, make: Callable[[], Call], *, repeats: int, tolerant: bool = False):
         self.make, self.repeats, self.tolerant = make, repeats, tolerant
-        self.turns = 0
-        self.bytes: dict[str, int | None] = {}
-        self.counts: dict[str, int] = {}  # timed calls in all turns
-        self.times: dict[str, tuple[list[float], list[float]]] = {}  # the device's and the host's
+        self.bytes: dict[str, int] | None = None
+        self.times: dict[str, list[float]] = {}
 
     def turn(self) -> None:
         """Run one turn's share of the timed calls; the first turn also measures the bytes."""
         call = self.make()
-        self.flops, self.on_gpu = call.flops, call.device.type == "cuda"
-        d_out = torch.randn_like(call.inputs[0]) if call.trainable else None
-        if self.turns == 0:
+        if self.bytes is None:
             gc.collect()  # free what other calls left
             # warm up: compile, and let libraries allocate their lasting workspaces
-            if call.trainable:
-                call.backward(call.forward(), d_out)
-            call.forward_only()
-            self.bytes = measure_memory(call, d_out)
-        for name, function in call.passes(d_out).items():
-            if self.turns == 0:
-                once = seconds(function, repeats=1, device=call.device)[0][0]
-                # long calls need no warm-up of the clocks, and 20 of them would take too long
-                self.counts[name] = max(3, min(self.repeats, int(3 / max(once, 1e-6))))
-                self.times[name] = [], []
-            done = self.counts[name] * self.turns // ROUNDS
-            due = self.counts[name] * (self.turns + 1) // ROUNDS
-            if due > done:
-                seconds(function, repeats=max(1, (due - done) // 4), device=call.device)
-                timed = seconds(function, repeats=due - done, device=call.device)
-                for all_times, times in zip(self.times[name], timed, strict=True):
-                    all_times += times
-        self.turns += 1
+            call.run(train=call.trainable)
+            self.bytes, self.flops = measure_memory(call), call.flops
+        for name, function in call.passes().items():
+            (once,) = seconds(function, repeats=1, device=call.device)
+            share = min(math.ceil(self.repeats / ROUNDS), int(SECONDS / ROUNDS / max(once, 1e-6)))
+            times = seconds(function, repeats=max(1, share), device=call.device)
+            self.times.setdefault(name, []).extend(times)
 
     @property
     def row(self) -> Row:
         """The measured fields of a benchmark's row, after all turns."""
-        row: Row = dict(self.bytes)
-        for name, (times, host) in self.times.items():
-            # between the times: three of them have no 20th percentile outside
+        row: Row = dict(self.bytes or {})
+        for name, times in self.times.items():
+            # between the times: few of them have no 20th percentile outside
             p20, *_, p80 = quantiles(times, n=5, method="inclusive")
             row |= {
                 f"{name}_seconds": median(times),
@@ -252,8 +211,6 @@ class Measurement:
                 f"{name}_p80": p80,
                 f"{name}_repeats": len(times),
             }
-            if self.on_gpu:
-                row[f"{name}_host_seconds"] = median(host)
         row["forward_tflops"] = self.flops / row["forward_seconds"] / 1e12
         if "backward" in self.times:
             row["training_seconds"] = row["forward_seconds"] + row["backward_seconds"]
@@ -262,17 +219,17 @@ class Measurement:
         return row
 
 
-def take_turns(measurements: Sequence[Measurement], device: torch.device) -> list[Row]:
+def take_turns(measurements: list[Measurement], device: torch.device) -> list[Row]:
     """The row of each measurement after all of its turns, or how it failed: see attempt()."""
-    failed: dict[int, Row] = {}
-    for _, (number, measurement) in product(range(ROUNDS), enumerate(measurements)):
-        if number in failed:
+    failed: dict[Measurement, Row] = {}
+    for each in ROUNDS * measurements:
+        if each in failed:
             continue
-        failure = attempt(measurement.turn, device, tolerant=measurement.tolerant)
+        failure = attempt(each.turn, device, tolerant=each.tolerant)
         if failure:
-            failed[number] = failure
+            failed[each] = failure
     release_memory(device)
-    return [failed.get(number) or each.row for number, each in enumerate(measurements)]
+    return [failed.get(each) or each.row for each in measurements]
 
 
 def attempt(
@@ -297,33 +254,48 @@ def attempt(
     return failure
 
 
-def measure_memory(call: Call, d_out: Tensor | None) -> dict[str, int | None]:
-    """forward: without gradients. saved: memory held by the graph, including out. backward: peak of
-    the backward pass, including the saved memory.
+def trial(make: Callable[[Row], Call], shape: Row, train: bool, length: int) -> Row:
+    """The seconds of one call of this length; the inputs of a training step want a gradient."""
+    call = make(shape | {"seq_len": length})
+    for x in call.inputs:
+        x.requires_grad_(train)
+
+    def run() -> None:
+        call.run(train=train)
+        if call.device.type == "cuda":
+            torch.cuda.synchronize(call.device)
+
+    took = timed_on_host(run)
+    # the first call may have compiled: the second predicts what the next length will take
+    return {"seconds": timed_on_host(run) if took > 1 else took}
+
+
+def longest(trial: Callable[[int], Row], *, start: int, device: torch.device) -> Row:
+    """Find the longest length that fits: double from `start`, then halve the gap until it is below
+    PRECISION.
+
+    trial(length) returns the `seconds` it took, or runs out of memory. If the next length would
+    take longer than LONGEST_TRIAL, by quadratic growth, limited_by is "time", and the length is a
+    lower bound.
     """
-    if call.device.type == "cpu" and call.backend.name == "flex":
-        return {}  # one operator there, which no dispatch mode can look into
-    with memory_probe(call.device) as look:
-        out = call.forward_only()
-        forward = look()
-    del out
-    row = {"forward_bytes": forward.peak, "forward_reserved_bytes": forward.reserved}
-    if not call.trainable:
-        return row
-    with memory_probe(call.device) as look:
-        out = call.forward()
-        forward = look()
-        grads = call.backward(out, d_out)
-        backward = look()
-    del out, grads
-    on_gpu = call.device.type == "cuda"
-    return row | {
-        "saved_bytes": forward.now,
-        "backward_bytes": backward.peak,
-        "backward_reserved_bytes": backward.reserved,
-        "training_bytes": max(forward.peak, backward.peak),
-        "training_reserved_bytes": max(forward.reserved, backward.reserved) if on_gpu else None,
-    }
+    length, best, failed = start, 0, None
+    found: Row = {"limited_by": "memory", "oom": None}
+    while length > best and length != failed:
+        outcome = attempt(partial(trial, length), device) or {}
+        found |= outcome
+        if "refused" in outcome:
+            return outcome
+        if "oom" in outcome:
+            failed = length
+        else:
+            best = length
+        if failed is None and 4 * outcome["seconds"] > LONGEST_TRIAL:
+            found["limited_by"] = "time"
+            break
+        if failed is not None and failed - best <= max(MULTIPLE, PRECISION * best):
+            break
+        length = 2 * best if failed is None else (best + failed) // 2 // MULTIPLE * MULTIPLE
+    return found | {"max_seq_len": best, "oom_seq_len": failed}
 
 
 @contextmanager
@@ -337,84 +309,11 @@ def memory_cap(gib: float | None, device: torch.device) -> Iterator[None]:
             yield
         return
     total = torch.cuda.get_device_properties(device).total_memory
-    if gib is not None and gib * GIB > total:
-        raise ValueError(
-            f"memory_gib={gib:g} is more than the {total / GIB:.1f} GiB of "
-            f"{torch.cuda.get_device_name(device)}"
-        )
-    torch.cuda.set_per_process_memory_fraction(1.0 if gib is None else gib * GIB / total)
+    share = 1.0 if gib is None else gib * GIB / total
+    if share > 1:
+        raise ValueError(f"memory_gib={gib:g} is more than the {total / GIB:.1f} GiB of this GPU")
+    torch.cuda.set_per_process_memory_fraction(share)
     try:
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-def longest(fits: Callable[[int], float | dict], *, start: int, limit_s: float) -> Row:
-    """Find the longest length that fits: double from `start`, then halve the gap until it is below
-    PRECISION.
-
-    fits(length) returns the seconds it took, or a description of the failure. A trial is skipped if
-    it would take longer than limit_s, by the time of the last one and quadratic growth. Then
-    limited_by is "time", and the length is a lower bound.
-    """
-    length, best, took = start, 0, 0.0
-    failed, failure = 0, None  # the shortest length that failed, and its failure
-    limited_by = "memory"
-    while length not in (best, failed):
-        if best and took * (length / best) ** 2 > limit_s:
-            limited_by = "time"
-            break
-        outcome = fits(length)
-        if isinstance(outcome, dict):
-            failed, failure = length, outcome
-        else:
-            best, took = length, outcome
-        if not failed:
-            length *= 2
-        elif failed - best <= max(MULTIPLE, PRECISION * best) or failed <= MULTIPLE:
-            break
-        else:
-            length = max(MULTIPLE, (best + failed) // 2 // MULTIPLE * MULTIPLE)
-    return {
-        "max_seq_len": best,
-        "limited_by": limited_by,
-        "seconds": took,
-        "oom": failure,
-        "oom_seq_len": failed or None,
-    }
-
-
-def try_length(
-    backend: Backend,
-    shape: Row,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    train: bool,
-) -> float | dict:
-    """Seconds of one forward, or forward and backward; or its out-of-memory error."""
-
-    def run(call: Call) -> float:
-        start = time.perf_counter()
-        if train:
-            call.backward(call.forward(), torch.ones_like(call.inputs[0]))
-        else:
-            call.forward_only()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - start
-
-    try:
-        call = Call(backend, shape, device=device, dtype=dtype)
-        took = run(call)
-        # the first call may have compiled: the second predicts what the next length will take
-        return run(call) if took > 1 else took
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return describe_out_of_memory(error, device)
-    finally:
-        call = None
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()

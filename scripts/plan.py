@@ -197,7 +197,6 @@ def attention_call(planned: Planned) -> traffic.Call:
     return traffic.Call(
         batch=config.batch_size,
         heads=model.num_heads,
-        kv_heads=model.kv_heads,
         seq_len=config.seq_len,
         head_dim=model.head_dim,
         element=planned.dtype.itemsize,
@@ -205,21 +204,16 @@ def attention_call(planned: Planned) -> traffic.Call:
     )
 
 
-def traffic_of(planned: Planned) -> dict[str, int | None]:
-    """Bytes of one attention call in both accountings of scripts/traffic.py; None for an attention
-    of the user's own.
-    """
+def traffic_of(planned: Planned) -> int | None:
+    """Bytes that one attention call moves; None for an attention of the user's own."""
     backend, call = planned.backend, attention_call(planned)
     given = {name: backend.options.get(name) for name in ("block_q", "block_kv")}
     tiles = {name: size for name, size in given.items() if size}
-    usual, counted = traffic.printed_fused(call), None
     if backend.name == "naive" or backend.options.get("backend") == "math":
-        usual, counted = traffic.printed_naive(call), traffic.naive(call)
-    elif backend.observable:
-        counted = traffic.tile_loop(call, **tiles)
-    elif is_shipped(backend):
-        counted = traffic.fused(call, **tiles)
-    return {"as usually printed": usual if counted else None, "as the code moves them": counted}
+        return traffic.naive(call)
+    if backend.observable:
+        return traffic.tile_loop(call, **tiles)
+    return traffic.fused(call, **tiles) if is_shipped(backend) else None
 
 
 PARTS = {
@@ -246,15 +240,15 @@ def memory_figures(plan: dict[str, int]) -> dict[str, str]:
 
 def call_figures(planned: Planned, card: Card) -> dict[str, str]:
     """The traffic of one attention call, beside what the card can do."""
-    call, figures = attention_call(planned), {}
-    for how, count in traffic_of(planned).items():
-        figures[f"GB, {how}"] = f"{count / 1e9:,.3f}" if count else "-"
-        figures[f"FLOP/byte, {how}"] = f"{call.flops / count:,.1f}" if count else "-"
+    call, count = attention_call(planned), traffic_of(planned)
     bound = traffic.lower_bound(call, card.shared_kib * 1024)
-    figures["GB, N^2 D^2 / M"] = f"{bound / 1e9:,.3f}"
     ridge = PEAK_FLOPS[card.data_sheet.partition(".")[0]] / card.bytes_per_second
-    figures["FLOP/byte from which the tensor cores are the limit"] = f"{ridge:,.0f}"
-    return figures
+    return {
+        "GB moved": f"{count / 1e9:,.3f}" if count else "-",
+        "FLOP/byte": f"{call.flops / count:,.1f}" if count else "-",
+        "GB, N^2 D^2 / M": f"{bound / 1e9:,.3f}",
+        "FLOP/byte from which the tensor cores are the limit": f"{ridge:,.0f}",
+    }
 
 
 def tile_table(call: traffic.Call, shared_kib: int) -> list[list[str]]:

@@ -11,16 +11,14 @@ experiment=, ...), and these:
              (outputs/profile)
 
 The table shows the 25 rows with the most time inside them: on a GPU the GPU's time, otherwise the
-CPU's. "step" is the whole step, and data, forward, backward and optimizer are its ranges. If the
-model is not compiled, "attention" is a call of the attention in the forward pass. Recording slows a
-step down, most of all on a CPU. Under torchrun each rank writes its own trace, and the first rank
-prints.
+CPU's. "step" is the whole step, and data, forward, backward and optimizer are its ranges. Recording
+slows a step down, most of all on a CPU. Under torchrun each rank writes its own trace, and the
+first rank prints.
 """
 
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read when torch is loaded; keeps Kineto silent
 
@@ -28,7 +26,6 @@ import torch
 import torch._inductor.config
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from attention import Backend
 from config import RunConfig
 from scripts.arguments import Count, command, compose_new, default
 from training import build_run
@@ -37,7 +34,6 @@ from training.loop.ranks import leave, of_environment
 from training.loop.step import Figures, Stepper, gradients, update
 from training.record.files import Row, check_writable
 
-NEVER = 2**62  # an interval longer than any run
 ROWS = 25
 
 
@@ -49,47 +45,22 @@ class Options:
     overrides: list[str] = default()  # settings of train.py
 
 
-def in_a_range(backend: Backend) -> Backend:
-    """The same attention, with each call in a named range."""
-
-    def attend(*args: Any, **kwargs: Any) -> Any:
-        with record_function("attention"):
-            return backend.fn(*args, **kwargs)
-
-    return replace(backend, fn=attend)
-
-
 def record(config: RunConfig, steps: int, warmup: int) -> profile:
-    """The profiler after `steps` steps of a run, without metrics, evaluation or saves.
-
-    Raises ValueError if the run diverges.
-    """
+    """The profiler after `steps` steps of a run, without looks, evaluation or saves."""
     # otherwise code compiled for a CPU would not appear in the trace
     torch._inductor.config.cpp.enable_kernel_profile = True
-    never = {"log_every": NEVER, "checkpoint_every": NEVER, "eval_every": 0, "diagnose_every": 0}
-    never |= {"cuda_graph": "false"}
-    # one step more than it takes: a run's last step also evaluates and saves
-    config = replace(config, steps=max(config.steps, warmup + steps + 1), **never)
     facts: Row = {}
-    run = build_run(config, facts)
+    run = build_run(replace(config, cuda_graph="false"), facts)
     activities = [ProfilerActivity.CPU]
     if run.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     with Stepper(run, 0, facts) as stepper:
-        if not facts["compiled"]:  # a range would break the graph
-            run.model.backend = in_a_range(run.model.backend)
 
         def step() -> None:
             number = stepper.step + 1
             set_learning_rate(run.optimizer, number - 1, config.steps, config.optimizer())
-            now = Figures(number, *stepper.queue(gradients, stepper.passes(number)))
-            seen = stepper.see(now, config.due(number), last=False)
-            if seen.diverged:
-                raise ValueError(
-                    f"step {seen.step}: the loss is {seen.loss} and the gradient's norm "
-                    f"{seen.grad_norm}: nothing to measure"
-                )
-            stepper.queue(update, now)
+            figures = stepper.queue(gradients, stepper.passes(number))
+            stepper.queue(update, Figures(number, *figures))
 
         for _ in range(warmup):
             step()

@@ -29,7 +29,6 @@ be followed by hand:
     out            the page (trace.html)
 """
 
-import math
 import sys
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -39,7 +38,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from attention import BACKENDS, LIMITS, AttentionOutput, Backend, dtype_name, get_backend
+from attention import BACKENDS, LIMITS, Backend, attention, dtype_name, get_backend
+from attention.interface import Output
 from attention.look.trace import Trace, trace
 from conformance.cases import ADVERSARIAL, Case
 from scripts.arguments import Count, Device, Natural, command
@@ -70,19 +70,22 @@ CAUSES = {
     "row_sum = 0": "every p rounds to 0, and 0/0 is left to divide",
 }
 
-
 # the captured "trained" inputs have their own shape; run=DIR captures those of any model
 INPUTS = ("worked", *(name for name in ADVERSARIAL if name != "trained"))
-
-# a replay of as many takes a minute
-MOST_TOKENS, MOST_TILES = 2**14, 2**17
+MOST_TOKENS = 2**14  # a replay of as many takes minutes
+# the keys that are read, by where q, k and v come from
+READ = {
+    "inputs=worked": ("inputs", "causal"),
+    "random inputs=": ("inputs", "causal", "seq_len", "head_dim", "seed"),
+    "run=DIR": ("layer", "head", "sequence"),
+}
 
 
 @dataclass
 class Options:
     attention: str | None = None
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    softmax_dtype: Literal["float32", "input"] | None = None
+    softmax_dtype: Literal["float32", "input"] = "float32"
     inputs: Literal[INPUTS] | None = None
     seq_len: Count | None = None
     head_dim: Count | None = None
@@ -99,17 +102,13 @@ class Options:
     out: Path = Path("trace.html")
 
     def __post_init__(self) -> None:
-        worked = self.run is None and self.inputs in (None, "worked")
-        random = ("inputs", "seq_len", "head_dim", "seed", "causal")
-        for keys, is_refused, why in (
-            (random, self.run is not None, f"run={self.run} brings its own q, k and v"),
-            (("layer", "head", "sequence"), self.run is None, "they belong to a run: add run=DIR"),
-            (random[1:4], worked, "the worked example has 8 queries of head_dim 4: add inputs="),
-        ):
-            values = {key: getattr(self, key) for key in keys}
-            given = [f"{key}={value}" for key, value in values.items() if value is not None]
-            if is_refused and given:
-                raise ValueError(f"{' '.join(given)}: {why}")
+        worked = self.inputs in (None, "worked")
+        source = "run=DIR" if self.run else "inputs=worked" if worked else "random inputs="
+        for owner, keys in READ.items():
+            for key in keys:
+                value = getattr(self, key)
+                if value is not None and key not in READ[source]:
+                    raise ValueError(f"{key}={as_typed(value)} is for {owner}, not for {source}")
 
 
 class Call(NamedTuple):
@@ -118,16 +117,14 @@ class Call(NamedTuple):
     q: Tensor  # (1, 1, N, D)
     k: Tensor  # (1, 1, M, D)
     v: Tensor
-    causal: bool
-    scale: float
     source: str  # the origin of q, k and v, in words
+    arguments: dict[str, Any]  # of attention(): causal and scale, and the function of a run's layer
     # the defaults of the keys with these names
     attention: str = "no_rescale"
     block_q: int = 16
     block_kv: int = 16
     row: int | None = None
     columns: tuple[str, ...] | None = None  # meaning of the entries of an output row
-    function: dict[str, Any] = {}  # window, softcap, ... of a run's layer
 
 
 def worked_example() -> tuple[Tensor, Tensor, Tensor]:
@@ -149,101 +146,59 @@ def worked_example() -> tuple[Tensor, Tensor, Tensor]:
 def made_call(options: Options) -> Call:
     device, dtype = pick_device(options.device), DTYPES[options.dtype or "fp32"]
     if options.inputs in (None, "worked"):
-        qkv = (x.to(device, dtype) for x in worked_example())
+        q, k, v = (x.to(device, dtype) for x in worked_example())
+        how = {"causal": bool(options.causal), "scale": 0.5}
         tiles = {"block_q": 4, "block_kv": 4}
-        shown: dict[str, Any] = {"row": 0, "columns": WORKED_COLUMNS}
-        return Call(*qkv, bool(options.causal), 0.5, "the worked example", **tiles, **shown)
-    seq_len, head_dim = options.seq_len or 128, options.head_dim or 16
-    check_size(seq_len, options.block_q or 16, options.block_kv or 16)
-    case = Case(1, 1, 1, seq_len, seq_len, head_dim, inputs=options.inputs, seed=options.seed or 0)
-    qkv, *_ = case.make(dtype, str(device))
-    source = f"inputs={options.inputs} seed={case.seed}"
-    return Call(*qkv, options.causal is not False, head_dim**-0.5, source)
+        return Call(q, k, v, "the worked example", how, **tiles, row=0, columns=WORKED_COLUMNS)
+    length, head_dim = options.seq_len or 128, options.head_dim or 16
+    case = Case(1, 1, 1, length, length, head_dim, inputs=options.inputs, seed=options.seed or 0)
+    (q, k, v), *_ = case.make(dtype, str(device))
+    how = {"causal": options.causal is not False, "scale": head_dim**-0.5}
+    return Call(q, k, v, f"inputs={options.inputs} seed={case.seed}", how)
 
 
-def check_size(length: int, block_q: int, block_kv: int) -> None:
-    """Raise ValueError for a call whose replay would take more than a minute."""
-    tiles = math.ceil(length / block_q) * math.ceil(length / block_kv)
-    if length > MOST_TOKENS or tiles > MOST_TILES:
-        raise ValueError(
-            f"seq_len={length} in {tiles} tiles would take many minutes; ask for at most "
-            f"{MOST_TOKENS} tokens, and by larger block_q and block_kv for at most {MOST_TILES} "
-            "tiles"
-        )
-
-
-def captured_call(options: Options) -> Call:
-    """q, k and v of one head of a trained run on held-out data, as its own attention gets them."""
-    run, layer, head = options.run, options.layer or 0, options.head or 0
+def captured_call(options: Options, run: Path) -> Call:
+    """q, k and v of one head of a trained run on held-out data."""
+    layer, head, sequence = options.layer or 0, options.head or 0, options.sequence or 0
     config = replace(read_run_config(run), device=options.device)
     chosen, model = config.attention, config.model
-    for key, value, why in (
-        ("data.documents", config.data.documents, "the replay knows no masks between documents"),
-        ("attention.score_mod", chosen.score_mod, "the replay cannot tell it which head it sees"),
-    ):
-        if value:
-            raise ValueError(f"run={run} was trained with {key}={as_typed(value)}, and {why}")
+    if config.data.documents or chosen.score_mod:
+        raise ValueError(
+            f"run={run} was trained with data.documents=true or attention.score_mod, and a replay "
+            "shows neither"
+        )
     for key, asked, size in (("layer", layer, model.num_layers), ("head", head, model.num_heads)):
         if asked >= size:
             raise ValueError(f"{key}={asked} is not in {run}, which has {key}s 0 to {size - 1}")
-    sequence, data = options.sequence or 0, data_of(config)
+    data = data_of(config)
     trained = load_trained(run, config, data.vocab_size)
     held_out = data.val_batch(max(config.eval_sequences, sequence + 1)).inputs
-    calls = attention_calls(trained, held_out[sequence : sequence + 1])
-    qkv, arguments = one_head(calls, layer, head), calls[layer][3]
-    if options.dtype is not None:
-        qkv = [x.to(DTYPES[options.dtype]) for x in qkv]
-    source = (
-        f"layer {layer}, head {head} of {run} after {trained.step} steps, held-out sequence "
-        f"{sequence}"
-    )
-    of_run = trained.model.backend.options
-    block_kv = of_run.get("block_kv") or BACKENDS["tiled"].options["block_kv"]
-    check_size(config.seq_len, options.block_q or 16, options.block_kv or block_kv)
-    function = dict(trained.model.blocks[layer].attention.function)
+    q, k, v = inputs_of_layers(trained, held_out[sequence : sequence + 1])[layer]
+    kv_head = head * k.shape[1] // q.shape[1]
+    dtype = q.dtype if options.dtype is None else DTYPES[options.dtype]
+    q, k, v = (x[:, i : i + 1].to(dtype) for x, i in ((q, head), (k, kv_head), (v, kv_head)))
+    function = trained.model.blocks[layer].attention.function
     if "alibi_slopes" in function:
         function["alibi_slopes"] = function["alibi_slopes"][head : head + 1]
-    causal, scale = arguments["causal"], arguments["scale"]
-    defaults = {"attention": chosen.name, "block_kv": block_kv}
-    return Call(*qkv, causal, scale, source, **defaults, function=function)
-
-
-def one_head(calls: list[tuple], layer: int, head: int) -> list[Tensor]:
-    """q, k and v of a head, of the calls of all layers. Raises ValueError if they are not finite,
-    and names the layer before the first that is not.
-    """
-    q, k, v, _ = calls[layer]
-    kv_head = head * k.shape[1] // q.shape[1]
-    found = [x[:, i : i + 1] for x, i in ((q, head), (k, kv_head), (v, kv_head))]
-    if all_finite(*found):
-        return found
-    broken = next(i for i, call in enumerate(calls) if not all_finite(*call[:3]))
-    cause = (
-        f"layer={broken - 1} may show why" if broken else "the weights themselves are not finite"
-    )
-    raise ValueError(
-        f"q, k and v of layer={layer} head={head} hold NaN or infinity before attention sees them: "
-        f"{cause}"
-    )
+    source = f"layer {layer}, head {head} of {run} after {trained.step} steps"
+    tile = trained.model.backend.options.get("block_kv")
+    defaults = {"attention": chosen.name, "block_kv": tile or BACKENDS["tiled"].options["block_kv"]}
+    how = {"causal": True, "scale": model.head_dim**-0.5} | function
+    return Call(q, k, v, f"{source}, held-out sequence {sequence}", how, **defaults)
 
 
 @torch.no_grad()
-def attention_calls(trained: Trained, inputs: Tensor) -> list[tuple]:
-    """(q, k, v, arguments) of each layer's attention call for inputs (B, N)."""
-    model = trained.model.eval()
-    backend, calls = model.backend, []
+def inputs_of_layers(trained: Trained, tokens: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """q (1, H, N, D), k and v (1, H_kv, N, D) of each layer, for tokens (1, N)."""
+    model, seen = trained.model.eval(), []
 
-    def capture(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> AttentionOutput:
-        calls.append((q, k, v, arguments))
-        return backend.fn(q, k, v, **arguments)
+    def capture(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Output:
+        seen.append((q, k, v))
+        return attention(q, k, v, **arguments)
 
-    with model.using(backend=replace(backend, fn=capture, traceable=False)), trained.autocast:
-        model(inputs.to(next(model.parameters()).device))
-    return calls
-
-
-def all_finite(*tensors: Tensor) -> bool:
-    return all(bool(x.isfinite().all()) for x in tensors)
+    with model.using(call=capture), trained.autocast:
+        model(tokens.to(next(model.parameters()).device))
+    return seen
 
 
 def pick_backend(name: str) -> Backend:
@@ -251,43 +206,46 @@ def pick_backend(name: str) -> Backend:
     backend = get_backend(name)
     if not backend.observable:
         traceable = ", ".join(name for name, each in BACKENDS.items() if each.observable)
-        own = "with observable=True it must call observer= after each; " if ":" in name else ""
         raise ValueError(
-            f"attention={name} shows nothing of its tiles while it runs; {own}these can be "
-            f"traced: {traceable}"
+            f"attention={name} shows nothing of its tiles; these can be traced: {traceable}, and "
+            "your own with observable=True, which calls observer= after each tile"
         )
     return backend
 
 
 def look(options: Options) -> tuple[Call, Backend, Trace]:
     """Make or capture the inputs, and trace the backend beside `tiled` with the same tiles."""
-    call = captured_call(options) if options.run is not None else made_call(options)
+    call = captured_call(options, options.run) if options.run else made_call(options)
     shared: dict[str, Any] = {
         "block_q": options.block_q or call.block_q,
         "block_kv": options.block_kv or call.block_kv,
-        "softmax_dtype": options.softmax_dtype or "float32",
+        "softmax_dtype": options.softmax_dtype,
     }
     backend = pick_backend(options.attention or call.attention).configured(**shared)
     row, queries = call.row if options.row is None else options.row, call.q.shape[2]
+    if queries > MOST_TOKENS:
+        raise ValueError(f"seq_len={queries}: a replay takes at most {MOST_TOKENS} tokens")
     if row is not None and not 0 <= row < queries:
         raise ValueError(f"row={row} is not one of the {queries} queries")
-    qkv, arguments = call[:3], {"causal": call.causal} | call.function
-    backend.check_supported(*qkv, **arguments)
+    function = {name: value for name, value in call.arguments.items() if name != "scale"}
+    backend.check_supported(*call[:3], **function)
     two = {"backend": backend, "exact": get_backend("tiled", **shared)}
-    return call, backend, trace(*qkv, **two, row=row, scale=call.scale, **arguments)
+    return call, backend, trace(*call[:3], **two, row=row, **call.arguments)
 
 
 def headline(call: Call, backend: Backend) -> str:
-    options = backend.options
+    options, arguments = backend.options, dict(call.arguments)
+    causal = ", causal" if arguments.pop("causal") else ""
+    del arguments["scale"]
     changes = "".join(
-        f", {name.removesuffix('_slopes')}={float(x):g}" for name, x in call.function.items()
+        f", {name.removesuffix('_slopes')}={float(x):g}" for name, x in arguments.items()
     )
     (*_, num_queries, head_dim), dtype = call.q.shape, dtype_name(call.q.dtype)
     throughout = " throughout" if options.get("softmax_dtype") == "input" else ""
     return (
         f"attention={backend.name} in {dtype}{throughout}, {call.source}: {num_queries} queries "
-        f"and keys of head_dim {head_dim}{', causal' * call.causal}{changes}, tiles of "
-        f"{options['block_q']} queries by {options['block_kv']} keys"
+        f"and keys of head_dim {head_dim}{causal}{changes}, tiles of {options['block_q']} queries "
+        f"by {options['block_kv']} keys"
     )
 
 

@@ -19,8 +19,7 @@ SCRIPT = TEMPLATE.with_name("trace.js")
 def render_page(found: Trace, about: dict[str, Any]) -> str:
     """The page. `about` holds what stands around the trace, see scripts.trace.
 
-    A tile of queries with too many numbers is cut to the rows around the followed one. Raises
-    ValueError if that row alone has too many.
+    A tile of queries with too many numbers is cut to the rows around the followed one.
     """
     rows = rows_that_fit(found)
     kept = slice(rows.start - found.rows.start, rows.stop - found.rows.start)
@@ -51,13 +50,7 @@ def rows_that_fit(found: Trace) -> range:
     """As many rows of the tile as a page shows, with the followed one in the middle if possible."""
     step, rows = found.found[0], found.rows
     of_a_row = len(found.tiles) * (4 * step.scores.shape[1] + 3 * step.out.shape[1] + 12)
-    count = min(len(rows), MAX_NUMBERS // of_a_row)
-    if count < 1:
-        raise ValueError(
-            f"one query over {found.tiles[-1][1]} keys is {of_a_row:,} numbers, more than the "
-            f"{MAX_NUMBERS:,} that a page shows: "
-            "follow an earlier row, or take a shorter seq_len"
-        )
+    count = min(len(rows), max(1, MAX_NUMBERS // of_a_row))
     start = min(max(found.row - count // 2, rows.start), rows.stop - count)
     return range(start, start + count)
 

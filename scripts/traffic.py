@@ -1,11 +1,11 @@
 """Counts the bytes that one causal attention call moves through a GPU's memory, its FLOPs, and the
 bytes of a tile on the chip.
 
-There are two accountings. The usual one counts q, k, v and out once for a fused kernel, 4 N D. But
-a query tile must see every key it attends to, so K and V are read again for each query tile:
-2 N D + N D * N / block_q. With the largest tile that a memory of M elements allows, that is
-Theta(N^2 D^2 / M) (Dao et al., "FlashAttention", 2022, theorem 2). A second-level cache may serve
-the repeats; this counts all requests.
+The count of 4 N D that is often printed for a fused kernel has q, k, v and out once. But a query
+tile must see every key it attends to, so K and V are read again for each query tile: 2 N D + N D *
+N / block_q. With the largest tile that a memory of M elements allows, that is Theta(N^2 D^2 / M)
+(Dao et al., "FlashAttention", 2022, theorem 2). A second-level cache may serve the repeats; this
+counts all requests.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,6 @@ class Call:
 
     batch: int
     heads: int
-    kv_heads: int
     seq_len: int
     head_dim: int
     element: int  # bytes of an element of q, k, v and out
@@ -29,11 +28,6 @@ class Call:
         return self.batch * self.heads * self.seq_len * self.head_dim * self.element
 
     @property
-    def key_bytes(self) -> int:
-        """Bytes of k; v has as many."""
-        return self.query_bytes * self.kv_heads // self.heads
-
-    @property
     def scores(self) -> int:
         """Number of scores, including hidden ones."""
         return self.batch * self.heads * self.seq_len**2
@@ -43,18 +37,6 @@ class Call:
         """FLOPs of the two products. A causal mask leaves half of them, a window fewer still."""
         hidden = self.seq_len - min(self.window or self.seq_len, self.seq_len)
         return 2 * (self.scores - self.batch * self.heads * hidden**2) * self.head_dim
-
-
-def printed_naive(call: Call) -> int:
-    """The usual count for attention in three kernels, which write and read the scores and then the
-    probabilities: 4 N^2 + 4 N D.
-    """
-    return 4 * call.scores * call.element + printed_fused(call)
-
-
-def printed_fused(call: Call) -> int:
-    """The usual count for a fused kernel: q, k, v read once and out written once, 4 N D."""
-    return 2 * call.query_bytes + 2 * call.key_bytes
 
 
 def naive(call: Call) -> int:

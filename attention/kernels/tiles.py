@@ -5,7 +5,7 @@ Tiles come from a table by device, dtype and head dim, so that no first call sta
 tiles.json has one table per compute capability: kernel -> padded head dim -> [block_q, block_kv,
 num_warps, num_stages]. The kernel dkdv_general is dkdv with intervals, a score modifier or grouped
 heads, which take registers. decoding is the split kernel; its block_q is the most rows that a
-program takes. `python -m scripts.tune` measures a table for the device of this machine.
+program takes. `python -m scripts.tune` prints a table for the device of this machine.
 """
 
 import json

@@ -22,7 +22,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from attention.kernels.hopper import backward, forward, launch
 from attention.kernels.select import SHIPPED
-from scripts.tune import assemble
+from tests.attention.portable_offline import assemble
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

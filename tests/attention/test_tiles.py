@@ -90,9 +90,9 @@ SPILLS = {
 COMPILE = """
 import json, sys
 from attention.kernels.tiles import Tile
-from scripts.tune import compile_tile
+from tests.attention.portable_offline import compile_tile
 for *problem, tile in json.loads(sys.argv[1]):
-    print(json.dumps(compile_tile(*problem, Tile(*tile))._asdict()))
+    print(json.dumps(compile_tile(*problem, Tile(*tile))))
 """
 
 
@@ -123,7 +123,7 @@ def test_sm_90_compiles_without_spills(wanted):
     """
     table = tables()["sm_90"]
     problems = [
-        (kernel, "bf16", head_dim, variant, table["16-bit"][kernel][str(head_dim)])
+        (kernel, head_dim, variant, table["16-bit"][kernel][str(head_dim)])
         for kernel, head_dim, variant in wanted
     ]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

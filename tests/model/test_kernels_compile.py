@@ -58,7 +58,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from tests.attention.hopper_offline import disassemble, tensordesc
-from scripts.tune import assemble
+from tests.attention.portable_offline import assemble
 from model.kernels.mlp import mlp_kernel
 
 names = mlp_kernel.arg_names

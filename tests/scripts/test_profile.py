@@ -7,21 +7,12 @@ import json
 import re
 
 import pytest
-import torch
 
 from scripts import profile
 from tests.command import environment
 
-SMALL = (
-    "device=cpu",
-    "model.num_layers=2",
-    "model.num_heads=2",
-    "model.hidden_size=32",
-    "seq_len=32",
-    "batch_size=4",
-    "steps=2",
-    "warmup=1",
-)
+MODEL = ("model.num_layers=2", "model.num_heads=2", "model.hidden_size=32")
+SMALL = (*MODEL, "device=cpu", "seq_len=32", "batch_size=4", "steps=2", "warmup=1")
 RANGES = {"step", "data", "forward", "backward", "optimizer"}
 
 
@@ -49,50 +40,28 @@ def test_the_table_and_the_trace_have_the_ranges_of_a_step(run_profile, tmp_path
     output = run_profile("attention=naive", "tokens_per_step=256")
     names = [row[0] for row in rows_of(output)]
     assert names[0] == "step" and len(names) == profile.ROWS
-    assert names.index("forward") < names.index("attention")
+    assert {"forward", "backward"} <= {*names}
     shares = [float(row[3].rstrip("%")) for row in rows_of(output)]
     assert shares[0] == 100 and shares == sorted(shares, reverse=True)
     assert str(tmp_path / "out/trace.json.gz") in output
     trace = json.loads(gzip.decompress((tmp_path / "out/trace.json.gz").read_bytes()))
     calls = [event["name"] for event in trace["traceEvents"] if event.get("ph") == "X"]
     assert set(calls) >= RANGES and calls.count("step") == 2
-    # two steps of two passes in two layers
-    assert calls.count("forward") == 4 and calls.count("attention") == 8
+    # two steps of two passes
+    assert calls.count("forward") == 4
 
 
-# arguments, and what the refusal names
-REFUSED = {
-    "model=gpt3": "gpt2",
-    "modl=gpt2": "modl",
-    "steps=none": "steps=none",
-    "warmup=0": "warmup=0",
-    "out=": "out=",
-    "resume=outputs/x": "resume=outputs/x",
-    "attention=naive attention.block_q=16": "block_q",
-}
-
-
-@pytest.mark.parametrize(("arguments", "named"), REFUSED.items(), ids=REFUSED)
-def test_refused_in_one_line(run_profile, arguments, named):
+@pytest.mark.parametrize("argument", ["modl=gpt2", "warmup=0", "out=", "resume=outputs/x"])
+def test_refused_in_one_line(run_profile, argument):
     with pytest.raises(SystemExit, match="^profile: ") as error:
-        run_profile(*arguments.split())
-    assert named in error.value.code and "\n" not in error.value.code
-
-
-def test_a_run_that_diverges_is_not_measured(run_profile):
-    with pytest.raises(SystemExit, match="^profile: "):
-        run_profile("optim.lr=1e30")
+        run_profile(argument)
+    assert argument.partition("=")[0] in error.value.code and "\n" not in error.value.code
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("compiled", ["true", "false"])
-def test_a_gpu_s_rows_are_sorted_by_its_own_time(run_profile, compiled, tmp_path):
-    torch._dynamo.reset()
+def test_a_gpu_s_rows_are_sorted_by_its_own_time(run_profile):
     size = ("model.num_heads=6", "model.hidden_size=384", "seq_len=1024", "batch_size=8")
-    output = run_profile("device=cuda", "attention=triton", f"compile={compiled}", *size)
+    output = run_profile("device=cuda", "attention=triton", *size)
     names = [row[0] for row in rows_of(output)]
     assert "Self CUDA" in output and len(names) == profile.ROWS
     assert {"step", "forward"} <= {*names}
-    # in the trace, because a short attention may take less than the last row
-    trace = json.loads(gzip.decompress((tmp_path / "out/trace.json.gz").read_bytes()))
-    assert compiled == "true" or "attention" in {each["name"] for each in trace["traceEvents"]}

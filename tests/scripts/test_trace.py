@@ -16,7 +16,7 @@ from attention import BACKENDS, attention, find_breakdown, get_backend
 from attention.look.trace import Trace
 from config import AttentionConfig, DataConfig, ModelConfig, RunConfig
 from data import build_data
-from examples.numpy_attention import online_softmax, standard_attention
+from examples.numpy_attention import standard_attention
 from model import GPT
 from scripts import trace, trace_page
 from scripts.arguments import read_settings
@@ -62,7 +62,7 @@ def test_worked_example_by_hand():
     2.754 becomes 3.930.
     """
     call, found = look("attention=tiled")
-    assert (found.row, found.tiles, call.causal) == (0, [(0, 4), (4, 8)], False)
+    assert (found.row, found.tiles) == (0, [(0, 4), (4, 8)]) and not call.arguments["causal"]
     first, second = found.found
     scores = torch.cat((first.scores[0], second.scores[0]))
     assert torch.allclose(scores, torch.tensor([0.8, 0.3, -0.1, 0.5, 1.2, -0.4, 0.6, 0.1]))
@@ -71,15 +71,6 @@ def test_worked_example_by_hand():
     assert first.alpha[0] == 0 and round(second.alpha[0].item(), 3) == 0.670
     assert second.out[0, 3] == pytest.approx(1.0) and second.out[0, :2].sum() == pytest.approx(1.0)
     assert set(found.fates) == {"right"} and found.breaks == [None] * 4 and found.first is None
-
-
-def test_worked_example_without_rescaling():
-    """The past keeps its weight: 2.754 + 2.084. Nothing but the number is wrong."""
-    _, found = look()
-    assert [step.alpha[0].item() for step in found.found] == [1, 1]
-    assert found.found[1].row_sum[0].item() == pytest.approx(4.837, abs=5e-4)
-    assert set(found.fates) == {"wrong"} and found.breaks == [1, 1, 1, 1] and found.first is None
-    assert found.exact[1].row_sum[0].item() == pytest.approx(3.930, abs=5e-4)
 
 
 @pytest.mark.parametrize("name", OBSERVABLE)
@@ -92,21 +83,11 @@ def test_output_so_far_ends_as_the_output(name):
     assert torch.equal(found.found[-1].out.nan_to_num(7.0), out[rows].nan_to_num(7.0))
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        "tiled inputs=spike",
-        "kv_outer inputs=growing",
-        "lazy_rescale inputs=growing",
-        "no_max inputs=normal",
-        "no_rescale inputs=growing",
-        "relative_mask inputs=spike",
-    ],
-)
-def test_p_and_alpha_are_the_ones_that_were_used(asked):
+@pytest.mark.parametrize("name", ["tiled", "kv_outer", "lazy_rescale", "no_rescale"])
+def test_p_and_alpha_are_the_ones_that_were_used(name):
     """They rebuild each state from the one before, also where a tile holds a single key."""
     for block_kv in (1, 12):
-        call, found = look(f"attention={asked}", "seq_len=25", f"block_kv={block_kv}")
+        call, found = look(f"attention={name} inputs=growing seq_len=25", f"block_kv={block_kv}")
         row_sum, acc = torch.zeros(len(found.rows)), torch.zeros(len(found.rows), 16)
         for step in found.found:
             row_sum = step.alpha * row_sum + step.p.sum(-1)
@@ -160,15 +141,13 @@ def test_fates_and_the_first_tile(arguments, fates):
     out = attention(call.q, call.k, call.v, backend=backend).out[0, 0]
     for fate, row in zip(found.fates, out, strict=True):
         assert (fate == "NaN") == row.isnan().any().item()
-        if not row.isnan().any():
-            assert (fate == "inf") == row.isinf().any().item()
-            assert (fate == "zero") == (row == 0).all().item()
+        assert (fate == "zero") == (row == 0).all().item()
     assert fates <= set(found.fates)
     queries, keys, cause, score = found.first
     if cause == "row_sum = 0":
         assert (queries, keys) == (range(16), (0, 16)) and score < -104
         return
-    other = find_breakdown(call.q, call.k, call.v, backend=backend, causal=True, scale=call.scale)
+    other = find_breakdown(*call[:3], backend=backend, **call.arguments)
     assert (other.queries, other.keys) == ((queries.start, queries.stop), keys)
     assert other.max_score == pytest.approx(score) or cause == "row_sum"
 
@@ -224,9 +203,6 @@ def test_a_large_tile_is_cut_around_the_row(run_trace, monkeypatch):
     assert cut["rows"] == list(range(60, 64)) and cut["row"] == 2
     assert cut["steps"][1]["found"]["scores"] == whole["steps"][1]["found"]["scores"][12:]
     assert cut["fates"] == whole["fates"][12:] and cut["breaks"] == whole["breaks"][12:]
-    monkeypatch.setattr(trace_page, "MAX_NUMBERS", 100)
-    with pytest.raises(SystemExit, match="64 keys .* 100 "):
-        run_trace(*arguments)
 
 
 # a trained run
@@ -251,7 +227,7 @@ def test_takes_q_k_v_of_a_run(tmp_path):
         qkv = block.attention.qkv(block.attention_norm(x))  # (1, 48, 4 * 8 + 2 * 8 + 2 * 8)
     for x, start in ((call.q, 24), (call.k, 40), (call.v, 56)):
         assert torch.allclose(x[0, 0], qkv[0, :, start : start + 8], atol=1e-5)
-    assert (call.causal, call.scale, call.attention) == (True, 8**-0.5, "tiled")
+    assert call.arguments == {"causal": True, "scale": 8**-0.5} and call.attention == "tiled"
     assert found.tiles[0] == (0, 8) and set(found.fates) == {"right"}
     for word in ("layer 1", "head 3", f"{tmp_path}/run", "3 steps"):
         assert word in call.source
@@ -263,10 +239,10 @@ def test_another_attention_and_dtype_on_a_run(tmp_path, run_trace):
     assert all(each in out for each in ("attention=no_max", "float16", "layer 1", "inf"))
 
 
-def test_a_run_whose_earlier_layer_broke(tmp_path):
+def test_a_run_that_broke_before_this_layer(tmp_path, run_trace):
     write_model(tmp_path / "run", attention=AttentionConfig(name="no_max"), dtype="fp16")
-    with pytest.raises(ValueError, match="layer=0"):
-        look(f"run={tmp_path}/run", "layer=1")
+    out, page = run_trace(f"run={tmp_path}/run", "layer=1")
+    assert "a score is not finite" in out and set(embedded(page)["fates"]) == {"NaN"}
 
 
 # refusals
@@ -274,17 +250,14 @@ def test_a_run_whose_earlier_layer_broke(tmp_path):
 
 # arguments, and what the refusal names
 REFUSED = {
-    "attention=triton": ("attention=triton", "tiled"),
     "attention=sdpa": ("attention=sdpa", "tiled"),
     "attention=tests.user_backends:RIGHT": ("observer=",),
-    "attention=tests.user_backends:NOPE": ("attention=tests.user_backends:NOPE",),
-    "inputs=big": ("inputs=big", "worked, normal, large"),
     "inputs=normal seq_len=100000": ("seq_len=100000", "16384"),
-    "seq_len=64": ("seq_len=64", "inputs="),
+    "seq_len=64": ("seq_len=64", "random inputs="),
     "layer=1": ("layer=1", "run=DIR"),
     "row=8": ("row=8",),
     "run=nowhere": ("nowhere", "checkpoint"),
-    "run=nowhere inputs=large": ("inputs=large", "run=nowhere"),
+    "run=nowhere inputs=large": ("inputs=large", "run=DIR"),
 }
 
 
@@ -298,19 +271,17 @@ def test_refused_in_one_line(monkeypatch, arguments, names):
     assert all(name in said for name in names), said
 
 
-@pytest.mark.parametrize(
-    ("settings", "argument", "named"),
-    [
-        ({"data": DataConfig(source="stdlib", documents=True)}, "row=0", "data.documents=true"),
-        ({}, "layer=2", "layer=2 .*0 to 1"),
-        ({}, "head=4", "head=4 .*0 to 3"),
-    ],
-    ids=["documents", "layer", "head"],
-)
-def test_refuses_what_a_run_cannot_show(tmp_path, run_trace, settings, argument, named):
-    write_model(tmp_path / "run", **settings)
-    with pytest.raises(SystemExit, match=f"^trace: .*{named}"):
-        run_trace(f"run={tmp_path}/run", argument)
+def test_refuses_what_a_run_cannot_show(tmp_path, run_trace):
+    data = DataConfig(source="stdlib", documents=True)
+    write_model(tmp_path / "packed", data=data)
+    write_model(tmp_path / "run")
+    for run, argument, named in (
+        ("packed", "row=0", "data.documents=true"),
+        ("run", "layer=2", "layer=2 .*0 to 1"),
+        ("run", "head=4", "head=4 .*0 to 3"),
+    ):
+        with pytest.raises(SystemExit, match=f"^trace: .*{named}"):
+            run_trace(f"run={tmp_path}/{run}", argument)
 
 
 # in a browser
@@ -415,8 +386,3 @@ def test_a_long_name_with_markup_is_shown_on_a_phone(run_trace, tmp_path):
                 return [["title", "say", "found"].map(id => $(id).innerText), hidden];"""
     words, hidden = in_browser(tmp_path / "long.html", script, size="500,844")
     assert all(name in text for text in words) and hidden == 0
-
-
-def test_sum_of_the_worked_scores():
-    """The two oracles agree on the number that the page shows."""
-    assert online_softmax(trace.WORKED_SCORES, 4)[1:3] == (1.2, pytest.approx(3.930, abs=5e-4))

@@ -1,20 +1,28 @@
 """scripts.tune without a GPU: what it would time, and what it says."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from attention.kernels.tiles import TILES, VARIANTS, Tile, tables
-from scripts.tune import candidates, main, use_tile, write_tables
+from attention.kernels.tiles import TILES, Tile, tables
+from scripts import tune
 
 
 def test_the_tiles_in_force_are_among_the_candidates():
-    for kernel in VARIANTS:
+    for kernel in tune.KERNELS:
         for head_dim in (64, 128):
             in_force = tuple(tables()["sm_90"]["16-bit"][kernel][str(head_dim)])
-            assert in_force in set(candidates(kernel, head_dim))
+            assert in_force in set(tune.candidates(kernel, head_dim))
+
+
+@pytest.mark.parametrize("kernel", tune.KERNELS)
+def test_what_is_timed_can_be_called(monkeypatch, kernel):
+    sizes = {"LENGTHS": (32,), "TOKENS": 32, "WIDTH": 64, "WINDOW": 8}
+    for name, value in (sizes | {"GPU": torch.device("cpu")}).items():
+        monkeypatch.setattr(tune, name, value)
+    for call in tune.workloads(kernel, 16):
+        assert all(x is None or x.isfinite().all() for x in call())
 
 
 def test_a_launch_takes_the_tile_that_is_timed(monkeypatch):
@@ -23,25 +31,23 @@ def test_a_launch_takes_the_tile_that_is_timed(monkeypatch):
 
     h200 = SimpleNamespace(major=9, minor=0, shared_memory_per_block_optin=232448)
     monkeypatch.setattr("attention.kernels.tiles.properties", lambda device: h200)
-    table = json.loads(json.dumps(tables()["sm_90"]))
-    monkeypatch.setitem(tables(), "sm_90", table)
+    table = tables()["sm_90"]
+    tiles = table["16-bit"]["forward"]
+    monkeypatch.setitem(tiles, "64", tiles["64"])  # which it restores
     call = launch.Settings(True, 0.125), torch.device("cuda"), torch.bfloat16, 64, 1
     for tile in (Tile(128, 64, 4, 3), Tile(64, 32, 4, 2)):
-        use_tile(tile, "forward", 64, table)
+        tune.use_tile(tile, "forward", 64, table)
         found = launch.constants("forward", *call)
         sizes = [found[name] for name in ("BLOCK_Q", "BLOCK_KV", "num_warps", "num_stages")]
         assert sizes == list(tile)
     launch.constants.cache_clear()
 
 
-def test_the_file_is_kept_as_it_is_written(tmp_path):
-    write_tables(tmp_path / "tiles.json")
-    assert (tmp_path / "tiles.json").read_text() == TILES.read_text()
+def test_what_is_printed_can_be_pasted():
+    assert tune.as_in_the_file(tables()) + "\n" == TILES.read_text()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a machine without a GPU")
-@pytest.mark.parametrize(("interpret", "named"), [("0", "GPU"), ("1", "TRITON_INTERPRET=1")])
-def test_tiles_are_only_timed_on_a_gpu(monkeypatch, interpret, named):
-    monkeypatch.setenv("TRITON_INTERPRET", interpret)
-    with pytest.raises(SystemExit, match=f"^tune: .*{named}"):
-        main(["head_dim=64", "seconds=300"])
+def test_tiles_are_only_timed_on_a_gpu():
+    with pytest.raises(SystemExit, match="^tune: .*GPU"):
+        tune.main(["head_dim=64", "seconds=300"])
