@@ -237,14 +237,12 @@ def readable(x: Tensor) -> Tensor:
     A view of a packed qkv projection needs no copy. The interpreter computes bfloat16 on raw bits,
     so there x becomes float32.
     """
-    if is_fake(x):
-        return x
-    if x.is_cpu and x.dtype == torch.bfloat16:
+    if x.is_cpu and x.dtype == torch.bfloat16 and not is_fake(x):
         x = x.float()
     granule = 16 // x.element_size()
     *outer, last = x.stride()
     aligned = all(stride > 0 and stride % granule == 0 for stride in outer)
-    if last == 1 and aligned and x.data_ptr() % 16 == 0:
+    if last == 1 and aligned and (is_fake(x) or x.data_ptr() % 16 == 0):
         return x
     head_dim = x.shape[-1]
     return x.new_empty(*x.shape[:3], head_dim + -head_dim % granule)[..., :head_dim].copy_(x)

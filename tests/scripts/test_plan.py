@@ -138,7 +138,7 @@ REFUSED = {
     "modl=gpt2": "model?",
     "steps=abc": "steps=abc",
     "attention=flash": "tiled",
-    "attention=": "attention=",
+    "attention=": "'attention'",
     "gpu=voodoo2": "a100-40",
     "seq_len=0": "seq_len=0",
     "attention=naive attention.block_q=16": "block_q",

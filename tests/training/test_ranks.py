@@ -352,8 +352,8 @@ ATTENTION = replace(get_backend("naive"), name="fails", fn=attend)
 
 @pytest.mark.slow
 def test_torchrun_names_the_rank_that_fails_and_its_error(tmp_path):
-    (tmp_path / "own.py").write_text(FAILS.replace("HOW", "raise MemoryError('no more')"))
-    asked = tiny(tmp_path / "run", *SHARED, "attention=own:ATTENTION", "steps=50", "eval_every=0")
+    (tmp_path / "fails.py").write_text(FAILS.replace("HOW", "raise MemoryError('no more')"))
+    asked = tiny(tmp_path / "run", *SHARED, "attention=fails:ATTENTION", "steps=50", "eval_every=0")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     done = processes.run(*torchrun, "train.py", *asked, env=environment(PYTHONPATH=str(tmp_path)))
     cause = done.stderr.partition("Root Cause")[2]
@@ -364,8 +364,8 @@ def test_torchrun_names_the_rank_that_fails_and_its_error(tmp_path):
 def test_a_divergence_names_its_rank(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     bad = "return output._replace(out=output.out * float('nan'))"
-    (tmp_path / "own.py").write_text(FAILS.replace("HOW", bad))
-    asked = (*SHARED, "attention=own:ATTENTION", "steps=50", "eval_every=0", "diagnose_every=0")
+    (tmp_path / "fails.py").write_text(FAILS.replace("HOW", bad))
+    asked = (*SHARED, "attention=fails:ATTENTION", "steps=50", "eval_every=0", "diagnose_every=0")
     first, _ = run_ranks(*tiny(tmp_path / "run", *asked))
     ended = summary(tmp_path / "run")
     assert ended["status"] == "diverged", first.output
