@@ -84,7 +84,7 @@ class AttentionConfig:
     kernel: str | None = None
     # sdpa: auto, flash, efficient, cudnn or math
     backend: str | None = None
-    # every backend: a query sees this many of the most recent keys, its own included; null is all
+    # a query sees this many of the most recent keys, its own included; null is all
     window: int | None = None
     # which layers have the window, repeated over the layers: S has it, L sees all keys, as in SSSL
     pattern: str | None = None

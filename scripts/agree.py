@@ -87,7 +87,9 @@ def ask(run: TrainedRun, backends: Mapping[str, Backend], options: Options) -> l
     model = trained.model.eval()
     inputs, targets, *_ = (x.to(run.config.device) for x in data.val_batch(options.sequences))
     second_half = run.config.seq_len - run.config.seq_len // 2
-    tokens = min(options.tokens or second_half, second_half)
+    tokens = options.tokens or second_half
+    if tokens > second_half:
+        raise ValueError(f"tokens={tokens}: the second half of seq_len has {second_half}")
     first = next(iter(backends))
     asked = {f"{first} in float32": (backends[first], nullcontext())}
     asked |= {name: (backend, trained.autocast) for name, backend in backends.items()}

@@ -71,7 +71,8 @@ class TrainedRun(NamedTuple):
 @command
 def main(options: Options) -> None:
     runs = trained_runs(options.paths, options.device)
-    judges = list(map(parse_backend, options.under or ())) or usual_judges(runs)
+    judges = [parse_backend(name) for name in dict.fromkeys(options.under or ())]
+    judges = judges or usual_judges(runs)
     out = options.out or options.paths[0] / "cross_eval.json"
     rows = evaluate_runs(runs, out, partial(judge, judges=judges, sequences=options.sequences))
     print(printable(f"{in_text(rows)}\n{out}"))
@@ -110,8 +111,8 @@ def evaluate_runs(
     runs: Sequence[TrainedRun], out: Path, evaluate: Callable[[TrainedRun], Iterable[Row]]
 ) -> list[Row]:
     """Write the rows of every run to the JSON file `out`, and return them. A run for which
-    `evaluate` raises ValueError or OSError is left out with a line. Raises ValueError, and writes
-    nothing, if that leaves none.
+    `evaluate` raises ValueError, OSError or ArithmeticError is left out with a line. Raises
+    ValueError, and writes nothing, if that leaves none.
     """
     check_writable(out)
     rows, why, device = [], "", runs[0].config.device
@@ -121,7 +122,8 @@ def evaluate_runs(
         common |= {"seed": run.config.seed, "seq_len": run.config.seq_len}
         try:
             rows += [common | row for row in evaluate(run)]
-        except (ValueError, OSError) as error:  # damaged weights, or a missing corpus
+        # damaged weights, a missing corpus, or logits that are not finite
+        except (ValueError, OSError, ArithmeticError) as error:
             why = first_line(error)
             leave_out(run.folder, error)
         release_memory(device)

@@ -16,6 +16,7 @@ slows a step down, most of all on a CPU. Under torchrun each rank writes its own
 first rank prints.
 """
 
+import gzip
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -83,6 +84,9 @@ def main(options: Options) -> None:
     profiler = record(config, options.steps, options.warmup)
     leave()
     profiler.export_chrome_trace(str(trace))
+    with gzip.open(trace) as file:
+        if not file.read(1):  # on a full disk it writes an empty one, in silence
+            raise OSError(f"{trace} could not be written")
     if ranks.first:
         by = "cuda" if ProfilerActivity.CUDA in profiler.activities else "cpu"
         averages = profiler.key_averages()

@@ -92,7 +92,7 @@ def loss_charts(runs: list[Run], looks: Looks, baseline: str | None) -> tuple[li
     domain, note = _losses(own, exact, train)
     charts = curve_chart(own, looks, "Loss under its own attention", domain)
     apart = [abs(y - exact[run][x]) for run in runs for x, y in own[run].items() if x in exact[run]]
-    if max(apart, default=0) < SAME:
+    if apart and max(apart) < SAME:
         note += f" Under exact attention every loss is the same to {SAME}: it is drawn once."
     else:
         charts += curve_chart(exact, looks, "Loss under exact attention", domain)

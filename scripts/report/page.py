@@ -43,7 +43,7 @@ def render(runs: list[Run], rankings: list[Ranking], doubts: list[str], *, folde
     looks = looks_of(runs)
     several = len({ranking.seq_len for ranking in rankings}) > 1
     verdicts = [verdict(ranking, at_length=several) for ranking in rankings]
-    verdicts = verdicts or [("No result", "No run was completed.")]
+    verdicts = verdicts or [("No result", "No completed run was evaluated.")]
     here = Path(__file__).parent
     script = (here / "page.js").read_text(encoding="utf-8")
     vega = _vega()
@@ -146,7 +146,7 @@ def _beside(rankings: list[Ranking], run: Run) -> str:
                 return "baseline"
             found = ranking.difference(run.variant, baseline)
             half = "" if found.half is None else _small(f"{found.half:.3f}")
-            return f"{found.mean:+.3f}{half}"
+            return f"{found.mean:+z.3f}{half}"
     return "–"
 
 

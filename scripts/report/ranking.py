@@ -39,7 +39,7 @@ class Difference(NamedTuple):
 
     def interval(self) -> str:
         """Of several seeds."""
-        return f"{self.mean - self.half:+.3f} to {self.mean + self.half:+.3f}"
+        return f"{self.mean - self.half:+z.3f} to {self.mean + self.half:+z.3f}"
 
 
 @dataclass

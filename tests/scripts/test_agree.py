@@ -54,7 +54,12 @@ def test_several_runs_have_a_mean_and_a_deviation(small, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"), [("{run} under=naive,tield", "tield"), ("{run}/typo", "typo")]
+    ("arguments", "named"),
+    [
+        ("{run} under=naive,tield", "tield"),
+        ("{run}/typo", "typo"),
+        ("{run} tokens=1000", "tokens=1000"),
+    ],
 )
 def test_refused_in_one_line(small, arguments, named):
     before = sorted(small.iterdir())

@@ -168,6 +168,16 @@ def test_no_panel_shows_rounding(tmp_path):
     assert not [title for title in titles if "under exact" in title or "above" in title]
 
 
+def test_of_runs_that_were_not_evaluated_no_loss_is_claimed(tmp_path):
+    """A regression test: the page said that exact attention gives the same losses."""
+    run = write_run(tmp_path / "0", "no_rescale")
+    for name in ("summary.json", "metrics.jsonl"):
+        text = (run / name).read_text()
+        (run / name).write_text(re.sub(r'"val/\w+": [^,}]+, |, "val/\w+": [^,}]+', "", text))
+    page = report_on(tmp_path)
+    assert "drawn once" not in page.text and "evaluated" in page.text
+
+
 def test_losses_far_above_the_first_are_named_and_leave_the_axis_alone(tmp_path):
     run = write_run(tmp_path / "0", "tiled", status="diverged", first_bad_step=260)
     rows = read_lines(run / "metrics.jsonl")

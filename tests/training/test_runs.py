@@ -28,6 +28,7 @@ def test_read_sweep_finds_runs_however_they_lie(tmp_path):
     assert [row["attention"] for row in read_sweep(tmp_path)] == ["naive"] + ["tiled"] * 3
     assert [row["attention"] for row in read_sweep(tmp_path / "single")] == ["naive"]
     (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/circle").symlink_to(tmp_path / "empty")
     assert read_sweep(tmp_path / "empty") == []
 
 

@@ -62,10 +62,12 @@ def _runs(folder: Path, planned: dict[Path, Row]) -> Iterator[Row]:
         yield planned.get(folder, {}) | read_run(folder)
         return
     planned = planned | planned_jobs(folder)
+    around = {folder.resolve(), *folder.resolve().parents}  # a link to one of them is a circle
     below = [
         path
         for path in folder.iterdir()
         if path.is_dir() and not path.name.startswith(".") and path.name not in OTHER_FOLDERS
+        if path.resolve() not in around
     ]
     for path in sorted(below, key=lambda path: in_order(path.name)):
         yield from _runs(path, planned)
