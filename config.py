@@ -120,8 +120,8 @@ class AttentionConfig:
         pattern = self.pattern
         if pattern is not None and (self.window is None or not re.fullmatch("[SL]+", pattern)):
             raise ValueError(
-                f"attention.pattern={self.pattern} must be made of S (a layer with "
-                "attention.window=N) and L (a layer that sees all keys), such as SSSL"
+                f"attention.pattern={self.pattern} needs attention.window=N, and is made of S (a "
+                "layer with that window) and L (a layer that sees all keys), such as SSSL"
             )
         if self.softcap is not None and not 0 < self.softcap < math.inf:
             raise ValueError(

@@ -58,4 +58,7 @@ def run_no_code_of(run_dir: Path, attentions: Iterable[str]) -> None:
     for name in (unescaped(each).strip("'\"") for each in attentions):
         if OWN.fullmatch(name) and name not in RUNS.named:
             RUNS.named.add(name)
-            log.warning(f"{run_dir} was trained with {name}: this code of its user is imported")
+            log.warning(
+                f"{run_dir} was trained with {name}, code of its user: it is imported, unless it "
+                "lies in the folder of a run"
+            )
