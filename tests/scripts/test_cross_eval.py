@@ -124,6 +124,20 @@ def test_judges_of_ones_own(sweep, rows, tmp_path):
     assert json.loads((sweep / "cross_eval.json").read_text())["rows"] == rows
 
 
+def test_a_run_whose_weights_broke_is_left_out(sweep, tmp_path, capsys):
+    """A regression test: one diverged run ended scripts.agree for its whole sweep."""
+    runs = cross_eval.trained_runs([sweep], "cpu")
+
+    def evaluate(run):
+        if run is runs[0]:
+            raise FloatingPointError("the logits are not finite")
+        return [{"status": "ok"}]
+
+    rows = cross_eval.evaluate_runs(runs, tmp_path / "out.json", evaluate)
+    assert [row["run"] for row in rows] == [str(run.folder) for run in runs[1:]]
+    assert f"left out: {runs[0].folder}" in capsys.readouterr().err
+
+
 def test_a_folder_of_ruins(sweep, tmp_path, capsys):
     """Failed, half written, without a checkpoint, with a damaged one: a line each, and the rest is
     judged.
