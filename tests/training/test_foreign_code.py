@@ -49,12 +49,12 @@ def write(run: Path, attention: str, module: Path) -> None:
 
 
 @pytest.mark.parametrize("command", READERS)
-@pytest.mark.parametrize("sweep", [False, True], ids=["run", "sweep"])
-def test_code_in_the_folder_is_not_run(folder, capsys, command, sweep):
-    own = f"{command}_{sweep}"  # Python imports a module once
-    run, module = folder / own / ("0" * sweep), folder / own / "payload.py"
+@pytest.mark.parametrize("job", ["", "0", "a/0"], ids=["run", "sweep", "subdir"])
+def test_code_in_the_folder_is_not_run(folder, capsys, command, job):
+    own = f"{command}_{len(job)}"  # Python imports a module once
+    run, module = folder / own / job, folder / own / "payload.py"
     write(run, f"{own}.payload:BACKEND", module)
-    if sweep:
+    if job:
         (folder / own / "index.jsonl").touch()
     arguments = [each.format(run=run) for each in READERS[command]]
     with pytest.raises(SystemExit) as ended:

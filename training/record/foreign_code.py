@@ -14,7 +14,7 @@ from typing import Any
 
 from training.own_modules import ROOT
 from training.record.names import unescaped
-from training.record.runs import INDEX
+from training.record.runs import sweep_of
 
 log = logging.getLogger("tilegpt")
 
@@ -49,8 +49,7 @@ def run_no_code_of(run_dir: Path, attentions: Iterable[str]) -> None:
     Those of the run's `attentions` that are its user's own code are named in one line each.
     """
     folder = run_dir.resolve()
-    if (folder.parent / INDEX).is_file():
-        folder = folder.parent
+    folder = sweep_of(folder) or folder
     if not ROOT.is_relative_to(folder):  # a checkpoint alone may lie beside this program
         RUNS.folders.add(folder)
     if RUNS not in sys.meta_path:
