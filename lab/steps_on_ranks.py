@@ -27,8 +27,8 @@ and most of the repeats) and the largest peak memory of any rank.
 
 A wrong row gets no speed. One GPU decides: the first loss must equal that of our GPT there within
 LOSS, and the norm of the first gradients that of our compiled model within ERROR. The initial
-weights are so small that attention hardly changes either. So if sequences are shared, we also
-compare one layer's attention of normal inputs, forward and backward, with ours on one GPU: the norm
+weights are so small that attention hardly changes either. So where ranks share a sequence, we also
+compare one layer's attention of normal inputs with ours on one GPU, forward and backward. The norm
 of the error must be within ERROR of the norm of the result.
 """
 

@@ -81,15 +81,15 @@ def ask(run: TrainedRun, backends: Mapping[str, Backend], options: Options) -> l
     """One row: a run's weights under these attentions, compared pair by pair."""
     if run.config.data.documents:
         raise ValueError("it keeps documents apart, which a cache does not")
+    second_half = run.config.seq_len - run.config.seq_len // 2
+    tokens = options.tokens or second_half
+    if tokens > second_half:
+        raise ValueError(f"tokens={tokens}: the second half of seq_len has {second_half}")
     data = data_of(run.config)
     dtype = run.config.dtype if options.dtype == "auto" else options.dtype
     trained = load_trained(run.folder, replace(run.config, dtype=dtype), data.vocab_size)
     model = trained.model.eval()
     inputs, targets, *_ = (x.to(run.config.device) for x in data.val_batch(options.sequences))
-    second_half = run.config.seq_len - run.config.seq_len // 2
-    tokens = options.tokens or second_half
-    if tokens > second_half:
-        raise ValueError(f"tokens={tokens}: the second half of seq_len has {second_half}")
     first = next(iter(backends))
     asked = {f"{first} in float32": (backends[first], nullcontext())}
     asked |= {name: (backend, trained.autocast) for name, backend in backends.items()}

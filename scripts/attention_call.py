@@ -42,10 +42,10 @@ SECONDS = 3.0  # what the timed calls of one pass may take; 20 of a long call wo
 def seconds(function: Callable[[], Any], *, repeats: int, device: torch.device) -> list[float]:
     """The times of `repeats` calls, on a GPU by its own clock.
 
-    There each call starts with an empty L2 cache. The GPU first waits for twice as long as the host
-    took for a call: then it is queued completely, and no wait of a short kernel for the host is
-    counted, as it would be by triton.testing.do_bench. A call that synchronises with the GPU cannot
-    be queued, so its time includes some of the host's.
+    There each call starts with an empty L2 cache. The GPU first waits, for twice as long as the
+    host took for a call. So the whole call is queued before it starts, and the time has no wait of
+    a short kernel for the host. triton.testing.do_bench would count such waits. A call that
+    synchronises with the GPU cannot be queued, so its time includes some of the host's.
     """
     if device.type == "cpu":
         return [timed_on_host(function) for _ in range(repeats)]

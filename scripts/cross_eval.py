@@ -71,8 +71,9 @@ class TrainedRun(NamedTuple):
 @command
 def main(options: Options) -> None:
     runs = trained_runs(options.paths, options.device)
-    judges = [parse_backend(name) for name in dict.fromkeys(options.under or ())]
-    judges = judges or usual_judges(runs)
+    # one that is named twice would count as two seeds
+    asked = {named(each): each for each in map(parse_backend, options.under or ())}
+    judges = [*asked.values()] or usual_judges(runs)
     out = options.out or options.paths[0] / "cross_eval.json"
     rows = evaluate_runs(runs, out, partial(judge, judges=judges, sequences=options.sequences))
     print(printable(f"{in_text(rows)}\n{out}"))

@@ -1,7 +1,7 @@
 """Properties of decoding: the last queries of each sequence attend to a cache.
 
-They look for bugs of servers: a length or a table from the step before, one page too many,
-positions counted from the capacity instead of the length, parts of a row merged without lse.
+They look for bugs of servers. A length or a table may be of the step before, or name one page too
+many. Positions may count from the capacity, not the length. Parts of a row may merge without lse.
 
 Dimensions: B batch, H query heads, N queries, M keys.
 """

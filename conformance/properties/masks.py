@@ -42,8 +42,8 @@ def no_leak_forward(subject: Subject) -> Iterator[Check]:
 
 
 def no_leak_backward(subject: Subject) -> Iterator[Check]:
-    """An earlier output has no gradient for later keys and values, and a later output none for
-    earlier queries: after the first token, every border of a tile, and before the last query.
+    """An earlier output has no gradient for later keys and values, a later one none for earlier
+    queries. Cuts are after the first token, at every border of a tile and before the last query.
     """
     case = subject.case()
     if not subject.takes(case, backward=True):

@@ -4,7 +4,7 @@ It reads the files of training and measures nothing itself. The page says which 
 how clear the difference is, what is suspicious, memory and speed, how runs broke, and where the
 numbers come from. It is written to DIR/report.html.
 
-    python -m scripts.report multirun/2026-01-31_12-00-00
+    python -m scripts.report multirun/2026-01-31/12-00-00
 
 The arguments are sweeps, runs, or folders of either, and
 

@@ -130,7 +130,7 @@ def load_runs(dirs: Sequence[Path]) -> list[Run]:
 
 def _load(path: Path, summary: Row) -> Run:
     file = path / "metrics.jsonl"
-    metrics = read_metrics(file) if file.is_file() else []
+    metrics = read_metrics(file)
     config, env = read_mapping(path / "config.yaml"), read_mapping(path / "env.json")
     damages = list(_unreadable(path, summary))
     lines = file.read_bytes().count(b"\n") if metrics else 0

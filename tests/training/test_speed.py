@@ -6,14 +6,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tests.training.test_clock import Clock
 from training.record.speed import Throughput, peak_flops
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

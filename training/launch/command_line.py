@@ -211,9 +211,8 @@ def recorded_overrides(run_dir: Path) -> list[str]:
     path = run_dir / "overrides.yaml"
     if not os.path.isfile(path):  # pathlib raises an error for a name that is too long
         raise ValueError(f"resume={no_run(run_dir, path.name)}")
+    recorded = read_data(path, list)
     try:
-        with one_sentence():
-            recorded = read_data(path, list)
         check_overrides(recorded)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is no list of a run's settings: {error}") from None

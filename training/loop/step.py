@@ -224,7 +224,7 @@ class Stepper(ExitStack):
         before, self.before = self.before, now
         late = before is not None and skips_by_itself(self.run) and not (last or any(due))
         if late:
-            # queued now: on an H200 a step of model=tiny takes 1.44 ms, and 1.90 ms without
+            # queued before the look: a GPU would be done with the gradients of a short step
             self.queue(update, now, before)
             self.updated = self.step
         seen = before if before is not None and (late or self._diverged(before)) else now
