@@ -199,7 +199,9 @@ def test_each_attention_of_a_run_is_measured(tmp_path):
     assert run(*tiny(tmp_path / "up", *shape, *back, "steps=6")).code == 0
     rows = [row["memory/peak_gib"] for row in metrics(tmp_path / "up")]
     assert rows[0] is None and rows[1] == rows[3] < rows[4] == rows[5]
-    assert summary(tmp_path / "down")["memory/peak_gib"] == rows[5]
+    # garbage of the step before, a scalar or two, may still be there
+    scalars = pytest.approx(rows[5], abs=64 / 2**30)
+    assert summary(tmp_path / "down")["memory/peak_gib"] == scalars
     assert run(*tiny(tmp_path / "one", *shape, "steps=1")).code == 0
     assert summary(tmp_path / "one")["memory/peak_gib"] > 0
 
