@@ -236,7 +236,6 @@ def test_out_of_memory_is_a_result_and_leaves_nothing_behind(tmp_path):
     before, failed, after = index(tmp_path)
     assert [row["status"] for row in (before, failed, after)] == ["completed", "oom", "completed"]
     assert failed["oom"]["asked_gib"] == pytest.approx(8 * 200_000**2 * 4 / 1024**3, rel=0.01)
-    assert failed["oom"]["free_gib"] < failed["oom"]["asked_gib"]
     assert "memory/peak_gib" not in failed  # no step was done, so none was measured
     # when it failed, the job held 0.1 GiB each of position embeddings, residual stream, q, k and v
     assert after["memory/process_gib"] - before["memory/process_gib"] < 0.1
@@ -304,9 +303,6 @@ def test_wandb_names_and_shows_what_a_sweep_compares(tmp_path):
         assert config["curve"] == f"{variant} seq_len=32"
     assert set(variants) <= {line.split("  ")[0] for line in done.output.splitlines()}
 
-    history = [each["history"]["item"] for each in tiled if each["type"] == "history"]
-    assert history[-1]["sample._type"] == "table-file"
-    assert history[-1]["loss_curve._type"] == "image-file"
     result = json.loads(inspect(offline_log(sweep / "2"), "--summary"))
     losses = [row["val/loss"] for row in metrics(sweep / "2") if "val/loss" in row]
     assert result["summary"]["val/loss"] == {"min": min(losses), "last": losses[-1]}

@@ -34,7 +34,7 @@ def learned(tmp_path_factory) -> Path:
 def test_a_run_directory_holds_what_the_readme_says(learned):
     names = {path.name for path in learned.iterdir()}
     assert names >= {"config.yaml", "env.json", "metrics.jsonl", "summary.json", "checkpoint"}
-    assert names >= {"loss_curve.png", "max_scores.png", "sample.txt"}
+    assert names >= {"loss_curve.png", "sample.txt"}
     assert not [name for name in names if "tmp" in name or name.endswith(".old")]
     assert (learned / "loss_curve.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     text = (learned / "sample.txt").read_text()

@@ -69,7 +69,7 @@ if last < 40:
     os.kill(os.getpid(), 9)
 row = {"step": 99, "tokens": 10_000, "train/loss": float("nan"), "grad_norm": float("inf")}
 logger.log(row | {"tokens_per_sec": 2.0})
-logger.finish({"status": "diverged", "val/loss": 1.5, "tokens_per_sec": 7.0}, [], None)
+logger.finish({"status": "diverged", "val/loss": 1.5, "tokens_per_sec": 7.0})
 assert logger.active
 """
 

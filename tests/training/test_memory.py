@@ -76,16 +76,15 @@ def test_a_measured_step_counts_tensors_as_they_come_and_go():
 def test_limit_makes_an_oversized_tensor_an_error_and_the_process_lives_on():
     before = resource.getrlimit(resource.RLIMIT_AS)
     # more than the machine has, less than the addresses Linux would hand out without the limit
-    numel = memory.machine_memory()[1] // 4
+    numel = (memory.free_memory() + 2**32) // 4
     with cpu_memory_limit():
         with pytest.raises(RuntimeError) as caught:
             torch.empty(numel)
         assert is_out_of_memory(caught.value)
         assert torch.ones(1000).sum() == 1000
     assert resource.getrlimit(resource.RLIMIT_AS) == before
-    described = describe_out_of_memory(caught.value, "cpu")
+    described = describe_out_of_memory(caught.value)
     assert described["asked_gib"] == pytest.approx(numel * 4 / 1024**3)
-    assert 0 < described["free_gib"] < described["total_gib"]
     assert "can't allocate memory" in described["message"]
 
 
@@ -106,14 +105,14 @@ def test_a_lower_limit_counts():
 @linux
 def test_the_limit_of_a_container_counts(tmp_path, monkeypatch):
     """Less what it holds that cannot be reclaimed."""
-    machine = memory.machine_memory()
+    machine = memory.free_memory()
     monkeypatch.setattr(memory, "CONTAINER", tmp_path)
     (tmp_path / "memory.max").write_text(f"{3 * 2**20}\n")
     (tmp_path / "memory.current").write_text(f"{2**20}\n")
     (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {2**19}\nfile 7\n")
-    assert memory.machine_memory() == (3 * 2**20 - 2**20 + 2**19, 3 * 2**20)
+    assert memory.free_memory() == 3 * 2**20 - 2**20 + 2**19
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory.machine_memory()[1] == machine[1]
+    assert memory.free_memory() == pytest.approx(machine, rel=0.5)
 
 
 @pytest.mark.parametrize(
@@ -133,16 +132,14 @@ def test_what_counts_as_out_of_memory(error, is_out):
     assert is_out_of_memory(error) is is_out
 
 
-def test_the_sizes_of_an_error(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**29, 139 * 2**30))
-    described = describe_out_of_memory(torch.OutOfMemoryError(CUDA_MESSAGE), "cuda")
-    sizes = [described[f"{name}_gib"] for name in ("asked", "free", "total")]
-    assert sizes == [2560.0, 0.5, 139.0]
+def test_the_size_that_was_asked_for():
+    described = describe_out_of_memory(torch.OutOfMemoryError(CUDA_MESSAGE))
+    assert described["asked_gib"] == 2560.0
     assert "2.50 TiB" in described["message"] and "\n" not in described["message"]
     with pytest.raises(MemoryError) as caught:
         np.zeros(2**50)
-    assert describe_out_of_memory(caught.value, "cpu")["asked_gib"] == 8 * 2**20
-    wordless = describe_out_of_memory(MemoryError(), "cpu")
+    assert describe_out_of_memory(caught.value)["asked_gib"] == 8 * 2**20
+    wordless = describe_out_of_memory(MemoryError())
     assert wordless["asked_gib"] is None and wordless["message"] == "MemoryError"
 
 
@@ -159,7 +156,7 @@ def test_gpu_meter_and_release():
     assert meter.row()["memory/peak_gib"] - before == pytest.approx(0.0, abs=0.01)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         torch.empty(2**42, device="cuda", dtype=torch.uint8)
-    assert describe_out_of_memory(caught.value, "cuda")["asked_gib"] == 4096.0
+    assert describe_out_of_memory(caught.value)["asked_gib"] == 4096.0
 
 
 def test_memory_is_that_of_the_code_in_any_order_of_a_sweep(tmp_path):

@@ -120,7 +120,7 @@ def cpu_memory_limit(at_most: float = math.inf) -> Iterator[None]:
     if not LINUX or torch.cuda.is_initialized():
         yield
         return
-    room = max(0, min(machine_memory()[0] - MARGIN, at_most))
+    room = max(0, min(free_memory() - MARGIN, at_most))
     limit = _proc_field("/proc/self/status", "VmSize") + int(room)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:  # a lower limit that the user has set stays
@@ -132,19 +132,17 @@ def cpu_memory_limit(at_most: float = math.inf) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def machine_memory() -> tuple[int, int]:
-    """Bytes that this process can still take on Linux, and bytes in all: those of its container if
-    it runs in one.
-    """
-    free, total = (_proc_field("/proc/meminfo", name) for name in ("MemAvailable", "MemTotal"))
+def free_memory() -> int:
+    """Bytes that this process can still take on Linux, also in a container with a limit."""
+    free = _proc_field("/proc/meminfo", "MemAvailable")
     # without a container there are no such files; without a limit it is "max"
     with contextlib.suppress(OSError, ValueError):
         limit = int((CONTAINER / "memory.max").read_text())
         used = int((CONTAINER / "memory.current").read_text())
         words = (CONTAINER / "memory.stat").read_text().split()
         reclaimable = int(words[words.index("inactive_file") + 1])
-        return min(free, limit - used + reclaimable), min(total, limit)
-    return free, total
+        return min(free, limit - used + reclaimable)
+    return free
 
 
 def _proc_field(path: str, name: str) -> int:
@@ -168,21 +166,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
-def describe_out_of_memory(error: BaseException, device: torch.device | str) -> dict:
-    """The first line of the error, and three sizes in GiB: what was asked for, what is free, and
-    what the device has. None for a size that is not known.
-    """
-    asked, sizes = None, (None, None)
+def describe_out_of_memory(error: BaseException) -> Row:
+    """The first line of the error, and the GiB that were asked for; None if it does not say."""
+    asked = None
     size = r"(?:[Tt]ried|Unable) to allocate ([\d.]+) (bytes|[KMGTP]iB)"
     if found := re.search(size, str(error)):
         asked = float(found[1]) * 1024.0 ** ("bKMGTP".index(found[2][0]) - 3)
-    if torch.device(device).type == "cuda":
-        sizes = torch.cuda.mem_get_info(device)
-    elif LINUX:
-        sizes = machine_memory()
-    free, total = (size and size / GIB for size in sizes)
-    said = first_line(error)
-    return {"asked_gib": asked, "free_gib": free, "total_gib": total, "message": said}
+    return {"asked_gib": asked, "message": first_line(error)}
 
 
 def release_memory(device: torch.device | str) -> None:
