@@ -3,24 +3,10 @@
 import os
 import subprocess
 import sys
-from contextlib import nullcontext
 
 import pytest
 
 from training.loop import compiler
-
-
-@pytest.mark.parametrize("wanted", [True, False])
-def test_torch_compile_is_loaded_only_where_it_is_wanted(monkeypatch, wanted):
-    """An error of the import, which another thread does, is the block's."""
-
-    def fail(name: str) -> None:
-        raise ImportError(f"{name} is broken")
-
-    monkeypatch.setattr(compiler, "import_module", fail)
-    broken = pytest.raises(ImportError, match="broken") if wanted else nullcontext()
-    with broken, compiler.importing_torch_compile(wanted):
-        pass
 
 
 def test_triton_has_one_cache_and_a_users_own_stays(monkeypatch):

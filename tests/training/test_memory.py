@@ -2,7 +2,6 @@
 error.
 """
 
-import contextlib
 import resource
 import sys
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.command import checkpoint, computed, index, metrics, run, same, summary, tiny, tiny_sweep
+from tests.command import index, metrics, run, summary, tiny, tiny_sweep
 from training.record import memory
 from training.record.memory import (
     MemoryMeter,
@@ -191,18 +190,6 @@ def test_memory_is_that_of_the_code_in_any_order_of_a_sweep(tmp_path):
     # two heads of 384 x 384 scores, in float32 and as probabilities: what tiled does without
     assert naive["memory/peak_gib"] - tiled["memory/peak_gib"] > 2 * 384 * 384 * 4 / 2**30
     assert sdpa["memory/peak_gib"] < naive["memory/peak_gib"]
-
-
-def test_the_measure_changes_no_number(tmp_path, monkeypatch):
-    """Muon has AdamW beside it."""
-    measured, plain = (tiny(tmp_path / name, "optim=muon") for name in ("on", "off"))
-    assert run(*measured).code == 0
-    monkeypatch.setattr(MemoryMeter, "measured", lambda *_: contextlib.nullcontext())
-    assert run(*plain).code == 0
-    assert summary(tmp_path / "on")["memory/peak_gib"] > 0
-    assert summary(tmp_path / "off")["memory/peak_gib"] is None
-    assert computed(tmp_path / "on") == computed(tmp_path / "off")
-    assert same(checkpoint(tmp_path / "on"), checkpoint(tmp_path / "off"))
 
 
 def test_each_attention_of_a_run_is_measured(tmp_path):

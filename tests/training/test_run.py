@@ -69,7 +69,6 @@ def test_the_summary_is_that_of_the_file(here, capsys):
     [
         (["attention=naive", "attention.block_kv=8"], "attention.block_kv=8"),
         # what only the command has, or only a call may get wrong
-        (["-m"], "-m"),
         (["--help"], "run()"),
         (["experiment=break_it"], "experiment=break_it"),
         (["attention=tiled steps=3"], "attention=tiled steps=3"),

@@ -114,7 +114,6 @@ def test_the_clock_of_a_gpu_runs_with_it_and_waits_for_nothing(throughput_after)
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA L4", 121e12),
         ("NVIDIA L40", None),
-        ("NVIDIA RTX A1000", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
     ],
 )
