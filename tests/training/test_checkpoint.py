@@ -188,10 +188,10 @@ def test_a_run_folder_that_was_deleted_is_not_created_again(tmp_path):
     assert not tmp_path.exists()
 
 
-def save_in(run_dir: Path, losses: dict[int, float | None], *, background: bool = False) -> None:
+def save_in(run_dir: Path, losses: dict[int, float | None], **background: bool) -> None:
     """A checkpoint for every step of `losses`, whose weights tell the step."""
     parts = new_parts()
-    with begun_checkpoints(run_dir, **parts, background=background) as checkpoints:
+    with begun_checkpoints(run_dir, **parts, **background) as checkpoints:
         for step, loss in losses.items():
             parts["model"].embedding.weight.data.fill_(step)
             checkpoints.save(step, step * 100, loss)

@@ -1,11 +1,10 @@
 """torch.compile's import and caches."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 
+from tests import processes
 from training.loop import compiler
 
 
@@ -64,9 +63,8 @@ def test_a_later_process_finds_the_graph(tmp_path, device):
     variables = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
 
     def run(**more: str) -> str:
-        program = [sys.executable, "-c", PROGRAM.replace("DEVICE", device)]
-        where = {"env": variables | more, "cwd": compiler.ROOT}
-        return subprocess.run(program, **where, capture_output=True, text=True, check=True).stdout
+        program = PROGRAM.replace("DEVICE", device)
+        return processes.run("-c", program, check=True, env=variables | more).stdout
 
     assert "'autograd_cache_miss': 1" in run()
     assert "'autograd_cache_hit': 1" in run()

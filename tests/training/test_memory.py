@@ -181,15 +181,13 @@ def test_memory_is_that_of_the_code_in_any_order_of_a_sweep(tmp_path):
     used more than naive. Long enough for the scores to be most of the memory.
     """
     shape = ("seq_len=384", "batch_size=1", "steps=3", "eval_every=0", "diagnose_every=0")
-    # no row in the second step, which is measured: beside sdpa it would need scores
-    jobs = ("seed=0,1", "attention=tiled,naive,sdpa")
+    jobs = ("seed=0,1", "attention=tiled,naive")
     done = run(*tiny_sweep(tmp_path, *shape, "log_every=3", *jobs))
     assert done.code == 0, done.output
-    tiled, naive, sdpa, again, *_ = index(tmp_path)
+    tiled, naive, again, _ = index(tmp_path)
     assert tiled["memory/peak_gib"] == again["memory/peak_gib"]
     # two heads of 384 x 384 scores, in float32 and as probabilities: what tiled does without
     assert naive["memory/peak_gib"] - tiled["memory/peak_gib"] > 2 * 384 * 384 * 4 / 2**30
-    assert sdpa["memory/peak_gib"] < naive["memory/peak_gib"]
 
 
 def test_each_attention_of_a_run_is_measured(tmp_path):

@@ -69,9 +69,8 @@ def test_half_written_run_is_unfinished(tmp_path, written):
     assert "unfinished" in summary_table([row])
 
 
-@pytest.mark.parametrize("config", ["a: [unclosed", "attention: tiled"])
-def test_a_run_with_nothing_readable_is_unfinished(tmp_path, config):
-    (tmp_path / "config.yaml").write_text(config)
+def test_a_run_with_nothing_readable_is_unfinished(tmp_path):
+    (tmp_path / "config.yaml").write_text("attention: tiled")
     (tmp_path / "metrics.jsonl").mkdir()
     assert read_run(tmp_path) == {"status": "unfinished", "dir": str(tmp_path)}
 
