@@ -1,8 +1,8 @@
 """Loggers: what arrives at wandb equals what was logged, and nothing that wandb does can stop or
 prompt a training.
 
-Each wandb case runs in a process of its own: wandb keeps settings, credentials and a service
-process for as long as one lives.
+Each wandb case takes about 4 s, in a process of its own: wandb keeps settings, credentials and a
+service process for as long as one lives.
 """
 
 import contextlib
@@ -26,8 +26,6 @@ from tests import processes
 from tests.processes import ROOT, python_path
 from training.record import loggers
 from training.record.loggers import Logger
-
-KEY = "a" * 40
 
 needs_wandb = pytest.mark.skipif(
     importlib.util.find_spec("wandb") is None, reason="wandb is not installed"
@@ -156,22 +154,6 @@ def test_a_killed_and_resumed_run_keeps_its_id(tmp_path):
     assert [item["_step"] for item in history] == [*range(15, 40), 99]
 
 
-NO_HOST = "https://nosuch.invalid"
-
-
-@needs_wandb
-@pytest.mark.parametrize(
-    ("variables", "said"),
-    [({}, "API key"), ({"WANDB_API_KEY": KEY, "WANDB_BASE_URL": NO_HOST}, NO_HOST)],
-    ids=["no-key", "no-such-host"],
-)
-def test_falls_back_to_offline_within_seconds_with_one_line(tmp_path, variables, said):
-    result, stderr = run_program(tmp_path, **variables)
-    assert folder_of(result).name.startswith("offline-run-") and result["seconds"] < 30
-    (line,) = stderr.splitlines()
-    assert line.startswith("WARNING wandb") and said in line and "offline" in line
-
-
 class WandbServer(http.server.BaseHTTPRequestHandler):
     """Knows the account, and refuses everything else."""
 
@@ -190,22 +172,24 @@ class WandbServer(http.server.BaseHTTPRequestHandler):
 
 
 @needs_wandb
-def test_a_refusing_server_means_offline(tmp_path):
+@pytest.mark.parametrize("refuses", [True, False], ids=["refusing", "no-such-host"])
+def test_without_a_server_a_run_is_offline_within_seconds_with_one_line(tmp_path, refuses):
     """wandb's service keeps the id of the refused run, which the offline run must get."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), WandbServer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        result, stderr = run_program(tmp_path, WANDB_BASE_URL=url, WANDB_API_KEY=KEY)
+        url = f"http://127.0.0.1:{server.server_port}" if refuses else "https://nosuch.invalid"
+        result, stderr = run_program(tmp_path, WANDB_BASE_URL=url, WANDB_API_KEY="a" * 40)
         server.shutdown()
     (line,) = stderr.splitlines()
-    assert line.startswith("WARNING wandb") and "permission denied" in line
-    assert result["seconds"] < 30
+    assert line.startswith("WARNING wandb") and "offline" in line
+    assert ("permission denied" if refuses else url) in line
+    assert folder_of(result).name.startswith("offline-run-") and result["seconds"] < 30
     assert folder_of(result).name.endswith((tmp_path / "run/wandb_id.txt").read_text().strip())
 
 
 @needs_wandb
 def test_never_prompts_at_a_terminal(tmp_path):
-    """At a terminal wandb would ask for a key and wait."""
+    """There wandb would ask for a key and wait."""
     leader, terminal = pty.openpty()
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), "wandb", "0", "40"]
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
@@ -217,7 +201,7 @@ def test_never_prompts_at_a_terminal(tmp_path):
             printed += chunk
     os.close(leader)
     assert process.wait(processes.SECONDS) == 0, printed.decode()
-    assert b"wandb sync" in printed and b"account" not in printed
+    assert b"WARNING wandb: no API key" in printed and b"account" not in printed
 
 
 class Failing(Logger):

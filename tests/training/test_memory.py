@@ -2,7 +2,6 @@
 error.
 """
 
-import contextlib
 import resource
 import sys
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.command import checkpoint, computed, index, metrics, run, same, summary, tiny, tiny_sweep
+from tests.command import index, metrics, run, summary, tiny, tiny_sweep
 from training.record import memory
 from training.record.memory import (
     MemoryMeter,
@@ -70,6 +69,21 @@ def test_a_measured_step_counts_tensors_as_they_come_and_go():
         del b
     assert meter.row()["memory/peak_gib"] == three  # the largest
     assert c.numel() == 2**20
+
+
+def test_a_block_of_before_is_no_gain():
+    """A regression test: PyTorch tells of its free, with the size of what it last profiled there.
+    Peaks were some bytes smaller where the step before had left a tensor at such an address.
+    """
+    with MemoryMeter("cpu").measured():
+        profiled = [torch.ones(2**10) for _ in range(9)]
+    del profiled
+    again = [torch.ones(2**10) for _ in range(9)]  # most at the same addresses
+    meter = MemoryMeter("cpu")
+    with meter.measured():
+        del again
+        new = torch.ones(2**12)
+    assert meter.row()["memory/peak_gib"] == new.nbytes / 2**30
 
 
 @limited
@@ -164,27 +178,13 @@ def test_memory_is_that_of_the_code_in_any_order_of_a_sweep(tmp_path):
     used more than naive. Long enough for the scores to be most of the memory.
     """
     shape = ("seq_len=384", "batch_size=1", "steps=3", "eval_every=0", "diagnose_every=0")
-    # no row in the second step, which is measured: beside sdpa it would need scores
-    jobs = ("seed=0,1", "attention=tiled,naive,sdpa")
+    jobs = ("seed=0,1", "attention=tiled,naive")
     done = run(*tiny_sweep(tmp_path, *shape, "log_every=3", *jobs))
     assert done.code == 0, done.output
-    tiled, naive, sdpa, again, *_ = index(tmp_path)
+    tiled, naive, again, _ = index(tmp_path)
     assert tiled["memory/peak_gib"] == again["memory/peak_gib"]
     # two heads of 384 x 384 scores, in float32 and as probabilities: what tiled does without
     assert naive["memory/peak_gib"] - tiled["memory/peak_gib"] > 2 * 384 * 384 * 4 / 2**30
-    assert sdpa["memory/peak_gib"] < naive["memory/peak_gib"]
-
-
-def test_the_measure_changes_no_number(tmp_path, monkeypatch):
-    """Muon has AdamW beside it."""
-    measured, plain = (tiny(tmp_path / name, "optim=muon") for name in ("on", "off"))
-    assert run(*measured).code == 0
-    monkeypatch.setattr(MemoryMeter, "measured", lambda *_: contextlib.nullcontext())
-    assert run(*plain).code == 0
-    assert summary(tmp_path / "on")["memory/peak_gib"] > 0
-    assert summary(tmp_path / "off")["memory/peak_gib"] is None
-    assert computed(tmp_path / "on") == computed(tmp_path / "off")
-    assert same(checkpoint(tmp_path / "on"), checkpoint(tmp_path / "off"))
 
 
 def test_each_attention_of_a_run_is_measured(tmp_path):
@@ -196,9 +196,7 @@ def test_each_attention_of_a_run_is_measured(tmp_path):
     assert run(*tiny(tmp_path / "up", *shape, *back, "steps=6")).code == 0
     rows = [row["memory/peak_gib"] for row in metrics(tmp_path / "up")]
     assert rows[0] is None and rows[1] == rows[3] < rows[4] == rows[5]
-    # garbage of the step before, a scalar or two, may still be there
-    scalars = pytest.approx(rows[5], abs=64 / 2**30)
-    assert summary(tmp_path / "down")["memory/peak_gib"] == scalars
+    assert summary(tmp_path / "down")["memory/peak_gib"] == rows[5]
     assert run(*tiny(tmp_path / "one", *shape, "steps=1")).code == 0
     assert summary(tmp_path / "one")["memory/peak_gib"] > 0
 

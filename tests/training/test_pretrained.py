@@ -126,7 +126,6 @@ MODERN = {"positions": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias"
 SAVED = {
     "no-head": ("GPT2Model", GPT2 | {"activation_function": "gelu_pytorch_tanh"}, {}),
     "shards": ("GPT2LMHeadModel", GPT2, {}),
-    "classifier": ("GPT2ForSequenceClassification", GPT2 | {"pad_token_id": 0}, {}),
     "says-tied": ("GPT2LMHeadModel", GPT2 | {"tie_word_embeddings": False}, UNTIED),
     "llama": ("LlamaForCausalLM", LLAMA, MODERN),
     "tied-bin": ("LlamaForCausalLM", LLAMA | {"tie_word_embeddings": True}, MODERN | TIED),

@@ -13,8 +13,7 @@ import os
 import re
 import resource
 import sys
-from collections.abc import Callable, Iterator
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +73,7 @@ class MemoryMeter:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it logs each start and stop
         with torch.autograd.profiler.profile(profile_memory=True) as profile:
             yield
-        events = (event for event in profile.kineto_results.events() if event.name() == "[memory]")
-        changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-        peak = bytes_of(held) + max(accumulate(changes, initial=0))
+        peak = bytes_of(held) + _peak_of(profile.kineto_results.experimental_event_tree())
         self._step_bytes = max(peak, self._step_bytes or 0)
 
     def peaks(self) -> Row:
@@ -101,6 +98,28 @@ class MemoryMeter:
             name: value and max(value, self.summary.get(name) or 0.0) for name, value in row.items()
         }
         return row
+
+
+def _peak_of(tree: Iterable[Any]) -> int:
+    """The most bytes at once of what was allocated during these events of a profiler."""
+    live: dict[int, int] = {}
+    size = peak = 0
+    for event in sorted(_allocations(tree), key=lambda event: event.start_time_ns):
+        block, change = event.extra_fields.ptr, event.extra_fields.alloc_size
+        if change > 0:
+            live[block] = change
+        else:  # for an older block PyTorch gives the size of what it last profiled at this address
+            change = -live.pop(block, 0)
+        size += change
+        peak = max(peak, size)
+    return peak
+
+
+def _allocations(tree: Iterable[Any]) -> Iterator[Any]:
+    for event in tree:
+        if event.name == "[memory]":
+            yield event
+        yield from _allocations(event.children)
 
 
 def bytes_of(*trees: Any) -> int:
