@@ -1,28 +1,20 @@
-"""The Hopper kernels: their numbers and their protocol in an interpreter, their machine code
-without a GPU, and all of it on one.
+"""The Hopper kernels: their numbers and their protocol in an interpreter and on a GPU.
+test_machine_code.py has what the compiler makes of them.
 
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from attention import BACKENDS, AttentionOutput, Backend, attention, get_backend, kernel_choice
+from attention import BACKENDS, AttentionOutput, Backend, attention
 from attention.interface import FEATURES
 from attention.kernels import key_intervals, score_change
-from attention.kernels.hopper.documents import block_starts
 from attention.kernels.launch import (
     Settings,
     backward,
@@ -31,16 +23,14 @@ from attention.kernels.launch import (
     is_packed,
     unpacked,
 )
-from attention.kernels.select import choose_kernel, obstacle_of_the_place, why_not_hopper
-from attention.kernels.tiles import shares_of
+from attention.kernels.select import why_not_hopper
 from attention.mask import visible_keys
 from conformance.cases import Case, probabilities
-from tests.attention import gluon_interpreter
-from tests.attention.gluon_interpreter import COUNTERS, Failure, load_kernels
+from tests.attention.kernels import gluon_interpreter
+from tests.attention.kernels.gluon_interpreter import COUNTERS, Failure, load_kernels
 from tests.attention.test_conformance import check
 from tests.conformance.edits import drop, swap
 
-ROOT = Path(__file__).parents[2]
 INTERPRETED = pytest.mark.skipif(
     torch.cuda.is_available(),
     reason="the plain Triton kernels around the Hopper ones are compiled here",
@@ -227,14 +217,6 @@ def test_interpreted(case, conformance_record):
 
 
 @INTERPRETED
-def test_blocks_start_where_documents_do():
-    case = seen_across(64, causal=True)
-    q = torch.empty(1, 1, case.num_queries, 1)
-    lo = visible_keys(q, q, causal=True, cu_seqlens=case.sequences()).lo.int()
-    assert block_starts(lo)[0, 1].tolist() == [128, 150, 256, 256]
-
-
-@INTERPRETED
 @pytest.mark.parametrize(
     ("head_dim", "num_queries", "num_keys", "causal", "window"),
     [
@@ -277,29 +259,6 @@ def test_shares_of_a_group_are_joined(
     heads = {"num_heads": 2 * groups, "num_kv_heads": 2}
     case = sized(num_queries, num_keys, head_dim, batch=batch, **heads)
     check(interpreted_backend(launch), case, torch.float16, "cpu", conformance_record)
-
-
-@pytest.mark.parametrize(
-    ("groups", "blocks", "mib", "equal", "shares"),
-    [
-        # fastest on an H200, whose cache has 60 MiB
-        (16, 128, 16, False, 8),  # MQA, 16 heads, 16,384 keys: 128 programs for 132 multiprocessors
-        (8, 1024, 4, False, 2),  # 64:8, four sequences of 4,096 keys
-        (4, 512, 8, False, 2),
-        (4, 512, 4, False, 1),
-        (8, 2048, 32, False, 4),
-        # as it follows
-        (8, 16, 1, False, 8),  # too short to be enough
-        (3, 1000, 32, False, 3),
-        (6, 100, 1, False, 3),
-        (4, 132, 64, True, 1),
-        (4, 140, 64, True, 4),  # a second round for eight blocks alone
-        (1, 20, 64, False, 1),
-    ],
-)
-def test_every_program_has_work_in_the_backward(groups, blocks, mib, equal, shares):
-    sizes = {"streamed": mib * 2**20, "cache": 60 * 2**20}
-    assert shares_of(groups, blocks, 132, equal=equal, **sizes) == shares
 
 
 def compare_packed(
@@ -450,205 +409,12 @@ def test_the_interpreter_sees_an_error_in_the_protocol(edit, said):
             attention(q, k, v, backend=backend).out.sum().backward()
 
 
-# which kernel runs
-
-H200 = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": 64}
-SOFTCAP, ALIBI = (f"attention.kernels.score_mods:{name}" for name in ("softcap", "alibi"))
-
-
-def change_named(x: Any) -> str:
-    """Of a test's id: what is changed, and to what; "as-is" for nothing."""
-    if not isinstance(x, dict):
-        return x
-    return "-".join(f"{name}={value}" for name, value in x.items()) or "as-is"
-
-
-@pytest.fixture
-def on_an_h200(monkeypatch, tmp_path):
-    """This machine as one with an H200; call it to install another Triton."""
-
-    def install(release: str) -> None:
-        metadata = tmp_path / release / f"triton-{release}.dist-info" / "METADATA"
-        metadata.parent.mkdir(parents=True)
-        metadata.write_text(f"Metadata-Version: 2.1\nName: triton\nVersion: {release}\n")
-        monkeypatch.syspath_prepend(metadata.parents[1])
-
-    obstacle_of_the_place.cache_clear()
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    install("3.6.0")
-    yield install
-    obstacle_of_the_place.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({}, ""),
-        ({"dtype": torch.float16, "head_dim": 128}, ""),
-        ({"score_mod": SOFTCAP}, ""),
-        ({"device": torch.device("cpu")}, "cpu"),
-        ({"dtype": torch.float32}, "float32"),
-        ({"head_dim": 96}, "96"),
-        ({"softmax": "no_max"}, "broken softmax"),
-        ({"block_kv": 64}, "block_q"),
-        ({"scale": -1.0}, "-1.0"),
-    ],
-    ids=change_named,
-)
-def test_inputs_of_the_hopper_kernels(change, reason, on_an_h200):
-    found = why_not_hopper(**H200 | change)
-    assert reason in found and bool(found) == bool(reason)
-
-
-def test_devices_of_the_hopper_kernels(on_an_h200, monkeypatch):
-    on_an_h200("3.9.0")
-    assert "3.9.0" in why_not_hopper(**H200)
-    obstacle_of_the_place.cache_clear()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert "sm_80" in why_not_hopper(**H200)
-    obstacle_of_the_place.cache_clear()
-    monkeypatch.setattr(torch.version, "cuda", None)  # as on AMD's
-    assert "NVIDIA" in why_not_hopper(**H200)
-
-
-@pytest.mark.parametrize(
-    ("asked", "change", "chosen", "reason"),
-    [
-        ("portable", {}, "portable", "asked for"),
-        ("hopper", {}, "hopper", "asked for"),
-        ("auto", {}, "hopper", ""),
-        ("auto", {"head_dim": 96}, "portable", "96"),
-        ("auto", {"dtype": torch.float32}, "portable", "float32"),
-        ("auto", {"score_mod": SOFTCAP}, "portable", "softcap"),
-        ("hopper", {"score_mod": SOFTCAP}, "hopper", ""),
-        ("auto", {"score_mod": ALIBI}, "hopper", ""),
-    ],
-    ids=change_named,
-)
-def test_the_choice_and_its_reason(asked, change, chosen, reason, on_an_h200):
-    """As a run writes them into its log."""
-    choice = choose_kernel(asked, **H200 | change)
-    assert choice.kernel == chosen and reason in choice.reason
-    backend = get_backend("triton", kernel=asked)
-    assert kernel_choice(backend, **H200 | change) == choice
-    assert kernel_choice(get_backend("tiled"), **H200) is None
-
-
-def test_a_refusal_names_the_reason_and_the_way_out(on_an_h200):
-    with pytest.raises(ValueError, match="kernel=hopper .* 96; .*kernel=auto"):
-        choose_kernel("hopper", **H200 | {"head_dim": 96})
-
-
-@INTERPRETED
-def test_so_does_that_of_a_call():
-    q = torch.zeros(1, 1, 4, 64)
-    with pytest.raises(ValueError, match="kernel=hopper .* cpu; .*kernel=auto"):
-        attention(q, q, q, backend=get_backend("triton", kernel="hopper"))
-
-
-# the machine code
-
-# bytes a thread, with Triton 3.6 and with the releases after it; what is not here spills nothing
-SPILLS = {
-    ("forward", 64): (0, 4),
-    ("backward", 64): (56, 516),
-    ("backward", 64, "documents"): (104, 516),
-    ("backward", 64, "full_documents"): (104, 516),
-    ("backward", 64, "grouped_documents"): (108, 516),
-    ("backward", 128): (52, 0),
-    ("backward", 128, "documents"): (52, 4),
-    ("backward", 128, "full_documents"): (52, 4),
-    ("backward", 128, "grouped_documents"): (60, 4),
-    # a score modifier's numbers and derivative take registers
-    ("forward", 64, "sinks"): (0, 8),
-    ("forward", 64, "softcap"): (0, 704),
-    ("forward", 64, "alibi"): (0, 524),
-    ("forward", 64, "both"): (0, 992),
-    ("forward", 64, "grouped_both"): (0, 992),
-    ("forward", 128, "softcap"): (0, 16),
-    ("forward", 128, "alibi"): (0, 40),
-    ("forward", 128, "both"): (8, 92),
-    ("forward", 128, "grouped_both"): (8, 92),
-    ("forward", 128, "both_intervals"): (16, 148),
-    ("backward", 64, "grouped_both"): (64, 0),
-    ("backward", 64, "both_intervals"): (76, 0),
-    ("backward", 128, "softcap"): (208, 288),
-    ("backward", 128, "alibi"): (48, 16),
-    ("backward", 128, "both"): (344, 296),
-    ("backward", 128, "grouped_both"): (248, 316),
-    ("backward", 128, "both_intervals"): (712, 596),
-}
-
-
-def compiled(kernel: str, dtype: str, head_dim: int, variants: str) -> list[dict]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    module = "tests.attention.hopper_offline"
-    command = [sys.executable, "-m", module, kernel, dtype, str(head_dim), variants]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def check_machine_code(kernel: str, dtype: str, head_dim: int, variants: str) -> None:
-    newer = not version("triton").startswith("3.6.")
-    rows = compiled(kernel, dtype, head_dim, variants)
-    assert [row["variant"] for row in rows] == variants.split(",")
-    for row in rows:
-        assert row["shared"] <= 232448, row
-        assert row["warnings"] == [], row
-        usual = SPILLS.get((kernel, head_dim), (0, 0))
-        assert row["spilled"] <= SPILLS.get((kernel, head_dim, row["variant"]), usual)[newer], row
-        assert row["products"] >= 48, row
-        if (kernel, head_dim) == ("forward", 128):
-            # nearly all exponentials of a thread's 64 scores run beside the output's product; half
-            # of them where it keeps maxima under a mask too: in logged steps, one of ten
-            least = 30 if row["variant"] == "top_intervals" else 60
-            assert min(row["overlapped"]) >= least, row
-
-
-# elsewhere short sequences are computed as long ones
-SHORT_DIFFERS = {("forward", 64), ("backward", 128)}
-FIRST = ("causal", "short")
-COMPILER = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="needs Triton's compiler, not a GPU"
-)
-
-
-@COMPILER
-@pytest.mark.parametrize(
-    ("kernel", "head_dim"),
-    [("backward", 64), slow("forward", 128), slow("forward", 64), slow("backward", 128)],
-)
-def test_sm_90_compiles(kernel, head_dim):
-    """The compiler takes ten seconds for each: `make test` has the one with the most code."""
-    count = 2 if (kernel, head_dim) in SHORT_DIFFERS else 1
-    check_machine_code(kernel, "bf16", head_dim, ",".join(FIRST[:count]))
-
-
-@COMPILER
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("kernel", ["forward", "backward"])
-def test_sm_90_compiles_the_other_variants(kernel, head_dim, dtype):
-    from tests.attention.hopper_offline import VARIANTS
-
-    names = [
-        name
-        for name in VARIANTS
-        if name not in FIRST and ((kernel, head_dim) in SHORT_DIFFERS or "short" not in name)
-    ]
-    check_machine_code(
-        kernel, dtype, head_dim, ",".join(names if dtype == "bf16" else ("causal", "intervals"))
-    )
-
-
 # on the device
 
 HOPPER = BACKENDS["triton"].configured(kernel="hopper")
 ON_HOPPER = pytest.mark.skipif(
-    not torch.cuda.is_available() or bool(why_not_hopper(**H200)),
+    not torch.cuda.is_available()
+    or bool(why_not_hopper(device=torch.device("cuda"), dtype=torch.bfloat16, head_dim=64)),
     reason="needs a Hopper GPU and the Triton that the kernels are written for",
 )
 DEVICE_CASES = [

@@ -45,7 +45,7 @@ from attention.kernels.forward import with_sink
 from attention.kernels.score_mods import find_score_mod
 from tests.conformance.edits import Edit, Package
 
-FOLDER = Path(__file__).parents[2] / "attention" / "kernels" / "hopper"
+FOLDER = Path(__file__).parents[3] / "attention" / "kernels" / "hopper"
 here = threading.local()  # .program, .partition, and what the partition has under way
 TURN = threading.Lock()  # of the one thread that runs
 
@@ -184,31 +184,6 @@ def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     where, inside = pointer.locations(mask)
     values = torch.as_tensor(raw(value), dtype=pointer.base.dtype).broadcast_to(where.shape)
     pointer.base.view(-1)[where[inside]] = values[inside]
-
-
-def async_load(shared: "Shared", pointer: Pointer, mask: Any = None) -> None:
-    """Start a copy of this thread's own, which ends when its group is waited for."""
-    _, inside = pointer.locations(mask)
-    issued = load(pointer, mask).data
-    shared.data[inside] = math.nan
-
-    def finish() -> None:
-        check(unchanged(load(pointer, mask).data, issued), "what is being copied has changed")
-        check(bool(shared.data[inside].isnan().all()), "what is being copied was overwritten")
-        shared.data[inside] = issued[inside]
-
-    here.loads[-1].append(finish)
-
-
-def commit_group() -> None:
-    here.loads.append([])
-
-
-def wait_group(outstanding: int) -> None:
-    """Wait until no more groups than these are under way."""
-    while len(here.loads) - 1 > outstanding:
-        for finish in here.loads.pop(0):
-            finish()
 
 
 def atomic_add(pointer: Pointer, value: int) -> Value:
@@ -624,7 +599,6 @@ class Program:
 
     def run(self, name: str, function: Callable, arguments: tuple = ()) -> None:
         here.program, here.partition, here.stores, here.products = self, name, [], []
-        here.loads = [[]]  # groups of copies, the last one without its end
         with TURN:
             try:
                 with torch.no_grad():
@@ -801,7 +775,6 @@ def fake_gluon() -> dict[str, types.ModuleType]:
     def jit(function: Callable | None = None, **_: Any) -> Any:
         return Kernel(function) if function is not None else Kernel
 
-    copies = {"async_load": async_load, "commit_group": commit_group, "wait_group": wait_group}
     gluon = "triton.experimental.gluon"
     contents = {
         "triton._C.libtriton": {"ir": None},
@@ -810,7 +783,6 @@ def fake_gluon() -> dict[str, types.ModuleType]:
         f"{gluon}.language": fake_language(),
         f"{gluon}.language._core": {"builtin": lambda function: function},
         f"{gluon}.language.nvidia": {},
-        f"{gluon}.language.nvidia.ampere": {"async_copy": types.SimpleNamespace(**copies)},
         f"{gluon}.language.nvidia.hopper": hopper,
         f"{gluon}.nvidia": {},
         f"{gluon}.nvidia.hopper": {"TensorDescriptor": Descriptor},
@@ -891,16 +863,6 @@ def load_kernels(
     ours["launch"].cache_bytes = lambda device: cache_bytes
     ours["launch"].counters = lambda device: COUNTERS
     return ours
-
-
-def load_module(name: str) -> types.ModuleType:
-    """A module of kernels that needs no other in Gluon, run against this interpreter."""
-    file = FOLDER.parents[2] / f"{name.replace('.', '/')}.py"
-    module = types.ModuleType(name)
-    with replaced(fake_gluon()):
-        exec(compile(file.read_text(), file, "exec"), module.__dict__)
-    module.__dict__.update({name: of_triton(x, module.gl) for name, x in vars(module).items()})
-    return module
 
 
 COUNTERS = torch.zeros(2, dtype=torch.int32)  # every launch must leave them at zero
