@@ -39,7 +39,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from triton.language import constexpr
 
 from attention.kernels.forward import with_sink
 from attention.kernels.score_mods import find_score_mod
@@ -92,24 +91,11 @@ class Value:
     def permute(self, order: tuple[int, ...]) -> "Value":
         return Value(self.data.permute(order))
 
-    def __getitem__(self, index: Any) -> "Value":
-        return Value(self.data[index])
-
-    def split(self) -> "tuple[Value, Value]":
-        first, second = self.data.unbind(-1)
-        return Value(first), Value(second)
-
     def __index__(self) -> int:
         return int(self.data)
 
     def __bool__(self) -> bool:
         return bool(self.data)
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __neg__(self) -> "Value":
-        return Value(-self.data)
 
 
 def operator(name: str, function: Callable) -> None:
@@ -153,10 +139,6 @@ class Pointer:
 
     def __add__(self, offset: Any) -> "Pointer":
         return Pointer(self.base, raw(offset) + self.offset)
-
-    @property
-    def dtype(self) -> types.SimpleNamespace:
-        return types.SimpleNamespace(element_ty=self.base.dtype)
 
     def to(self, dtype: torch.dtype) -> Value:
         """The address. Read back, it points to all that follows in the tensor's storage."""
@@ -709,10 +691,7 @@ def filled(shape: list[int], value: Any, dtype: torch.dtype, layout: Any) -> Val
 
 DTYPES = "float32", "float16", "bfloat16", "int32", "int64"
 # that are PyTorch's
-FUNCTIONS = (
-    *("abs", "clamp", "exp", "exp2", "log", "log2", "rsqrt"),
-    *("maximum", "minimum", "where", "zeros_like"),
-)
+FUNCTIONS = ["abs", "clamp", "exp2", "log2", "maximum", "minimum", "rsqrt", "where", "zeros_like"]
 LAYOUTS = [
     f"{name}Layout"
     for name in ("Slice", "Blocked", "DotOperand", "NVMMADistributed", "SwizzledShared")
@@ -802,19 +781,9 @@ def interpreted(function: Any, gl: types.ModuleType) -> Kernel | None:
     if function is None:
         return None
     code = function.fn.__code__
-    known = {
-        name: of_triton(x, gl)
-        for name, x in function.fn.__globals__.items()
-        if name in code.co_names
-    }
+    known = {name: x for name, x in function.fn.__globals__.items() if name in code.co_names}
+    known = {name: interpreted(x, gl) if hasattr(x, "fn") else x for name, x in known.items()}
     return Kernel(types.FunctionType(code, known | {"tl": gl}))
-
-
-def of_triton(x: Any, gl: types.ModuleType) -> Any:
-    """What Triton made of a function or a constant, in this interpreter; else x."""
-    if isinstance(x, constexpr):
-        return x.value
-    return interpreted(x, gl) if hasattr(x, "fn") else x
 
 
 @contextmanager

@@ -4,6 +4,7 @@ test_machine_code.py has what the compiler makes of them.
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -102,22 +103,21 @@ def interpreted_backend(launch: Any = None) -> Backend:
 
 @dataclass(frozen=True)
 class Uneven(Case):
-    """Documents of these lengths, or sequences that end here."""
+    """Documents or packed sequences that end here."""
 
-    lengths: tuple[int, ...] = ()
     ends: tuple[tuple[int, ...], ...] = ()  # of the queries, and of the keys
 
     __hash__ = Case.__hash__
 
     def __str__(self) -> str:
-        return f"{super().__str__()}-of-{'-'.join(map(str, self.lengths or self.ends[1]))}"
+        return f"{super().__str__()}-until-{'-'.join(map(str, self.ends[1]))}"
 
     def make(self, dtype: torch.dtype, device: str):
         tensors, arguments, *gradients = super().make(dtype, device)
-        if self.lengths:
-            numbers = torch.arange(len(self.lengths), device=device)
-            lengths = torch.tensor(self.lengths, device=device)
-            arguments["document_ids"] = numbers.repeat_interleave(lengths)[None]
+        if "document_ids" in arguments:
+            lengths = self.sequences()[0].diff()
+            ids = torch.arange(len(lengths)).repeat_interleave(lengths)
+            arguments["document_ids"] = ids[None].to(device)
         return tensors, arguments, *gradients
 
     def sequences(self) -> Tensor:
@@ -132,48 +132,44 @@ def sized(num_queries: int, num_keys: int, head_dim: int, **others: Any) -> Case
     )
 
 
-def uneven(num_tokens: int, head_dim: int, **fields: Any) -> Case:
-    shape = {"num_queries": num_tokens, "num_keys": num_tokens, "head_dim": head_dim}
-    return Uneven(**shape, **fields)
+def uneven(head_dim: int, *ends: Iterable[int], causal: bool = True, **optional: bool) -> Case:
+    """Sequences, or documents, whose queries and keys end here; keys where queries do if not
+    given.
+    """
+    ends = tuple(map(tuple, ends if len(ends) == 2 else 2 * ends))
+    shape = {"num_queries": ends[0][-1], "num_keys": ends[1][-1], "head_dim": head_dim}
+    return Uneven(**shape, causal=causal, ends=ends, optional=optional)
 
 
-def uneven_documents(head_dim: int, *lengths: int) -> Case:
-    """Queries of a document see all the last keys of a block, and not the first."""
-    return uneven(sum(lengths), head_dim, lengths=lengths, optional={"document_ids": True})
-
-
-def seen_across(head_dim: int, causal: bool) -> Case:
-    """A block of keys starts at 150, where one of queries does, and queries see both its sides."""
-    ends = (0, 150, 600), (0, 400, 600)
-    return uneven(600, head_dim, causal=causal, ends=ends, optional={"cu_seqlens": True})
-
-
+# a block of keys starts at 150, where one of queries does, and queries see both its sides
+ACROSS = (0, 150, 600), (0, 400, 600)
 BOTH = {"softcap": 2.0, "alibi_slopes": True}
 # several blocks of queries, several tiles of keys, and more work than the interpreter's two
-# programs: each kernel with each mask, each change of the scores and each order of the work
+# programs: each kernel, each mask, a change of the scores and each order of the work
 QUICK_CASES = [
     sized(290, 290, 128, num_heads=4, num_kv_heads=2),
     # of three heads in sections of two, a launch pointed past the last head
     sized(200, 200, 64, num_heads=3, num_kv_heads=3),
     # masked scores are 0, far above all others
     sized(130, 200, 64, num_heads=4, num_kv_heads=1, causal=False, inputs="negative"),
-    sized(130, 322, 128, inputs="spike"),
     sized(300, 130, 64, sinks=True),  # the first 170 rows see no key
-    sized(450, 450, 64, window=100),
     sized(130, 400, 128, num_kv_heads=1, window=40),  # no query sees the first keys
-    sized(270, 270, 128, batch=2, num_heads=1, num_kv_heads=1, causal=False, document_ids=True),
-    seen_across(64, causal=True),
-    uneven_documents(128, 12, 208, 20, 160),
+    uneven(64, *ACROSS, cu_seqlens=True),
+    # queries of a document see all the last keys of a block, and not the first
+    uneven(128, (0, 12, 220, 240, 400), document_ids=True),
     # sequences end inside a tile and on its edge, and some are empty
     sized(130, 384, 64, batch=3, num_heads=1, num_kv_heads=1, key_lengths=True),
     sized(200, 300, 64, batch=2, **BOTH),
-    sized(130, 200, 128, batch=2, causal=False, score_mod=True),
     # longer than SHORT, and at D 128 than LONG: there the work has another order
-    sized(130, 1100, 64, num_heads=1, num_kv_heads=1),
     sized(130, 1100, 128, num_kv_heads=1),
 ]
 # for make test-all and the device, which runs the calls of test_conformance.py too
 SLOW_CASES = [
+    sized(130, 322, 128, inputs="spike"),
+    sized(450, 450, 64, window=100),
+    sized(270, 270, 128, batch=2, num_heads=1, num_kv_heads=1, causal=False, document_ids=True),
+    sized(130, 200, 128, batch=2, causal=False, score_mod=True),
+    sized(130, 1100, 64, num_heads=1, num_kv_heads=1),
     sized(256, 256, 64, causal=False),
     sized(300, 130, 128, num_kv_heads=1),
     sized(1, 200, 64),
@@ -185,10 +181,9 @@ SLOW_CASES = [
     sized(400, 400, 64, batch=2, num_kv_heads=1, document_ids=True),
     sized(400, 400, 128, batch=2, document_ids=True, window=30),
     sized(310, 310, 128, batch=3, document_ids=True, softcap=2.0),
-    uneven_documents(64, *[100] * 6),
-    uneven_documents(128, *[100] * 6),
-    seen_across(64, causal=False),
-    seen_across(128, causal=True),
+    *(uneven(d, range(0, 601, 100), document_ids=True) for d in (64, 128)),
+    uneven(64, *ACROSS, causal=False, cu_seqlens=True),
+    uneven(128, *ACROSS, cu_seqlens=True),
     sized(200, 400, 64, causal=False, window=(40, 90)),
     sized(130, 256, 128, batch=3, causal=False, key_lengths=True, window=(100, -1)),
     sized(320, 640, 64, cu_seqlens=True),
