@@ -13,6 +13,7 @@ from torch import Tensor
 from attention import BACKENDS, Backend, attention
 from attention.exact_variants import EXACT_VARIANTS
 from attention.kernels.select import HEAD_DIMS
+from attention.look import diagnose
 from conformance.backend_under_test import expected_of
 from conformance.cases import SHORT, Case, attend, expect, run
 from conformance.views import LAYOUTS
@@ -278,24 +279,30 @@ LOOKED_AT = (
 )
 
 
+# it declares no max_score: attention() computes it beside the call, as beside sdpa
+BESIDE = replace(
+    BACKENDS["naive"], name="beside", features=BACKENDS["naive"].features - {"max_score"}
+)
+
+
 @pytest.mark.parametrize(
     ("backend", "call"),
     [
-        pytest.param(backend, CALLS[name], id=f"{backend.name}-{name}")
-        for backend in map(configured, BACKENDS.values())
-        if backend.name in ("naive", "tiled", "kv_outer", "triton", "sdpa")
+        pytest.param(configured(backend), CALLS[name], id=f"{backend.name}-{name}")
+        for backend in (*map(BACKENDS.get, ("naive", "tiled", "kv_outer", "triton")), BESIDE)
         for name in LOOKED_AT
-        if not lacking(backend, CALLS[name], "cpu")
     ],
 )
-def test_the_largest_score_of_each_head(backend, call):
+def test_the_largest_score_of_each_head(backend, call, monkeypatch):
     """Sinks, hidden keys and rows without a key do not count, and nothing else changes."""
+    monkeypatch.setattr(diagnose, "TILE_SCORES", 2**11)  # several tiles
     device = "cuda" if COMPILED else "cpu"
     tensors, arguments, *_ = call.make(torch.float32, device)
     with torch.no_grad():
         found = attention(*tensors, backend=backend, return_max_score=True, **arguments)
         plain = attention(*tensors, backend=backend, **arguments)
     assert found.out.equal(plain.out) and len(plain) == 2
+    assert found.max_score.dtype == torch.float32
     wide: list[Tensor] = [x.double() for x in tensors]
     arguments.pop("sinks", None)
     exact = attention(*wide, backend="naive", return_max_score=True, **arguments).max_score
