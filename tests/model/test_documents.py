@@ -83,18 +83,6 @@ def test_no_document_reaches_another(build, positions):
     assert (together != moved).any(-1).all()
 
 
-def test_the_loss_of_a_document_has_no_gradient_in_another(build):
-    model, batch = build("tiled"), packed()
-    embedded = []
-    model.dropout.register_forward_hook(
-        lambda module, inputs, out: embedded.append(out) or out.retain_grad()
-    )
-    only = torch.where(batch.document_ids == 3, batch.targets, -100)
-    model(batch.inputs, only, batch.document_ids).loss.backward()
-    reached = embedded[0].grad.abs().sum(-1) > 0  # (B, N)
-    assert torch.equal(reached, batch.document_ids == 3)
-
-
 @pytest.mark.parametrize("positions", ["rope", "learned"])
 def test_a_packed_document_is_the_document_alone_if_positions_are_rotary(build, positions):
     """They depend on distances only, while learned positions go on counting."""

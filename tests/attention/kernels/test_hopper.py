@@ -217,7 +217,6 @@ def test_interpreted(case, conformance_record):
     [
         (128, 300, 300, True, 70),
         slow(64, 290, 290, True, None),
-        slow(128, 130, 200, False, None),
         slow(64, 300, 130, True, None),
     ],
 )
@@ -297,7 +296,7 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
 @INTERPRETED
 @pytest.mark.parametrize(
     ("where", "causal"),
-    [("q", True), slow("k", False), slow("v", True), slow("d_out", False)],
+    [("q", True), slow("v", True), slow("d_out", False)],
 )
 def test_nan_is_not_lost_in_a_polynomial(where, causal, monkeypatch):
     """One number of one row: it spoils what it spoils where all exponentials are exp2's, but for dv
@@ -353,7 +352,7 @@ def test_an_accumulator_is_rescaled_where_any_row_of_a_warp_asks_for_it(head_dim
 
 
 FORWARD, BACKWARD = "forward:consumer", "backward:add_queries"
-# wrong protocols, and what the interpreter must say of them
+# a wrong protocol for each thing that the interpreter looks at, and what it must say
 ERRORS = {
     "v-released-before-its-product": (
         swap(
@@ -365,25 +364,9 @@ ERRORS = {
     ),
     "k-not-awaited": (drop(FORWARD, "k_ring.await_full(item, pred=tile > own_first)"), "NaN"),
     "v-not-released": (drop(FORWARD, "v_ring.release(item - 2)"), "deadlock"),
-    "out-not-fenced": (drop(FORWARD, "fence_async_shared()"), "fence"),
-    "turn-not-begun": (drop("forward:hand_back", "begin_turn(...)"), "deadlock|256 threads"),
-    "ds-read-before-the-other-wrote": (drop(BACKWARD, "await_all(BOTH)"), "operand|fence"),
     "ds-not-fenced": (drop(BACKWARD, "fence_async_shared()"), "fence"),
     "dq-tile-not-awaited": (drop(BACKWARD, "await_own_stores()"), "being stored"),
     "dp-used-before-its-wait": (swap(BACKWARD, "PARTS + part - 1", "PARTS + part"), "waited for"),
-    "q-released-before-its-product": (
-        swap(
-            BACKWARD,
-            "dk = warpgroup_mma_wait(0, deps=(dk_pending,)); q_ring.release(item)",
-            "q_ring.release(item); dk = warpgroup_mma_wait(0, deps=(dk_pending,))",
-        ),
-        "operand",
-    ),
-    "gradients-written-over-dq": (
-        drop("backward:store_gradients", "tma.store_wait(0); store_gradient(dv, ...)"),
-        "being stored",
-    ),
-    "block-not-released": (drop("backward:add_block", "block_ring.release(visit)"), "deadlock"),
 }
 QUICK_ERRORS = "v-released-before-its-product", "ds-not-fenced"
 
