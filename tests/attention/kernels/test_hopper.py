@@ -25,6 +25,7 @@ from attention.kernels.launch import (
     unpacked,
 )
 from attention.kernels.select import why_not_hopper
+from attention.kernels.tiles import shares_of
 from attention.mask import visible_keys
 from conformance.cases import Case, probabilities
 from tests.attention.kernels import gluon_interpreter
@@ -206,8 +207,8 @@ SLOW_CASES = [
 
 @INTERPRETED
 @pytest.mark.parametrize("case", [*QUICK_CASES, *map(slow, SLOW_CASES)], ids=str)
-def test_interpreted(case, conformance_record):
-    check(interpreted_backend(), case, torch.float16, "cpu", conformance_record)
+def test_interpreted(case):
+    check(interpreted_backend(), case, torch.float16, "cpu")
     assert not COUNTERS.any(), "a launch leaves the counters as it found them"
 
 
@@ -245,14 +246,35 @@ def test_largest_score_of_each_row(head_dim, num_queries, num_keys, causal, wind
     ("batch", "groups", "num_queries", "num_keys", "head_dim"),
     [(1, 6, 200, 130, 64), slow(2, 4, 200, 200, 128), slow(2, 6, 300, 130, 128)],
 )
-def test_shares_of_a_group_are_joined(
-    batch, groups, num_queries, num_keys, head_dim, conformance_record
-):
+def test_shares_of_a_group_are_joined(batch, groups, num_queries, num_keys, head_dim):
     """Several programs for the query heads of one key/value head, as where the cache is small."""
     launch = load_kernels(cache_bytes=1)["launch"]
     heads = {"num_heads": 2 * groups, "num_kv_heads": 2}
     case = sized(num_queries, num_keys, head_dim, batch=batch, **heads)
-    check(interpreted_backend(launch), case, torch.float16, "cpu", conformance_record)
+    check(interpreted_backend(launch), case, torch.float16, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("groups", "blocks", "mib", "equal", "shares"),
+    [
+        # fastest on an H200, whose cache has 60 MiB
+        (16, 128, 16, False, 8),  # MQA, 16 heads, 16,384 keys: 128 programs for 132 multiprocessors
+        (8, 1024, 4, False, 2),  # 64:8, four sequences of 4,096 keys
+        (4, 512, 8, False, 2),
+        (4, 512, 4, False, 1),
+        (8, 2048, 32, False, 4),
+        # as it follows
+        (8, 16, 1, False, 8),  # too short to be enough
+        (3, 1000, 32, False, 3),
+        (6, 100, 1, False, 3),
+        (4, 132, 64, True, 1),
+        (4, 140, 64, True, 4),  # a second round for eight blocks alone
+        (1, 20, 64, False, 1),
+    ],
+)
+def test_every_program_has_work_in_the_backward(groups, blocks, mib, equal, shares):
+    sizes = {"streamed": mib * 2**20, "cache": 60 * 2**20}
+    assert shares_of(groups, blocks, 132, equal=equal, **sizes) == shares
 
 
 def compare_packed(
@@ -438,8 +460,8 @@ DEVICE_CASES = [
 @ON_HOPPER
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("case", DEVICE_CASES, ids=str)
-def test_on_the_device(case, dtype, conformance_record):
-    check(HOPPER, case, dtype, "cuda", conformance_record)
+def test_on_the_device(case, dtype):
+    check(HOPPER, case, dtype, "cuda")
 
 
 def random(*shape: int, seed: int) -> Tensor:

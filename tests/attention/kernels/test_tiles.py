@@ -7,14 +7,7 @@ import json
 import pytest
 import torch
 
-from attention.kernels.tiles import (
-    VARIANTS,
-    padded_head_dim,
-    pick_tile,
-    shares_of,
-    table_for,
-    tables,
-)
+from attention.kernels.tiles import VARIANTS, padded_head_dim, pick_tile, table_for, tables
 from tests.attention.kernels.compiler import NEEDED, printed
 
 DTYPES = ("16-bit", "float32")
@@ -76,29 +69,6 @@ def test_float32_gets_fewer_queries_than_asked_for():
             tile = pick_tile(kernel, head_dim, torch.float32, **asked)
             assert (tile.block_q, tile.block_kv) == (most, 64)
     assert pick_tile("forward", 128, torch.bfloat16, **asked).block_q == 128
-
-
-@pytest.mark.parametrize(
-    ("groups", "blocks", "mib", "equal", "shares"),
-    [
-        # fastest on an H200, whose cache has 60 MiB
-        (16, 128, 16, False, 8),  # MQA, 16 heads, 16,384 keys: 128 programs for 132 multiprocessors
-        (8, 1024, 4, False, 2),  # 64:8, four sequences of 4,096 keys
-        (4, 512, 8, False, 2),
-        (4, 512, 4, False, 1),
-        (8, 2048, 32, False, 4),
-        # as it follows
-        (8, 16, 1, False, 8),  # too short to be enough
-        (3, 1000, 32, False, 3),
-        (6, 100, 1, False, 3),
-        (4, 132, 64, True, 1),
-        (4, 140, 64, True, 4),  # a second round for eight blocks alone
-        (1, 20, 64, False, 1),
-    ],
-)
-def test_every_program_has_work_in_the_backward(groups, blocks, mib, equal, shares):
-    sizes = {"streamed": mib * 2**20, "cache": 60 * 2**20}
-    assert shares_of(groups, blocks, 132, equal=equal, **sizes) == shares
 
 
 # bytes of a thread that the compiler spills, and why
