@@ -21,8 +21,8 @@ fails every time and not now and then:
 - where all wait and nothing is on its way, that is a deadlock, and who waits for what.
 
 Layouts, registers and the order of single instructions are the compiler's business: see
-test_hopper.py for those. Where instructions are written for several of a thread's numbers at once,
-those of its scores are meant.
+test_machine_code.py for those. Where instructions are written for several of a thread's numbers at
+once, those of its scores are meant.
 """
 
 import math
