@@ -162,16 +162,17 @@ def lacking(backend: Backend, call: Call, device: str) -> set[str]:
 
 def in_dtype(backend: Backend, call: Call, dtype: torch.dtype, device: str) -> bool:
     """Whether to hold the call in this dtype. Masks and tails are the same code for each: half
-    precision keeps to the plain calls, and a variant of the tile loop to float32.
+    precision keeps to the plain calls, and a variant of the tile loop to float32 and to what its
+    own softmax sees.
     """
     if backend.name == "flex" and device == "cpu":
         return dtype == torch.float32 and call in FLEX_ON_CPU
+    usual = call.scale is None and call.layout is None
+    if backend.name in VARIANTS:
+        return dtype == torch.float32 and usual
     if dtype == torch.float32:
         return True
-    if backend.name in VARIANTS:
-        return False
-    plain = not call.optional and call.scale is None and call.layout is None
-    return dtype in backend.dtypes and (plain or dtype not in HALVES)
+    return dtype in backend.dtypes and (usual and not call.optional or dtype not in HALVES)
 
 
 def is_slow(name: str, dtype: torch.dtype) -> bool:

@@ -89,6 +89,7 @@ def check_graphs(
 # each way of calling attention once: the others are the operator of tiled with another softmax
 @pytest.mark.parametrize("name", ["naive", "tiled", "sdpa", "flex", "triton"])
 def test_in_two_graphs(name):
+    """5 s for triton, which is interpreted."""
     backend = get_backend(name)
     # on a CPU FlexAttention has no backward pass
     with torch.set_grad_enabled(name != "flex" or DEVICE == "cuda"):

@@ -137,17 +137,20 @@ def test_loss_and_its_gradients_in_float64(settings, request):
     torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_loss_compiles_in_one_graph(kernel, several_chunks, padded):
-    """10 s: the kernel is interpreted four times, and two chunks take 128 rows or more."""
+@pytest.mark.parametrize(("settings", "tokens"), [("kernel", 20), ("several_chunks padded", 90)])
+def test_loss_compiles_in_one_graph(settings, tokens, request):
+    for setting in settings.split():
+        request.getfixturevalue(setting)
     torch._dynamo.reset()
     compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    inputs = example(tokens=tokens, ignored=slice(5, 12))
     found, expected = (
-        step(function, *example(), autocast=torch.bfloat16)
+        step(function, *inputs, autocast=torch.bfloat16)
         for function in (compiled, linear_cross_entropy)
     )
     torch.testing.assert_close(found, expected)
     with torch.no_grad():
-        torch.testing.assert_close(compiled(*example()), linear_cross_entropy(*example()))
+        torch.testing.assert_close(compiled(*inputs), linear_cross_entropy(*inputs))
 
 
 def test_the_kernel_where_a_row_is_sure_of_its_target_or_hopeless(kernel, padded):

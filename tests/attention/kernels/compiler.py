@@ -19,5 +19,6 @@ NEEDED = pytest.mark.skipif(
 def printed(*arguments: str, **variables: str) -> list[Any]:
     """What python ARGUMENTS prints with these variables set: a line of JSON for each result."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = run(*arguments, check=True, env=environment | variables)
+    # a kernel takes seconds, and some tests ask for dozens of them
+    done = run(*arguments, check=True, env=environment | variables, timeout=None)
     return [json.loads(line) for line in done.stdout.splitlines()]
