@@ -12,6 +12,13 @@ from model.fast import FastGPT
 from model.seam import LOOKING
 
 
+@pytest.mark.parametrize("width, hidden", [(384, 1024), (128, 384)])
+def test_swiglu_width_is_eight_thirds_rounded_up_to_64(build_gpt, width, hidden):
+    mlp = build_gpt(hidden_size=width, activation="swiglu").blocks[0].mlp
+    assert mlp.down.weight.shape == (width, hidden)
+    assert mlp.up.weight.shape == (2 * hidden, width)
+
+
 class Capture:
     """A backend that records its inputs and returns zeros."""
 
