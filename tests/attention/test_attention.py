@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import BACKENDS, Backend, attention, get_backend
+from attention import BACKENDS, Backend, ScoreMod, attention, get_backend
 from attention.sdpa import OneGradientLayout, cudnn_loses_dq
+from conformance.cases import every_index
 
 TILES = {"block_q": 16, "block_kv": 8}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -73,6 +74,24 @@ def test_softcap_comes_before_the_bias_and_the_bias_before_the_mask():
     out, lse = attention(q, k, v, backend="naive", **changes)
     torch.testing.assert_close(out[0, 0, 0], scores[-4:].softmax(0) @ v[0, 0, -4:])
     torch.testing.assert_close(lse[0, 0, 0], scores[-4:].logsumexp(0))
+
+
+@pytest.mark.parametrize("changed", ["alibi_slopes", "score_mod"])
+def test_a_change_of_the_scores_leaves_them_in_their_dtype(changed):
+    """softmax_dtype=input keeps scores and sums in bfloat16: the float32 of the slopes made float32
+    of them, without a word.
+    """
+    slopes, seen = torch.tensor([0.5, 0.3]), set()
+    change = slopes if changed == "alibi_slopes" else ScoreMod(every_index, params=slopes)
+    q, k, v = (random(1, 2, 40, 16, seed=seed).bfloat16().cpu() for seed in range(3))
+    backend = get_backend("tiled", **TILES, softmax_dtype="input")
+
+    def observe(tile, keys, scores, state) -> None:
+        seen.update(x.dtype for x in (scores, state.row_max, state.row_sum, state.acc))
+
+    settings = {"causal": True, "scale": 0.25, "observer": observe, **backend.options}
+    backend.fn(q, k, v, **settings, **{changed: change})
+    assert seen == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(
