@@ -107,6 +107,7 @@ def test_splits_fill_the_device_and_no_more(programs, tiles, slots, splits):
 
 
 def test_the_operator_keeps_pytorchs_contract():
+    """5 s, of PyTorch's tracing."""
     cache = cache_of([20, 9], Case(num_heads=2, num_queries=1))
     k, v, table = cache.paged(8)
     pages = (k.transpose(1, 2), v.transpose(1, 2), cache.lengths, table)
