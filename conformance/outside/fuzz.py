@@ -71,7 +71,7 @@ def try_out(subject: Subject, case: Case, layout: str) -> Trial:
         views = [x.detach().clone() for x in expected.tensors]
         if layout != CONTIGUOUS:
             views = LAYOUTS[layout](views)
-        if not subject.takes_views(views, expected.arguments, backward=backward):
+        if not subject.takes(case, backward=backward, tensors=views):
             return Trial(case, layout, refused=subject.refusals[-1])
         results = subject.run(case, views, backward=backward)
         if not all(map(torch.equal, views, expected.tensors)):

@@ -96,7 +96,8 @@ def masks_as_tensors(subject: Subject) -> Iterator[Check]:
                     # it says so itself, which is no mistake
                     subject.refusals.append(f"{form} masks: {in_one_line(error)}")
                     break
-                yield from subject.exactly(case, f"{what}, {form}", found)
+                where = f"{what}, {form}"
+                yield from subject.expected(case).checks(case, found, where).values()
 
 
 def with_masks(
