@@ -81,14 +81,6 @@ def test_the_slow_properties(name):
     assert {cell.property for cell in cells if cell.status != "n/a"} == SLOW
 
 
-def test_triton_refuses_without_its_interpreter(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    cells = verify_backend(get_backend("triton"), quick=True, random_cases=2)
-    assert {cell.status for cell in cells} == {"n/a"}
-    notes = [cell.note for cell in cells if cell.property != "block sizes"]
-    assert all("TRITON_INTERPRET=1" in note for note in notes)
-
-
 @pytest.mark.parametrize("name", ["triton", "flex"])
 def test_backends_that_are_slow_on_a_cpu(name):
     if torch.cuda.is_available() and name == "triton":
@@ -280,11 +272,6 @@ def test_a_kernel_that_leaves_the_gpu_unusable_is_red_and_nothing_after_it_runs(
     assert second.status == "red" and "not examined" in second.note
 
 
-def test_a_backend_of_wrong_shapes_is_red_with_the_shapes():
-    (cell,) = verify_backend(user_backends.WRONG_SHAPE, properties=["forward"])
-    assert cell.status == "red" and "(2, 4, 70, 16)" in cell.note
-
-
 def test_a_backend_for_one_head_dim_is_asked_for_no_other():
     backend = Backend("one", naive, head_dims=(24,), features=ALL)
     found = column(backend, quick=True)
@@ -297,12 +284,6 @@ def test_refusals_say_why():
     narrow = {"properties": ["forward"], "dtype": torch.bfloat16}
     (cell,) = verify_backend(user_backends.RIGHT_IN_FP32, **narrow)
     assert cell.status == "n/a" and "float32" in cell.note and "bfloat16" in cell.note
-
-
-def test_documented_and_green_is_a_mistake_too():
-    backend = replace(user_backends.RIGHT, breaks=frozenset({"forward"}))
-    (cell,) = verify_backend(backend, properties=["forward"])
-    assert cell.status == "green" and cell.documented and not cell.ok
 
 
 def test_breaks_names_properties():
