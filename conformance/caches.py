@@ -32,7 +32,8 @@ class Cache:
     lengths: Tensor  # (B,) int32
     expected: list[Expected | None]
     arguments: dict[str, Any]
-    block_table: Tensor | None = None  # (B, pages of a sequence) int32; k, v are (P, ., H_kv, D)
+    # (B, pages of a sequence) int32, and then k and v are (P, page_size, H_kv, D)
+    block_table: Tensor | None = None
 
     @classmethod
     def of(

@@ -71,7 +71,7 @@ def call_history(subject: Subject) -> Iterator[Check]:
 
 
 def against_exact(subject: Subject, case: Case, what: str = "") -> list[Check]:
-    """The results of a call, whatever an earlier call of the case gave."""
+    """Checks of a new call of the case, where compare() may remember an earlier one."""
     return [*subject.expected(case).checks(case, subject.run(case), what).values()]
 
 
@@ -85,7 +85,6 @@ def same_memory(subject: Subject, case: Case) -> Iterator[Check]:
         others, new_arguments, *_ = replace(changed, seed=1).make(subject.dtype, subject.device)
         if "document_ids" in arguments:
             new_arguments["document_ids"] = arguments["document_ids"].flip(0, 1).contiguous()
-
         backward = passes == "both"
         attend = partial(run, subject.backend, d_out=d_out, d_lse=d_lse, backward=backward)
         expected = attend(others, new_arguments)
