@@ -138,15 +138,12 @@ class Subject:
             self.refusals.append("it does not claim to be softmax attention (exact=False)")
         return self.backend.claims_softmax
 
-    def takes(self, case: Case, *, backward: bool, tensors: list[Tensor] | None = None) -> bool:
-        """Whether the backend takes the case. `refusals` collects the reasons if it does not.
-        `tensors` replace q, k and v.
-        """
+    def takes(self, case: Case, *, backward: bool) -> bool:
+        """Whether the backend takes the case. `refusals` collects the reasons if it does not."""
         self.tried.append(case)
-        made, arguments, *_ = case.make(self.dtype, self.device)
-        tensors = tensors or made
+        tensors, arguments, *_ = case.make(self.dtype, self.device)
         reasons = self.backend.unsupported_reasons(
-            *(x.detach().requires_grad_(backward) for x in tensors), **arguments
+            *(x.requires_grad_(backward) for x in tensors), **arguments
         )
         if self.limits.reasons is not None:
             reasons += self.limits.reasons(*tensors[:2], **arguments)
@@ -181,6 +178,10 @@ class Subject:
         for case in cases:
             found = self.compare(case) or {}
             yield from (found[name] for name in tensors if name in found)
+
+    def exactly(self, case: Case, what: str, found: dict[str, Tensor]) -> Iterator[Check]:
+        """Compare results with the exact ones."""
+        yield from self.expected(case).checks(case, found, what).values()
 
     def same(
         self,

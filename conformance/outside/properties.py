@@ -96,8 +96,7 @@ def masks_as_tensors(subject: Subject) -> Iterator[Check]:
                     # it says so itself, which is no mistake
                     subject.refusals.append(f"{form} masks: {in_one_line(error)}")
                     break
-                where = f"{what}, {form}"
-                yield from subject.expected(case).checks(case, found, where).values()
+                yield from subject.exactly(case, f"{what}, {form}", found)
 
 
 def with_masks(

@@ -54,10 +54,10 @@ def call_history(subject: Subject) -> Iterator[Check]:
     ]
     for other in between:
         if subject.passes(other):
-            found = against_exact(subject, other, f"after {case}")
-            # batch=3 is of a kind that no earlier call had
-            if all(check.share <= 1 for check in against_exact(subject, replace(other, batch=3))):
-                yield from found
+            found = subject.run(other)
+            new = replace(other, batch=3)  # of a kind that no earlier call had
+            if all(check.share <= 1 for check in subject.exactly(new, "", subject.run(new))):
+                yield from subject.exactly(other, f"after {case}", found)
             yield from subject.same(case, f"after {other}", subject.run(case), first, bits=True)
     dtype = torch.bfloat16 if subject.dtype == torch.float32 else torch.float32
     other = subject.in_dtype(dtype)
@@ -68,11 +68,6 @@ def call_history(subject: Subject) -> Iterator[Check]:
     if passes == "both":
         yield from gradient_in_another_layout(subject, case)
     yield from several_at_once(subject, case, backward=passes == "both")
-
-
-def against_exact(subject: Subject, case: Case, what: str = "") -> list[Check]:
-    """Checks of a new call of the case, where compare() may remember an earlier one."""
-    return [*subject.expected(case).checks(case, subject.run(case), what).values()]
 
 
 def same_memory(subject: Subject, case: Case) -> Iterator[Check]:

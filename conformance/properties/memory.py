@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from attention.interface import statistics_dtype
+from attention.interface import Refusal, statistics_dtype
 from conformance.backend_under_test import Check, Subject
 from conformance.cases import Case, call
 from conformance.memory_growth import LINEAR, exponents
@@ -39,10 +39,14 @@ def strides(subject: Subject) -> Iterator[Check]:
         except RuntimeError as error:  # PyTorch raises it if memory is too small
             subject.refusals.append(f"{layout}: {str(error).splitlines()[0]}")
             continue
-        if subject.takes(case, backward=backward, tensors=views):
-            copies = [x.contiguous() for x in views]
-            results = (subject.run(case, x, backward=backward) for x in (views, copies))
-            yield from subject.same(case, layout, *results)
+        try:
+            found = subject.run(case, views, backward=backward)
+        except Refusal as error:
+            subject.refusals.append(str(error))
+            continue
+        copies = [x.contiguous() for x in views]
+        plain = subject.run(case, copies, backward=backward)
+        yield from subject.same(case, layout, found, plain)
     if passes == "both":
         yield from gradients_of_any_layout(subject, case)
     case = subject.case(batch=2, document_ids=True)
