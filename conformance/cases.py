@@ -58,20 +58,6 @@ class Case:
     def __hash__(self) -> int:
         return hash(str(self))
 
-    def features(self) -> set[str]:
-        """The features that the case needs of a backend."""
-        wanted = {
-            "gqa": self.num_kv_heads != self.num_heads,
-            "cross_length": self.num_queries != self.num_keys,
-            "non_causal": not self.causal,
-            "lse": "sinks" in self.optional,  # or the backend's own sinks
-            "two_sided_window": isinstance(self.optional.get("window"), tuple),
-            "value_dim": self.value_dim is not None,
-        }
-        return {name for name, needed in wanted.items() if needed} | self.optional.keys() - {
-            "sinks"
-        }
-
     def make(
         self, dtype: torch.dtype, device: str
     ) -> tuple[list[Tensor], dict[str, Any], Tensor, Tensor]:
