@@ -255,6 +255,18 @@ def test_a_backend_that_raises_is_red_with_its_words():
         assert "KeyError" in cell.note and "my kernel's table" in cell.note
 
 
+def test_a_call_that_raises_is_red_in_each_property_that_makes_it():
+    """A regression test: only the first of them was red, and the others left the call out."""
+
+    def fails_at_300(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
+        if q.shape[2] == 300:
+            raise RuntimeError("300 is too long")
+        return naive(q, k, v, **arguments)
+
+    backend = Backend("fails", fails_at_300, features=frozenset({"lse"}))
+    assert red(backend, "forward", "gradients", "lse") == {"forward", "gradients", "lse"}
+
+
 def test_a_kernel_that_leaves_the_gpu_unusable_is_red_and_nothing_after_it_runs(monkeypatch):
     """The error appears at the end of the property that launched the kernel, and ever after."""
     subject = Subject(get_backend("naive"), "cuda", torch.float32, 0, 0)
