@@ -147,9 +147,22 @@ def configured(backend: Backend) -> Backend:
     return backend.configured(**tiles)
 
 
+def needed(case: Case) -> set[str]:
+    """The features that a case needs of a backend."""
+    wanted = {
+        "gqa": case.num_kv_heads != case.num_heads,
+        "cross_length": case.num_queries != case.num_keys,
+        "non_causal": not case.causal,
+        "lse": "sinks" in case.optional,  # or the backend's own sinks
+        "two_sided_window": isinstance(case.optional.get("window"), tuple),
+        "value_dim": case.value_dim is not None,
+    }
+    return {name for name, needs in wanted.items() if needs} | case.optional.keys() - {"sinks"}
+
+
 def lacking(backend: Backend, call: Call, device: str) -> set[str]:
     """What the call needs and the backend does not declare, in the words of its refusal."""
-    lacks = call.features() - backend.features
+    lacks = needed(call) - backend.features
     widths = {call.head_dim, call.value_dim or call.head_dim}
     if backend.head_dims is not None and not all(width in backend.head_dims for width in widths):
         lacks.add("head_dim")

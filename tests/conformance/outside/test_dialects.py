@@ -213,7 +213,7 @@ def test_a_script_draws_what_the_case_draws():
         exec(line, variables)
         for x, expected in zip("qkv", tensors, strict=True):
             torch.testing.assert_close(variables[x], expected, msg=f"{name}: {x}")
-    assert INPUTS.keys() == ADVERSARIAL.keys() - {"trained"}
+    assert INPUTS.keys() == ADVERSARIAL.keys()
 
 
 def test_a_script_lays_out_what_the_property_lays_out():

@@ -14,6 +14,7 @@ from conformance.outside import fuzz as fuzzing
 from conformance.outside.fuzz import Tally, fuzz
 from conformance.views import LAYOUTS
 from tests import user_backends
+from tests.attention.test_conformance import needed
 
 
 def trials(name: str, dtype: torch.dtype = torch.float32, *, calls: int, seed: int = 0) -> list:
@@ -29,7 +30,7 @@ def test_exact_attention_is_green(dtype):
 
 def test_calls_reach_every_feature_and_layout():
     drawn = trials("naive", calls=80)
-    features = set().union(*(trial.case.features() | trial.case.optional.keys() for trial in drawn))
+    features = set().union(*(needed(trial.case) | trial.case.optional.keys() for trial in drawn))
     wanted = get_backend("naive").features - {"max_score", "cu_seqlens"}
     assert wanted <= features and "sinks" in features
     assert {trial.layout for trial in drawn} == {"contiguous", *LAYOUTS}
