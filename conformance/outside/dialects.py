@@ -9,7 +9,9 @@ an argument are not plain functions of q, k and v: wrap them in one.
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -64,20 +66,6 @@ DIALECTS = {
         returns="out,lse",
         lse_flag="return_lse",
         value_dim=True,
-    ),
-    # a function of transformers' AttentionInterface that takes masks as (B, 1, N, M), such as
-    # eager and sdpa
-    "hf": Dialect(
-        out_layout="BNHD",
-        causal="never",
-        scale="scaling",
-        sinks="s_aux",
-        mask="attention_mask",
-        mask_form="additive",
-        returns="out,_",
-        empty_rows="mean",
-        value_dim=True,
-        module=True,
     ),
     # the autograd.Function of Stanford's CS336, assignment 2; its lengths are powers of two
     "cs336": Dialect(
@@ -178,6 +166,10 @@ def load(text: str) -> tuple[Any, str, str]:
         raise ValueError(
             f"{text} is not known: write pkg.module:NAME, or one of {', '.join(BACKENDS)}"
         )
+    file = Path(f"{module}.py")
+    spec = find_spec(module) if file.is_file() else None  # without the current folder
+    if spec is not None and Path(spec.origin or "").resolve() != file.resolve():
+        raise ValueError(f"{text}: {module} is already {spec.origin}; give {file} another name")
     found = import_object(module, path, called=text, find=lambda x, name: attrgetter(name)(x))
     if inspect.isclass(found) and issubclass(found, torch.autograd.Function):
         found, path = found.apply, f"{path}.apply"

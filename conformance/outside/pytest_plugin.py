@@ -41,21 +41,17 @@ def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.It
     text = session.config.option.attention
     if text is None:
         return
-    import torch
-
     from conformance.cases import SHORT
-    from conformance.outside.command import Options, named
+    from conformance.outside.command import prepare
     from conformance.outside.properties import properties_of
-    from conformance.verification import set_up
 
-    options = Options()
-    set_up(torch.device(options.device))
+    given = session.config.option.dialect.split()
+    words = [word if "=" in word else f"dialect={word}" for word in given]
     try:
-        found = named(text, session.config.option.dialect)
+        _, found, subjects = prepare("run", [text, *words])
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
-    for dtype in options.dtypes:
-        subject = found.subject(options.device, dtype, options.cases, options.seed)
+    for subject in subjects:
         for name, check in properties_of(found.backend).items():
-            each = {"name": f"{name}[{SHORT[dtype]}]", "property": name, "check": check}
+            each = {"name": f"{name}[{SHORT[subject.dtype]}]", "property": name, "check": check}
             items.append(PropertyItem.from_parent(session, subject=subject, **each))
