@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
 from attention import AttentionOutput, Backend
 from attention.interface import ALL_DTYPES
@@ -46,12 +47,8 @@ class Adapter:
             values = {name: name for name in given}
             text = self.dialect.call("*tensors", values, masked=masked)
             variables = (*given, "function", "tensors", "q", "k", "v", "seen")
-            known: dict[str, Any] = {"torch": torch}
-            if "create_block_mask" in text:
-                from torch.nn.attention.flex_attention import create_block_mask
-
-                known["create_block_mask"] = create_block_mask
             parameters = ", ".join(f"{name}=None" for name in variables)
+            known = {"torch": torch, "create_block_mask": create_block_mask}
             try:
                 self.calls[given, masked] = eval(f"lambda {parameters}: {text}", known)
             except SyntaxError as error:
@@ -71,7 +68,9 @@ class Adapter:
         if masked == "tensor":
             mask = {name: x for name, x in arguments.items() if name in MASK_ARGUMENTS}
             variables["seen"] = visible_keys(q, k, causal=arguments["causal"], **mask).mask()
-        variables["tensors"] = [as_given(self.laid_out(x), x) for x in (q, k, v)]
+        laid_out = [(self.laid_out(x), x.is_contiguous()) for x in (q, k, v)]
+        # a view stays a view
+        variables["tensors"] = [x.contiguous() if whole else x for x, whole in laid_out]
         return call(**values, **variables)
 
     def read(self, result: Any, batch: int) -> AttentionOutput:
@@ -196,11 +195,6 @@ def values_of(
             values[f"cu_{name}"] = bounds
             values[f"max_{name}"] = max(bounds.diff().tolist()) if apart else x.shape[2]
     return {name: value for name, value in values.items() if value is not None}, masked
-
-
-def as_given(changed: Tensor, x: Tensor) -> Tensor:
-    """`changed`, made contiguous if `x` is contiguous; a view stays a view."""
-    return changed.contiguous() if x.is_contiguous() else changed
 
 
 def sequence_bounds(

@@ -56,7 +56,6 @@ class Trial:
         self.dtype = dtypes[0]
         self.length, self.head_dim = SIZES[0]
         self.known = parameters(function)
-        self.true_scale: float | None = None  # the scale of the scores if no argument sets it
         self.outcome = ""  # of the last call
         self.remarks: dict[str, str] = {}  # by field
 
@@ -73,7 +72,6 @@ class Trial:
         causal: bool,
         num_keys: int | None = None,
         groups: int = 1,
-        value_dim: int | None = None,
         **optional: Any,
     ) -> Case:
         return Case(
@@ -82,7 +80,6 @@ class Trial:
             num_queries=self.length,
             num_keys=num_keys or self.length,
             head_dim=self.head_dim,
-            value_dim=value_dim,
             causal=causal,
             optional=optional,
         )
@@ -132,8 +129,7 @@ class Trial:
         (q, k, v), arguments, *_ = case.make(dtype or self.dtype, self.device)
         shown = slice(self.length if top_left else None)
         wide = [x.double() for x in (q, k[:, :, shown], v[:, :, shown])]
-        true_scale = self.true_scale or scale
-        exact = getattr(attention(*wide, backend="naive", scale=true_scale, **arguments), tensor)
+        exact = getattr(attention(*wide, backend="naive", scale=scale, **arguments), tensor)
         for change in calls:
             changed = replace(dialect, **change)
             result = self.call(changed, [q, k, v], scale=scale, **arguments)
@@ -153,7 +149,6 @@ class Trial:
         """
         case = self.case(causal=dialect.causal != "never")
         tensors, arguments, d_out, d_lse = case.make(self.dtype, self.device)
-        arguments["scale"] = self.true_scale
         gradients = (d_out, None) if tensor == "out" else (0 * d_out, d_lse)
         backend = Adapter(self.function, dialect).backend("probed")
         exact = run("naive", [x.double() for x in tensors], arguments, *gradients)["dq"]
@@ -226,10 +221,9 @@ def basis(trial: Trial, dialect: Dialect) -> Fields:
     # first look for a dialect that is right with and without a causal mask, then in only one case
     for complete, dtype, size in product((True, False), trial.dtypes, SIZES):
         trial.dtype, (trial.length, trial.head_dim) = dtype, size
-        for way, true_scale in product(hypotheses(trial), [None] if complete else [None, 1.0]):
-            trial.true_scale = true_scale
+        for way in hypotheses(trial):
             first, *more = {"always": [True], "never": [False]}.get(way["causal"], [False, True])
-            given: dict[str, Any] = {"scale": 0.3} if way["scale"] and not true_scale else {}
+            given: dict[str, Any] = {"scale": 0.3} if way["scale"] else {}
             found = trial.adopt(dialect, [way], readings, causal=first, **given)
             outcomes.append(trial.outcome)
             if found is None:
@@ -237,8 +231,6 @@ def basis(trial: Trial, dialect: Dialect) -> Fields:
             as_found = replace(dialect, **found)
             if complete and not all(trial.agrees(as_found, causal=x, **given) for x in more):
                 continue
-            if true_scale:
-                trial.remarks["scale"] = "1, whatever it is given: the scores are not scaled"
             if size != SIZES[0]:  # it takes no odd lengths
                 found |= {"multiple": size[0], "head_dims": str(size[1])}
             return found
@@ -304,10 +296,9 @@ def changes(trial: Trial, dialect: Dialect) -> Fields:
 
 
 def heads(trial: Trial, dialect: Dialect) -> Fields:
-    """How it takes grouped heads, and whether v may be wider than q and k."""
+    """How it takes grouped heads."""
     flags = ({"gqa": flag} for flag in ("yes", *trial.names("gqa")))
-    wider = trial.agrees(dialect, value_dim=2 * trial.head_dim)
-    return (trial.adopt(dialect, flags, groups=2) or {"gqa": "no"}) | {"value_dim": wider}
+    return trial.adopt(dialect, flags, groups=2) or {"gqa": "no"}
 
 
 def log_sum_exp(trial: Trial, dialect: Dialect) -> Fields:

@@ -4,6 +4,8 @@ Changes to a dialect follow its name: --dialect "fa corner=top_left". A property
 apply is skipped.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,14 +20,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 class PropertyItem(pytest.Item):
-    def __init__(self, *, subject: Any, property: str, check: Any, **others: Any) -> None:
-        super().__init__(**others)
-        self.subject, self.property, self.check = subject, property, check
+    examine: Callable[[], Any]
 
     def runtest(self) -> None:
-        from conformance.properties import examine
-
-        cell = examine(self.subject, self.property, self.check)
+        cell = self.examine()
         if cell.status == "n/a":
             pytest.skip(cell.note)
         if not cell.ok:
@@ -44,6 +42,7 @@ def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.It
     from conformance.cases import SHORT
     from conformance.outside.command import prepare
     from conformance.outside.properties import properties_of
+    from conformance.properties import examine
 
     given = session.config.option.dialect.split()
     words = [word if "=" in word else f"dialect={word}" for word in given]
@@ -53,5 +52,6 @@ def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.It
         raise pytest.UsageError(str(error)) from error
     for subject in subjects:
         for name, check in properties_of(found.backend).items():
-            each = {"name": f"{name}[{SHORT[subject.dtype]}]", "property": name, "check": check}
-            items.append(PropertyItem.from_parent(session, subject=subject, **each))
+            item = PropertyItem.from_parent(session, name=f"{name}[{SHORT[subject.dtype]}]")
+            item.examine = partial(examine, subject, name, check)
+            items.append(item)
