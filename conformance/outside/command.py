@@ -69,10 +69,9 @@ class Options:
     minimise: bool = False
 
     def __post_init__(self) -> None:
-        if self.device not in ("cpu", "cuda"):
-            raise ValueError(f"device={self.device} is not one of: cpu, cuda")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("device=cuda: PyTorch finds no GPU here; use device=cpu")
+        devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        if self.device not in devices:
+            raise ValueError(f"device={self.device}: PyTorch finds only {', '.join(devices)} here")
         for name in self.dtype.split(","):
             if name not in DTYPES:
                 raise ValueError(f"dtype={name} is not one of: {', '.join(DTYPES)}")

@@ -87,10 +87,11 @@ DIALECTS = {
         head_dims="16,32,64,128,256",
     ),
 }
-ARGUMENTS = (
-    *("causal", "scale", "window", "softcap", "alibi", "sinks", "documents", "mask", "score_mod"),
-    "lse_flag",
-)
+# the fields that name an argument, and their value if the function has none
+ARGUMENTS = {
+    **dict.fromkeys(("scale", "window", "softcap", "alibi", "sinks", "documents", "mask"), ""),
+    **{"score_mod": "", "lse_flag": "", "causal": "never", "gqa": "no"},
+}
 
 
 class Parameters(NamedTuple):
@@ -117,26 +118,23 @@ def parameters(function: Callable[..., Any]) -> Parameters:
     return Parameters([name for name in found if name not in open_ended], bool(open_ended))
 
 
-def fitted(dialect: Dialect, function: Callable[..., Any]) -> Dialect:
-    """The dialect without the arguments that the function lacks, and with one name for each set of
-    alternatives.
+def fitted(dialect: Dialect, function: Callable[..., Any], changes: Mapping[str, Any]) -> Dialect:
+    """The dialect with the changes, without arguments that the function lacks, and with one name
+    for each set of alternatives. Raises ValueError if a change names an argument that it lacks.
     """
-    known = parameters(function)
-
-    def choose(text: str) -> str:
-        names = text.split("|") if text else []
-        taken = [name for name in names if known.take(name)]
-        return next((name for name in taken if name in known.names), (taken or [""])[0])
-
-    changes = {name: choose(getattr(dialect, name)) for name in ARGUMENTS}
-    if changes["sinks"] not in known.names:  # **kwargs may take sinks and do nothing with them
-        changes["sinks"] = ""
-    changes["causal"] = changes["causal"] or "never"
-    if dialect.causal in ("always", "never"):
-        changes["causal"] = dialect.causal
-    if dialect.gqa not in ("yes", "no"):
-        changes["gqa"] = choose(dialect.gqa) or "no"
-    return replace(dialect, **changes)
+    known, fields = parameters(function), {**vars(dialect), **changes}
+    for field, absent in ARGUMENTS.items():
+        text = fields[field]
+        if text in ("", "always", "never", "yes", "no"):
+            continue
+        taken = [name for name in text.split("|") if known.take(name)]
+        named = [name for name in taken if name in known.names]
+        if field in changes and not taken:
+            raise ValueError(f"{field}={text}: the function takes {', '.join(known.names)}")
+        if field == "sinks" and field not in changes:
+            taken = named  # **others may take sinks and do nothing with them
+        fields[field] = [*named, *taken, absent][0]
+    return Dialect(**fields)
 
 
 class Target(NamedTuple):
@@ -195,11 +193,5 @@ def target(text: str, name: str | None = None, changes: Mapping[str, Any] | None
         )
     if name is not None and name not in DIALECTS:
         raise ValueError(f"dialect={name} is not known; valid: {', '.join(DIALECTS)}")
-    dialect = fitted(DIALECTS[name] if name else Dialect(), found)
-    dialect = replace(dialect, **(changes or {}))
-    known = parameters(found)
-    for key in ARGUMENTS:
-        value = (changes or {}).get(key, "")
-        if value not in ("", "always", "never") and not known.take(value):
-            raise ValueError(f"{key}={value}: {text} takes {', '.join(known.names)}")
+    dialect = fitted(DIALECTS[name] if name else Dialect(), found, changes or {})
     return Target(Adapter(found, dialect).backend(text), dialect, imports, function)

@@ -86,7 +86,7 @@ class Minimiser:
         text = write(self.target, call, subject.device, budget)
         try:
             error = executed(text)["error"]
-        except Exception as raised:  # a user's function may raise anything
+        except (Exception, SystemExit) as raised:  # a user's function may raise anything
             same = unnumbered(in_one_line(raised)) == unnumbered(call.raises)
             # after some errors of a kernel every call fails, which would shrink to nonsense
             return text if same and not why_unusable(subject.device) else None
