@@ -28,6 +28,7 @@ import torch
 from hydra._internal.hydra import Hydra
 
 import config
+from data.batches import TextData
 from tests.processes import ROOT, Process, python_path
 from training.record.checkpoint import Checkpoints
 from training.record.runs import not_started, read_sweep
@@ -160,6 +161,20 @@ def wait_for_rows(process: subprocess.Popen, run_dir: Path, count: int) -> None:
         path.exists() and path.read_bytes().count(b"\n") >= count
     ):
         time.sleep(0.001)
+
+
+def send_at_step(monkeypatch, step: int, *signals: signal.Signals, run_dir: Path = ROOT) -> None:
+    """Send the signals to this process while it first prepares that step, counted from 0, of the
+    first run or of the job of a sweep in run_dir.
+    """
+    train_batch, pending = TextData.train_batch, list(signals)
+
+    def patched(self, at: int, num_sequences: int):
+        while at == step and pending and run_dir.exists():
+            os.kill(os.getpid(), pending.pop(0))
+        return train_batch(self, at, num_sequences)
+
+    monkeypatch.setattr(TextData, "train_batch", patched)
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:

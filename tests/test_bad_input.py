@@ -1,41 +1,18 @@
 """Whatever a user gets wrong: one line that names the value, an exit code, and nothing lost."""
 
 import shlex
-import shutil
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.command import (
-    checkpoint,
-    metrics,
-    run,
-    same,
-    tiny,
-    tiny_sweep,
-)
+from tests.command import checkpoint, metrics, run, same, tiny, tiny_sweep
 from training.launch.command_line import compose
 from training.loop.device import pick_dtype
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the obstacle is Linux's")
-
-
-@pytest.fixture(scope="session")
-def finished(tmp_path_factory) -> Path:
-    run_dir = tmp_path_factory.mktemp("finished")
-    assert run(*tiny(run_dir)).code == 0
-    return run_dir
-
-
-@pytest.fixture
-def run_dir(finished, tmp_path) -> Path:
-    """A finished run of four steps, for tests to damage."""
-    return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 @contextmanager
@@ -153,20 +130,13 @@ REFUSED = {
         "switch_to=tiled:block_kv=abc block_kv=abc"
     ),
     "attention.switch_to=[tiled]": "attention.switch_to=[",
-    # a user's own attention
+    # a user's own attention; tests/attention/look/test_try_out.py has more ways to be wrong
     "attention=no.such:X": "attention=no.such:X no.py",
     "attention=U:naive": "attention=U:naive attention.Backend",
     "attention=U:RIGHT_IN_FP32 dtype=fp16": "RIGHT_IN_FP32 float16 float32",
     "attention=U:WRONG_SHAPE": "attention=U:WRONG_SHAPE shape",
     "attention=U:WRONG_DTYPE": "attention=U:WRONG_DTYPE float64",
-    "attention=U:NAN": "attention=U:NAN NaN",
-    "attention=U:BARE_TENSOR": "attention=U:BARE_TENSOR AttentionOutput Tensor",
-    "attention=U:NO_GRADIENT": "attention=U:NO_GRADIENT gradient",
-    "attention=U:NOT_CAUSAL": "attention=U:NOT_CAUSAL causal=True",
     "attention=U:WRONG": "attention=U:WRONG exact=False",
-    # a regression test: they were tried out with contiguous tensors
-    "attention=U:CONTIGUOUS": "U:CONTIGUOUS strides (3072,",
-    "attention=U:CONTIGUOUS_VARIANT dtype=bf16": "U:CONTIGUOUS_VARIANT strides (3072,",
     "attention=U:DEAF attention.window=16": "attention=U:DEAF exact=False",
     "attention=U:RAISES": "attention=U:RAISES KeyError user_backends.py",
     "attention=U:EXITS": "attention=U:EXITS SystemExit user_backends.py",
@@ -297,12 +267,10 @@ def test_a_text_that_is_too_short(tmp_path):
 @pytest.mark.parametrize(
     "overrides", [["tokenizer=gpt2"], ["data=hub", "data.name=nobody/nothing"]], ids=["gpt2", "hub"]
 )
-def test_no_network_is_said_at_once(tmp_path, overrides):
+def test_no_network_is_said(tmp_path, overrides):
     closed = "http://127.0.0.1:9"
     variables = {"HTTPS_PROXY": closed, "https_proxy": closed, "TIKTOKEN_CACHE_DIR": str(tmp_path)}
-    begin = time.perf_counter()
     answer = run(*tiny(tmp_path, *overrides), **variables).complaint()
-    assert time.perf_counter() - begin < 30
     assert overrides[-1].partition("=")[2] in answer
     assert "tokenizer=byte" in answer or "data=stdlib" in answer
 
@@ -352,8 +320,10 @@ def test_a_disk_that_is_full_from_the_start(arguments, tmp_path):
 
 
 @linux
-def test_a_disk_that_fills_up_leaves_the_last_checkpoint(run_dir):
+def test_a_disk_that_fills_up_leaves_the_last_checkpoint(tmp_path):
     """The weights still fit, the optimizer's state does not."""
+    run_dir = tmp_path / "run"
+    assert run(*tiny(run_dir)).code == 0
     before = checkpoint(run_dir)
     with largest_file(120_000):
         answer = run(f"resume={run_dir}", "steps=8", "checkpoint_every=6").complaint()

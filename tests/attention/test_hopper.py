@@ -221,8 +221,8 @@ SLOW_CASES = [
 
 @INTERPRETED
 @pytest.mark.parametrize("case", [*QUICK_CASES, *map(slow, SLOW_CASES)], ids=str)
-def test_interpreted(case, conformance_record):
-    check(interpreted_backend(), case, torch.float16, "cpu", conformance_record)
+def test_interpreted(case):
+    check(interpreted_backend(), case, torch.float16, "cpu")
     assert not COUNTERS.any(), "a launch leaves the counters as it found them"
 
 
@@ -269,14 +269,12 @@ def test_largest_score_of_each_row(head_dim, num_queries, num_keys, causal, wind
     ("batch", "groups", "num_queries", "num_keys", "head_dim"),
     [(1, 6, 200, 130, 64), slow(2, 4, 200, 200, 128), slow(2, 6, 300, 130, 128)],
 )
-def test_shares_of_a_group_are_joined(
-    batch, groups, num_queries, num_keys, head_dim, conformance_record
-):
+def test_shares_of_a_group_are_joined(batch, groups, num_queries, num_keys, head_dim):
     """Several programs for the query heads of one key/value head, as where the cache is small."""
     launch = load_kernels(cache_bytes=1)["launch"]
     heads = {"num_heads": 2 * groups, "num_kv_heads": 2}
     case = sized(num_queries, num_keys, head_dim, batch=batch, **heads)
-    check(interpreted_backend(launch), case, torch.float16, "cpu", conformance_record)
+    check(interpreted_backend(launch), case, torch.float16, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -694,8 +692,8 @@ DEVICE_CASES = [
 @ON_HOPPER
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("case", DEVICE_CASES, ids=str)
-def test_on_the_device(case, dtype, conformance_record):
-    check(HOPPER, case, dtype, "cuda", conformance_record)
+def test_on_the_device(case, dtype):
+    check(HOPPER, case, dtype, "cuda")
 
 
 def random(*shape: int, seed: int) -> Tensor:
