@@ -27,9 +27,13 @@ class Process(subprocess.Popen):
         self.file.seek(0)
         return self.file.read()
 
-    def end(self) -> str:
-        """Wait for its end; what it has written."""
-        self.wait(SECONDS)
+    def end(self, seconds: float = SECONDS) -> str:
+        """Wait for its end; what it has written. One that does not end is ended."""
+        try:
+            self.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.terminate()  # torchrun then ends its ranks
+            raise AssertionError(f"it ran for {seconds} s: {self.output()}") from None
         return self.output()
 
 
