@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -350,7 +349,6 @@ def test_what_an_agent_of_wandb_runs(tmp_path):
     *macros, folder = sweep["command"]
     assert macros == ["${env}", "${interpreter}", "${program}", "${args_no_hyphens}"]
     settings = (f"{key}={value}" for key, value in chosen.items())
-    command = [sys.executable, str(ROOT / sweep["program"]), *settings, folder]
     small = [each for each in TINY if not each.startswith("logger=")]
     (tmp_path / "config.yaml").write_text(
         yaml.safe_dump({key: {"value": value} for key, value in chosen.items()})
@@ -361,10 +359,8 @@ def test_what_an_agent_of_wandb_runs(tmp_path):
         "WANDB_SWEEP_PARAM_PATH": str(tmp_path / "config.yaml"),
         "WANDB_MODE": "offline",
     }
-    done = subprocess.run(
-        [*command, *small], cwd=tmp_path, env=environment(**agent), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = (str(ROOT / sweep["program"]), *settings, folder, *small)
+    processes.run(*command, cwd=tmp_path, env=environment(**agent), check=True)
     run_dir = tmp_path / "multirun/abc123/run45678"
     assert summary(run_dir)["seed"] == 2
     (log,) = (run_dir / "wandb").glob("offline-run-*-run45678")
