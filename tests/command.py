@@ -14,12 +14,11 @@ import os
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -154,13 +153,10 @@ def finish(process: Process) -> Done:
     return Done(process.returncode, output)
 
 
-def wait_for_rows(process: subprocess.Popen, run_dir: Path, count: int) -> None:
-    """Until metrics.jsonl has that many rows, or the process ends."""
-    path = run_dir / "metrics.jsonl"
-    while process.poll() is None and not (
-        path.exists() and path.read_bytes().count(b"\n") >= count
-    ):
-        time.sleep(0.001)
+def wait_until(condition: Callable[[], bool], process: Process) -> None:
+    """Or until the process ends."""
+    while process.poll() is None and not condition():
+        time.sleep(0.01)
 
 
 def send_at_step(monkeypatch, step: int, *signals: signal.Signals, run_dir: Path = ROOT) -> None:

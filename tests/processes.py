@@ -3,9 +3,12 @@ codes, memory, and what is imported.
 """
 
 import os
+import resource
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,6 +47,19 @@ def run(*arguments: str, check: bool = False, **options) -> subprocess.Completed
     done = subprocess.run([sys.executable, *arguments], **(given | options))
     assert not (check and done.returncode), done.stderr
     return done
+
+
+@contextmanager
+def limited(what: int, limit: int) -> Iterator[None]:
+    """This process may use less of `what`, as resource.RLIMIT_FSIZE: files beyond that many bytes
+    fail as on a full disk.
+    """
+    soft, hard = resource.getrlimit(what)
+    resource.setrlimit(what, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(what, (soft, hard))
 
 
 def python_path(folder: Path | str) -> str:

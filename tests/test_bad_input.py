@@ -1,31 +1,18 @@
 """Whatever a user gets wrong: one line that names the value, an exit code, and nothing lost."""
 
+import resource
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
 
 from tests.command import checkpoint, metrics, run, same, tiny, tiny_sweep
+from tests.processes import limited
 from training.launch.command_line import compose
 from training.loop.device import pick_dtype
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the obstacle is Linux's")
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """No file grows beyond that many bytes: as on a full disk, writing fails."""
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 # each of these alone is refused when the settings are composed, with its key and value
@@ -314,7 +301,7 @@ def test_a_time_stamp_that_is_taken_gets_a_number(tmp_path):
 @linux
 @pytest.mark.parametrize("arguments", [tiny, tiny_sweep], ids=["run", "sweep"])
 def test_a_disk_that_is_full_from_the_start(arguments, tmp_path):
-    with largest_file(0):
+    with limited(resource.RLIMIT_FSIZE, 0):
         done = run(*arguments(tmp_path))
     assert str(tmp_path) in done.complaint()
 
@@ -325,7 +312,7 @@ def test_a_disk_that_fills_up_leaves_the_last_checkpoint(tmp_path):
     run_dir = tmp_path / "run"
     assert run(*tiny(run_dir)).code == 0
     before = checkpoint(run_dir)
-    with largest_file(120_000):
+    with limited(resource.RLIMIT_FSIZE, 120_000):
         answer = run(f"resume={run_dir}", "steps=8", "checkpoint_every=6").complaint()
     assert f"resume={run_dir}" in answer and f"checkpoint to {run_dir}" in answer
     assert same(checkpoint(run_dir), before)

@@ -60,6 +60,7 @@ def test_no_outputs_are_committed():
 
 
 def test_they_train_beside_softmax_attention_and_rank_apart(tmp_path):
+    """7 s: seven runs, each of which tries its attention out first."""
     names = ["tiled", *ATTENTIONS]
     assert len(ATTENTIONS) == 6
     assert run(*tiny_sweep(tmp_path, f"attention={','.join(names)}", "steps=2")).code == 0

@@ -47,6 +47,7 @@ FEWER = {"seed": "0", "seq_len": "32,64", "attention.switch_at": "null,1"}
 
 @pytest.mark.parametrize("name", SWEEPS)
 def test_recipe_of_a_sweep(name, tmp_path):
+    """`attentions` takes 5 s for its eleven variants."""
     swept = yaml.safe_load(SWEEPS[name])["hydra"]["sweeper"]["params"]
     fewer = {key: FEWER[key] for key in swept.keys() & FEWER.keys()}
     q = torch.zeros(1, 1, 1, 16)

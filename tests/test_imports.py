@@ -198,7 +198,9 @@ def test_a_fresh_process_loads(code, arguments, needed, refused):
 
 
 def test_what_is_optional_or_slow_is_imported_where_it_is_used():
-    """All modules but those of Triton, transformers and charts, where Triton is absent."""
+    """All modules but those of Triton, transformers and charts, where Triton is absent. 5 s: a
+    process that imports all of them.
+    """
     modules = map(dotted, files(*OURS - {"tests", "docs", "examples", "hydra_plugins"}))
     left_out = ("attention.hf", "scripts.report.")
     kept = [x for x in modules if not is_of_triton(x) and not x.startswith(left_out)]

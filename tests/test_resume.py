@@ -29,7 +29,7 @@ from tests.command import (
     start,
     summary,
     tiny,
-    wait_for_rows,
+    wait_until,
 )
 from training.loop.trained import read_run_config
 from training.record.files import read_meta
@@ -103,7 +103,7 @@ def test_killed_and_resumed_is_the_same_run(tmp_path):
     # which do not depend on the number of steps
     overrides += ("optim.schedule=constant", "optim.warmup_steps=0")
     process = start(*tiny(folder, *overrides, "steps=100000"))
-    wait_for_rows(process, folder, 8)
+    wait_until((folder / "checkpoint/meta.json").exists, process)
     assert f"{folder} right now" in run(f"resume={folder}").complaint()
     assert f"{folder} holds" in run(*tiny(folder, "seed=1")).complaint()
     time.sleep(random.uniform(0, 0.01))

@@ -5,7 +5,6 @@ Every test starts what it needs, so that pytest -n can deal the tests out.
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from tests.command import (
     summary,
     tiny,
     tiny_sweep,
+    wait_until,
 )
 from tests.processes import Process
 from tests.test_gpus import LAUNCHER, OWN
@@ -158,8 +158,7 @@ def test_a_rank_that_is_killed_ends_the_run(tmp_path, rank, settings):
     """By torchrun, which ends the other rank too: NCCL would wait. The last checkpoint resumes."""
     run_dir = tmp_path / "run"
     process = begin("train.py", *tiny(run_dir, *SMALL, *LONG, "checkpoint_every=5", *settings))
-    while process.poll() is None and not (run_dir / "checkpoint/meta.json").exists():
-        time.sleep(0.01)
+    wait_until((run_dir / "checkpoint/meta.json").exists, process)
     killed = pid_of(rank, process)
     os.kill(killed, signal.SIGKILL)
     done = finish(process)
