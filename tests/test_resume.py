@@ -234,14 +234,15 @@ def test_damaged_overrides_are_refused(run_dir, content):
 
 
 def test_settings_that_nobody_asked_for_are_refused(run_dir):
-    """A line of overrides.yaml is lost, and all of config.yaml. What is asked for is recorded."""
+    """A line of overrides.yaml is lost, then all of config.yaml. What is asked for is recorded."""
     path, line = run_dir / "overrides.yaml", "- batch_size=4\n"
     assert path.read_text().count(line) == 1
     path.write_text(path.read_text().replace(line, ""))
-    (run_dir / "config.yaml").write_bytes(bytes(100))
-    before = contents(run_dir)
-    answer = run(f"resume={run_dir}", "steps=6").complaint()
-    assert "batch_size=16 (4 before)" in answer and contents(run_dir) == before
+    for config in ((run_dir / "config.yaml").read_bytes(), bytes(100)):
+        (run_dir / "config.yaml").write_bytes(config)
+        before = contents(run_dir)
+        answer = run(f"resume={run_dir}", "steps=6").complaint()
+        assert "batch_size=16 (4 before)" in answer and contents(run_dir) == before
     for steps, value in ((6, 16), (7, 4)):
         assert run(f"resume={run_dir}", f"steps={steps}", f"batch_size={value}").code == 0
     assert run(f"resume={run_dir}", "steps=8").code == 0
