@@ -26,7 +26,6 @@ from unittest import mock
 import torch
 from hydra._internal.hydra import Hydra
 
-import config
 from data.batches import TextData
 from tests.processes import ROOT, Process, python_path
 from training.record.checkpoint import Checkpoints
@@ -78,9 +77,6 @@ def cache_folder() -> str:
     folder = tempfile.mkdtemp(prefix="tilegpt-tests-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
-
-
-register_once = functools.cache(config.register)
 
 
 def tiny(run_dir: Path, *overrides: str) -> list[str]:
