@@ -240,28 +240,6 @@ def test_auto_leaves_bfloat16_to_gpus_that_have_it(monkeypatch):
     assert pick_dtype("auto", torch.device("cuda")) == torch.float32
 
 
-# data
-
-
-def test_a_text_that_is_too_short(tmp_path):
-    path = tmp_path / "book.txt"
-    path.write_text("too short")
-    answer = run(*tiny(tmp_path / "run", "data=text", f"data.path={path}")).complaint()
-    assert str(path) in answer and "seq_len=32" in answer
-    assert "seq_len=0" not in answer, "no way out"
-
-
-@pytest.mark.parametrize(
-    "overrides", [["tokenizer=gpt2"], ["data=hub", "data.name=nobody/nothing"]], ids=["gpt2", "hub"]
-)
-def test_no_network_is_said(tmp_path, overrides):
-    closed = "http://127.0.0.1:9"
-    variables = {"HTTPS_PROXY": closed, "https_proxy": closed, "TIKTOKEN_CACHE_DIR": str(tmp_path)}
-    answer = run(*tiny(tmp_path, *overrides), **variables).complaint()
-    assert overrides[-1].partition("=")[2] in answer
-    assert "tokenizer=byte" in answer or "data=stdlib" in answer
-
-
 @pytest.mark.parametrize("cache", ["file/cache", "x" * 300], ids=["made", "too-long"])
 def test_a_cache_that_cannot_be(tmp_path, cache):
     (tmp_path / "file").touch()

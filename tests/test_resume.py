@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.batches import TextData
 from scripts import cross_eval, sample
 from scripts.report import __main__ as report
 from tests.command import (
@@ -295,25 +294,6 @@ def test_a_run_that_saved_nothing_is_started_anew(tmp_path):
         shutil.rmtree(folder)
     assert f"hydra.run.dir={tmp_path}" in run(*tiny(tmp_path)).complaint()
     assert "started anew" in run(f"resume={tmp_path}", "steps=5").complaint()
-
-
-def test_a_run_whose_rows_were_deleted_is_not_completed(monkeypatch, tmp_path):
-    """A regression test: it said completed, with a part of its rows."""
-    run_dir, train_batch = tmp_path / "run", TextData.train_batch
-
-    def deleting(self, step: int, num_sequences: int):
-        if step == 6:
-            (run_dir / "metrics.jsonl").unlink()
-        return train_batch(self, step, num_sequences)
-
-    with monkeypatch.context() as deleted:
-        deleted.setattr(TextData, "train_batch", deleting)
-        done = run(*tiny(run_dir, "steps=9", "checkpoint_every=3"))
-    assert done.code not in (0, None) and "completed" not in done.output, done.output
-    assert re.search(f"{run_dir}/metrics.jsonl cannot be written.* lost", done.output)
-    assert summary(run_dir)["status"] == "failed"
-    assert run(f"resume={run_dir}").code == 0
-    assert [row["step"] for row in metrics(run_dir)] == list(range(10))
 
 
 def test_every_start_is_recorded(run_dir):
