@@ -100,14 +100,14 @@ def run(*arguments: str, curve: bool = False, **variables: str) -> Done:
 
     Two things are left out that would take half of the time of a tiny run: its pictures, unless
     `curve` asks for them, and the first of Hydra's two compositions, which finds out whether a
-    recipe asks for a sweep. It may use memory that is not free: where others leave less than half
-    a GiB, a run could not even import a library.
+    recipe asks for a sweep.
     """
     torch.set_num_threads(1)
     output, code = io.StringIO(), 0
     with (
         mock.patch.object(sys, "argv", ["train.py", *arguments]),
         mock.patch.dict(os.environ, environment(**variables)),
+        # where others leave less than half a GiB free, a run could not even import a library
         mock.patch("training.record.memory.MARGIN", -(2**34)),
         contextlib.chdir(ROOT),
         contextlib.redirect_stdout(output),
