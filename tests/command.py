@@ -27,7 +27,7 @@ import torch
 from hydra._internal.hydra import Hydra
 
 from data.batches import TextData
-from tests.processes import ROOT, Process, python_path
+from tests.processes import ROOT, SECONDS, Process, python_path
 from training.record.checkpoint import Checkpoints
 from training.record.runs import not_started, read_sweep
 
@@ -152,8 +152,9 @@ def finish(process: Process) -> Done:
 
 
 def wait_until(condition: Callable[[], bool], process: Process) -> None:
-    """Or until the process ends."""
-    while process.poll() is None and not condition():
+    """Or until the process ends, or would be ended."""
+    end = time.monotonic() + SECONDS
+    while process.poll() is None and not condition() and time.monotonic() < end:
         time.sleep(0.01)
 
 
