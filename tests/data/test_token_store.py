@@ -7,7 +7,6 @@ import os
 import resource
 import shutil
 import signal
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from data.halves import hash_of_path
 from data.token_store import cache_folder, open_store
 from data.tokenizer import Tokenizer
 from tests import processes
+from tests.processes import limited
 
 BYTE = build_tokenizer(TokenizerConfig("byte"))
 
@@ -61,16 +61,6 @@ def both_halves(config, tokenizer=BYTE):
 def stores():
     """The names in the cache folder."""
     return sorted(path.name for path in cache_folder().iterdir())
-
-
-@contextmanager
-def limited(what, limit):
-    soft, hard = resource.getrlimit(what)
-    resource.setrlimit(what, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(what, (soft, hard))
 
 
 def built():
