@@ -42,7 +42,8 @@ def sources(kind: str) -> list[str]:
 @pytest.mark.slow
 def test_every_cell_runs(tmp_path):
     """Its own assertions say what must come out."""
-    (tmp_path / "cells.py").write_text("\n\n".join(sources("code")))
+    cells = sources("code")[:-1]  # the last one shows the report in Jupyter
+    (tmp_path / "cells.py").write_text("\n\n".join(cells))
     done = subprocess.run(
         [sys.executable, "cells.py"],
         cwd=tmp_path,
@@ -52,6 +53,7 @@ def test_every_cell_runs(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "runs/losses.png").stat().st_size > 10_000
+    assert "my_attention:BACKEND" in (tmp_path / "runs/report.html").read_text()
     assert "attention=leaky_attention:BACKEND" in done.stdout
 
 
