@@ -36,12 +36,12 @@ DIFFERENTIAL = "attention=examples.differential_attention:BACKEND"
 @pytest.mark.slow
 def test_every_cell_runs(tmp_path):
     """Its own assertions say what must come out."""
-    cells = json.loads(NOTEBOOK.read_text())["cells"]
-    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    (tmp_path / "cells.py").write_text("\n\n".join(code))
+    cells = sources("code")[:-1]  # the last one shows the report in Jupyter
+    (tmp_path / "cells.py").write_text("\n\n".join(cells))
     variables = environment(MPLBACKEND="Agg", PYTHONPATH=str(ROOT))
     done = processes.run("cells.py", cwd=tmp_path, env=variables, timeout=1200, check=True)
     assert (tmp_path / "runs/losses.png").stat().st_size > 10_000
+    assert "my_attention:BACKEND" in (tmp_path / "runs/report.html").read_text()
     assert "attention=leaky_attention:BACKEND" in done.stdout
 
 
