@@ -174,17 +174,19 @@ class WandbServer(http.server.BaseHTTPRequestHandler):
 @needs_wandb
 @pytest.mark.parametrize("refuses", [True, False], ids=["refusing", "no-such-host"])
 def test_without_a_server_a_run_is_offline_within_seconds_with_one_line(tmp_path, refuses):
-    """wandb's service keeps the id of the refused run, which the offline run must get."""
+    """wandb's service keeps the id of the refused run, which a resumed one needs again."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/wandb_id.txt").write_text("resumed\n")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), WandbServer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}" if refuses else "https://nosuch.invalid"
-        result, stderr = run_program(tmp_path, WANDB_BASE_URL=url, WANDB_API_KEY="a" * 40)
+        account = {"WANDB_BASE_URL": url, "WANDB_API_KEY": "a" * 40}
+        result, stderr = run_program(tmp_path, rows=(1, 40), **account)
         server.shutdown()
     (line,) = stderr.splitlines()
     assert line.startswith("WARNING wandb") and "offline" in line
     assert ("permission denied" if refuses else url) in line
-    assert folder_of(result).name.startswith("offline-run-") and result["seconds"] < 30
-    assert folder_of(result).name.endswith((tmp_path / "run/wandb_id.txt").read_text().strip())
+    assert folder_of(result).match("offline-run-*-resumed") and result["seconds"] < 30
 
 
 @needs_wandb
