@@ -1,7 +1,7 @@
 """Loggers: what arrives at wandb equals what was logged, and nothing that wandb does can stop or
 prompt a training.
 
-Each wandb case takes about 4 s, in a process of its own: wandb keeps settings, credentials and a
+Each wandb case takes 2 to 4 s, in a process of its own: wandb keeps settings, credentials and a
 service process for as long as one lives.
 """
 
@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -227,16 +226,16 @@ def test_the_first_failure_is_a_warning_and_the_last_call(caplog):
 
 def test_a_silent_network_costs_no_more_than_the_probe(monkeypatch):
     """A look-up that hangs, as behind a dropped VPN."""
+    ended, leave = [], threading.Event()
 
     def hang(address, timeout):
-        time.sleep(1)
+        ended.append(leave.wait(60))
         raise TimeoutError
 
     monkeypatch.setattr(socket, "create_connection", hang)
     monkeypatch.delenv("https_proxy", raising=False)
-    start = time.perf_counter()
-    assert not answers("https://api.example.com", timeout=0.2)
-    assert time.perf_counter() - start < 0.8
+    assert not answers("https://api.example.com", timeout=0.2) and not ended
+    leave.set()
 
 
 def test_a_proxy_is_what_must_answer(monkeypatch):
