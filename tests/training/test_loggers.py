@@ -1,7 +1,7 @@
 """Loggers: what arrives at wandb equals what was logged, and nothing that wandb does can stop or
 prompt a training.
 
-Each wandb case takes about 4 s, in a process of its own: wandb keeps settings, credentials and a
+Each wandb case takes 2 to 4 s, in a process of its own: wandb keeps settings, credentials and a
 service process for as long as one lives.
 """
 
@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -174,17 +173,19 @@ class WandbServer(http.server.BaseHTTPRequestHandler):
 @needs_wandb
 @pytest.mark.parametrize("refuses", [True, False], ids=["refusing", "no-such-host"])
 def test_without_a_server_a_run_is_offline_within_seconds_with_one_line(tmp_path, refuses):
-    """wandb's service keeps the id of the refused run, which the offline run must get."""
+    """wandb's service keeps the id of the refused run, which a resumed one needs again."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/wandb_id.txt").write_text("resumed\n")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), WandbServer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}" if refuses else "https://nosuch.invalid"
-        result, stderr = run_program(tmp_path, WANDB_BASE_URL=url, WANDB_API_KEY="a" * 40)
+        account = {"WANDB_BASE_URL": url, "WANDB_API_KEY": "a" * 40}
+        result, stderr = run_program(tmp_path, rows=(1, 40), **account)
         server.shutdown()
     (line,) = stderr.splitlines()
     assert line.startswith("WARNING wandb") and "offline" in line
     assert ("permission denied" if refuses else url) in line
-    assert folder_of(result).name.startswith("offline-run-") and result["seconds"] < 30
-    assert folder_of(result).name.endswith((tmp_path / "run/wandb_id.txt").read_text().strip())
+    assert folder_of(result).match("offline-run-*-resumed") and result["seconds"] < 30
 
 
 @needs_wandb
@@ -225,16 +226,16 @@ def test_the_first_failure_is_a_warning_and_the_last_call(caplog):
 
 def test_a_silent_network_costs_no_more_than_the_probe(monkeypatch):
     """A look-up that hangs, as behind a dropped VPN."""
+    ended, leave = [], threading.Event()
 
     def hang(address, timeout):
-        time.sleep(1)
+        ended.append(leave.wait(60))
         raise TimeoutError
 
     monkeypatch.setattr(socket, "create_connection", hang)
     monkeypatch.delenv("https_proxy", raising=False)
-    start = time.perf_counter()
-    assert not answers("https://api.example.com", timeout=0.2)
-    assert time.perf_counter() - start < 0.8
+    assert not answers("https://api.example.com", timeout=0.2) and not ended
+    leave.set()
 
 
 def test_a_proxy_is_what_must_answer(monkeypatch):
