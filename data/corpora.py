@@ -8,12 +8,13 @@ text          data.path=FILE, a folder or a glob; a table gives one document per
 hub           data.name=org/name on the Hugging Face hub (data.subset, data.split, data.field)
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from config import DataConfig
 from data.local_files import list_files
-from data.readers import TABLES, read_rows, read_text, texts
+from data.network import answers
+from data.readers import TABLES, Row, read_rows, read_text, texts
 
 
 class Document(NamedTuple):
@@ -66,11 +67,7 @@ class Corpus:
         field, place = self.config.field, subject(self.config)
         try:
             if self.config.source == "hub":
-                import datasets
-
-                where = self.config.name, self.config.subset
-                rows = datasets.load_dataset(*where, split=self.config.split)
-                for number, text in enumerate(texts(rows, field)):
+                for number, text in enumerate(texts(hub_rows(self.config), field)):
                     yield Document(str(number), text)
             for file in self.files:
                 path = file.relative_to(self.root).as_posix()
@@ -82,3 +79,22 @@ class Corpus:
                     yield Document(path, read_text(file))
         except (OSError, ValueError, RuntimeError) as error:
             raise ValueError(f"{place}: {error}") from error
+
+
+def hub_rows(config: DataConfig) -> Iterable[Row]:
+    """One split of a dataset; with HF_HUB_OFFLINE=1, from this machine's cache alone.
+
+    Where the hub is out of reach, `datasets` would retry for 25 seconds. So its host is tried
+    first. Raises OSError, ValueError or RuntimeError if the dataset cannot be had.
+    """
+    import datasets
+
+    hub = datasets.config.HF_ENDPOINT
+    try:
+        if not datasets.config.HF_HUB_OFFLINE and not answers(hub):
+            raise OSError(f"{hub} does not answer; HF_HUB_OFFLINE=1 reads what this machine has")
+        return datasets.load_dataset(config.name, config.subset, split=config.split)
+    except OSError as error:
+        raise OSError(
+            f"{error}; data=stdlib, data=torch_source and data=text data.path=FILE need no network"
+        ) from error

@@ -33,6 +33,11 @@ RING = "examples.ring_attention:BACKEND"  # the one that computes softmax attent
 DIFFERENTIAL = "attention=examples.differential_attention:BACKEND"
 
 
+def sources(kind: str) -> list[str]:
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == kind]
+
+
 @pytest.mark.slow
 def test_every_cell_runs(tmp_path):
     """Its own assertions say what must come out."""

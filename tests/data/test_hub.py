@@ -1,4 +1,4 @@
-"""What the hub answers, played by datasets in memory; and whether a server answers at all."""
+"""The hub within reach (played by datasets in memory), out of reach, and only in the cache."""
 
 import socket
 import threading
@@ -30,9 +30,11 @@ def server(monkeypatch):
 
 
 @pytest.fixture
-def hub(monkeypatch):
+def hub(server, monkeypatch):
     """Call it with the rows that the hub answers with, or an error. Returns what it was asked."""
     asked = []
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", f"http://{server}")
 
     def holds(rows):
         def load_dataset(*where, **rest):
@@ -73,6 +75,23 @@ def test_an_answer_of_the_hub_is_passed_on(hub, rows, message):
     field = "body" if "body" in message else "text"
     with pytest.raises(ValueError, match=rf"data\.name=org/name .*{message}"):
         read(split="tset", field=field)
+
+
+def test_out_of_reach_names_the_way_out_at_once(server, monkeypatch):
+    """Left alone, datasets retries for 25 seconds."""
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", NOBODY)
+    start = time.perf_counter()
+    with pytest.raises(ValueError, match=rf"data\.name=org/name.*{NOBODY}.*HF_HUB_OFFLINE=1"):
+        read()
+    assert time.perf_counter() - start < 3
+
+
+def test_offline_the_cache_is_read_and_nobody_asked(hub, monkeypatch):
+    asked = hub(datasets.Dataset.from_dict(ROWS))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: pytest.fail("it was tried"))
+    assert len(read()) == 3 and len(asked) == 1
 
 
 def test_a_listening_server_answers_and_a_closed_port_does_not(server):
