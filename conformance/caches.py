@@ -64,7 +64,7 @@ class Cache:
         )
 
     def paged(self, page_size: int, *, seed: int = 0) -> "Cache":
-        """The same cache in shuffled pages. The first pages belong to no sequence, and the entries
+        """A copy of the cache in shuffled pages. The first pages belong to no sequence, and the entries
         of pages that a sequence does not have point nowhere.
         """
         # (B, H_kv, M, D) to (B * pages of a sequence, page_size, H_kv, D)
@@ -84,7 +84,7 @@ class Cache:
         table.view(-1)[used] = SPARE + torch.arange(len(used), device=k.device).int()
         spare = torch.full_like(k[:1], torch.nan).expand(SPARE, -1, -1, -1)
         k, v = (torch.cat((spare, x[used])) for x in (k, v))
-        return replace(self, k=k, v=v, block_table=table)
+        return replace(self, k=k, v=v, lengths=self.lengths.clone(), block_table=table)
 
     def checks(self, output: AttentionOutput, what: str) -> Iterator[Check]:
         """out and lse of each sequence against its exact results."""

@@ -74,8 +74,9 @@ def cache_and_pages(subject: Subject) -> Iterator[Check]:
         # one of them has a last page of one key
         lengths = [n - n % pages[1] + 1, n // 2 + 1]
         caches = [Cache.of(x, case, subject.expected, room=n + 5) for x in (lengths, lengths[::-1])]
-        yield from changed_in_place(subject, *caches)
-        yield from changed_in_place(subject, *(cache.paged(pages[1]) for cache in caches))
+        # pages first, while the caches are as they were made
+        for step in ([cache.paged(pages[1]) for cache in caches], caches):
+            yield from changed_in_place(subject, *step)
         yield from other_layouts(subject, Cache.of(lengths, case, subject.expected), pages[1])
 
 
