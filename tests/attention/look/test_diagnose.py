@@ -19,7 +19,6 @@ from attention import (
     Recorder,
     attention,
     compare_with_exact,
-    find_breakdown,
     get_backend,
     max_score,
 )
@@ -43,9 +42,11 @@ def with_one_score(
 
 
 def breakdown(tensors, name: str, **arguments):
-    return find_breakdown(
-        *tensors, backend=get_backend(name, **TILES), causal=True, scale=1.0, **arguments
-    )
+    """What a recorder finds in one call at scale 1."""
+    backend = get_backend(name, **(TILES if BACKENDS[name].observable else {}))
+    recorder = Recorder(backend)
+    recorder.backend.fn(*tensors, causal=True, scale=1.0, **arguments, **backend.options)
+    return recorder.breakdowns[0]
 
 
 def test_limits_are_where_exp_overflows():
@@ -114,9 +115,7 @@ def test_max_score_is_not_finite_where_a_score_that_counts_is_not(bad):
 
 @pytest.mark.parametrize("name", ["naive", "tiled", "sdpa", "no_max", "no_rescale", "lazy_rescale"])
 def test_healthy(name):
-    tiles = TILES if BACKENDS[name].observable else {}
-    arguments = {"backend": get_backend(name, **tiles), "causal": True, "scale": 1.0}
-    assert find_breakdown(*with_one_score(80.0, 40, 21), **arguments) is None
+    assert breakdown(with_one_score(80.0, 40, 21), name) is None
 
 
 @pytest.mark.parametrize(
@@ -202,8 +201,7 @@ def test_an_output_that_no_tile_explains():
     found = breakdown([q, k, v], "zero_init_max")
     assert found == Breakdown("out", sequence=0, head=0, row=0, fate="NaN")
     q, k, v = with_one_score(1.0, 3, 2)
-    arguments = {"backend": get_backend("naive"), "causal": True, "scale": 1.0}
-    assert find_breakdown(1e25 * q, 1e25 * k, v, **arguments).tensor == "out"
+    assert breakdown([1e25 * q, 1e25 * k, v], "naive").tensor == "out"
 
 
 def test_recorder_keeps_one_entry_a_call_and_changes_nothing():
