@@ -23,6 +23,7 @@ from attention import BACKENDS, AttentionOutput, Backend, attention, get_backend
 from attention.interface import FEATURES
 from attention.kernels import key_intervals, score_change
 from attention.kernels.hopper.documents import block_starts
+from attention.kernels.hopper.launch import shares_of
 from attention.kernels.launch import (
     Settings,
     backward,
@@ -32,7 +33,6 @@ from attention.kernels.launch import (
     unpacked,
 )
 from attention.kernels.select import choose_kernel, obstacle_of_the_place, why_not_hopper
-from attention.kernels.tiles import shares_of
 from attention.mask import visible_keys
 from conformance.cases import Case, probabilities
 from tests.attention import gluon_interpreter
