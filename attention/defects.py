@@ -143,9 +143,9 @@ LEAKS = frozenset(
 
 
 def also_in_triton(backend: Backend) -> Backend:
-    """The backend with a second implementation, impl=triton, which a run on a GPU takes."""
-    triton = replace(broken_triton_backend(backend.name, backend.defect), breaks=backend.breaks)
-    return replace(backend, implementations={"tiled": backend, "triton": triton})
+    """The backend with the same mistake in the Triton kernels, which a run on a GPU takes."""
+    triton = broken_triton_backend(backend.name, defect=backend.defect, breaks=backend.breaks)
+    return replace(backend, on_gpu=triton)
 
 
 NO_MAX = also_in_triton(

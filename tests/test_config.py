@@ -44,20 +44,17 @@ def test_every_backend_is_a_choice():
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_an_attentions_yaml_holds_its_options_with_their_defaults(name):
-    """All of them, but those that one of its implementations lacks, and what the device decides:
-    these stay None.
+    """All of them, but those that its kernels lack, and what the device decides: these stay
+    None.
     """
     config = yaml.safe_load((ROOT / f"conf/attention/{name}.yaml").read_text())
     backend = BACKENDS[name]
-    each_has = [set(other.options) for other in backend.implementations.values()]
-    shared = set(backend.options).intersection(*each_has)
     on_gpu = suit_gpu(RunConfig(), backend, {})
-    if on_gpu.options != backend.options and not backend.implementations:
+    shared = set(backend.options).intersection(on_gpu.options)
+    if on_gpu.options != backend.options and backend.on_gpu is None:
         shared.remove("block_q")  # the device decides
     assert config == {"name": name} | {key: backend.options[key] for key in shared}
-    for impl in backend.implementations:
-        options = backend.configured(impl=impl).options
-        assert {key: options[key] for key in shared} == {key: config[key] for key in shared}
+    assert {key: on_gpu.options[key] for key in shared} == {key: config[key] for key in shared}
 
 
 def test_max_seq_len_follows_seq_len_unless_set():

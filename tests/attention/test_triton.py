@@ -148,7 +148,7 @@ def test_the_same_bits(name):
     "backend",
     [
         pytest.param(PORTABLE, id="triton"),
-        pytest.param(get_backend("no_rescale", impl="triton"), id="no_rescale"),
+        pytest.param(get_backend("no_rescale").on_gpu, id="no_rescale"),
     ],
 )
 def test_inductor_lowers_the_operators(backend):
@@ -252,13 +252,13 @@ def test_a_defect_is_the_tile_loops(name, block_kv, optional):
     tensors = [x.requires_grad_() for x in (q, k, v)]
     d_out = random(1, 4, 70, 16, seed=3)
 
-    def results(**options) -> list[Tensor]:
-        out = attention(
-            *tensors, backend=get_backend(name, block_kv=block_kv, **options), **optional
-        ).out
+    def results(backend, block_q: int) -> list[Tensor]:
+        backend = backend.configured(block_q=block_q, block_kv=block_kv)
+        out = attention(*tensors, backend=backend, **optional).out
         return [out.detach(), *torch.autograd.grad(out, tensors, d_out)]
 
-    pairs = zip(results(impl="triton", block_q=32), results(block_q=64), strict=True)
+    loop = get_backend(name)
+    pairs = zip(results(loop.on_gpu, 32), results(loop, 64), strict=True)
     for found, expected in pairs:
         assert (found - expected).norm() <= 2e-6 * expected.norm()
 
@@ -266,16 +266,15 @@ def test_a_defect_is_the_tile_loops(name, block_kv, optional):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"impl": "triton", "block_kv": 24}, "block_kv=24"),
-        ({"impl": "triton", "softmax_dtype": "input"}, "softmax_dtype"),
-        ({"impl": "cuda"}, "impl=cuda"),
+        ({"block_kv": 24}, "block_kv=24"),
+        ({"softmax_dtype": "input"}, "softmax_dtype"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_a_defect_in_triton_names_the_option_that_it_does_not_take(options, named):
     q = torch.zeros(1, 1, 4, 16, device=DEVICE)
     with pytest.raises(ValueError, match=named):
-        attention(q, q, q, backend=get_backend("no_rescale", **options))
+        attention(q, q, q, backend=get_backend("no_rescale").on_gpu.configured(**options))
 
 
 CALLS = """

@@ -191,14 +191,14 @@ def test_a_kernel_that_cannot_be_watched_is_diagnosed_by_the_loop(monkeypatch, w
     model = breaking(0, 1)
     expected, _ = diagnose(model, [batch()])
 
-    def fn(*tensors, impl, **arguments):
+    def fn(*tensors, kernel, **arguments):
         return BACKENDS["no_max"].fn(*tensors, **arguments)
 
     options, name = (
-        {"impl": "triton", **model.backend.options},
+        {"kernel": "portable", **model.backend.options},
         "mine" if why == "own" else "no_max",
     )
-    changed = {"observable": False, "implementations": {}, "options": options}
+    changed = {"observable": False, "on_gpu": None, "options": options}
     model.backend = replace(model.backend, name=name, fn=fn, **changed)
     if why == "long":
         monkeypatch.setattr(health, "MAX_INSPECTED", batch()[0].shape[1] - 1)
