@@ -92,11 +92,10 @@ def test_a_file_counts_once_whatever_leads_to_it(tmp_path, path):
     corpus = tmp_path / "corpus"
     write(corpus, b_txt="b", z__y_txt="y")
     write(tmp_path, elsewhere__x_txt="x", elsewhere__back__w_txt="w")
-    links = {"a.txt": "b.txt", "c": "z", "self": ".", "z/up": "../..", "z/self": ".."}
+    links = {"a.txt": "b.txt", "c": "z", "self": "."}
     links |= {"shards": "../elsewhere", "shards2": "../elsewhere"}
     for name, target in links.items():
         (corpus / name).symlink_to(target)
-    (tmp_path / "elsewhere/back/home").symlink_to(corpus)
     os.link(corpus / "b.txt", corpus / "d.txt")
     found = {"b.txt": "b", "z/y.txt": "y", "shards/x.txt": "x", "shards/back/w.txt": "w"}
     assert read(corpus / path) == found
