@@ -58,6 +58,9 @@ def triton_attention(
     The kernels take one head dim. Where D_v differs from D, the narrower tensors are padded to the
     width of the wider.
 
+    softmax: "online", or a defect at the speed of the kernels, with the gradient of what it
+    computes and without lse.
+
     kernel: "portable", "hopper", or "auto" for whichever the device and the inputs allow; see
     attention/kernels/select.py.
     """
@@ -97,6 +100,8 @@ def triton_attention(
         max_score = None if top is None else top.amax(-1)
     if narrower:
         out = out[..., :value_dim]
+    if softmax != "online":  # the kernels of a defect save something else there
+        lse = None
     if return_max_score is False:
         return AttentionOutput(out, lse)
     return ScoredOutput(out, lse, max_score)
@@ -179,13 +184,6 @@ def score_change(
     )
 
 
-def broken_triton_attention(*tensors: Tensor, softmax: str, **arguments: Any) -> Output:
-    """A defect at the speed of the kernels, with the gradient of what it computes. It returns no
-    lse, because the kernel saves something else there.
-    """
-    return triton_attention(*tensors, softmax=softmax, **arguments)._replace(lse=None)
-
-
 def refusals(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, **options: Any
 ) -> list[str]:
@@ -241,7 +239,7 @@ def broken_triton_backend(name: str, **declared: Any) -> Backend:
     """
     return Backend(
         name,
-        partial(broken_triton_attention, softmax=name),
+        partial(triton_attention, softmax=name),
         dtypes=TRITON.dtypes,
         head_dims=range(1, 129),
         features=TRITON.features - {"lse", "sinks"},
