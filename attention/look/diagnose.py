@@ -159,16 +159,11 @@ def _breakdown(
     """The first tensor that is not finite, of a call that returned `out`."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if (at := _first(~x.isfinite())) is not None:
-            return _outside_the_loop(name, at)
+            return Breakdown(name, *at[:3])
     found = in_tile
     if found is None and (at := _first(~out.isfinite())) is not None:
-        found = _outside_the_loop("out", at)
+        found = Breakdown("out", *at[:3])
     return found and replace(found, fate=_fate(out[found.sequence, found.head, found.row]))
-
-
-def _outside_the_loop(tensor: str, at: list[int]) -> Breakdown:
-    sequence, head, row, _ = at
-    return Breakdown(tensor, sequence, head, row)
 
 
 def _first(bad: Tensor) -> list[int] | None:
