@@ -263,7 +263,7 @@ class HeadMaxima:
     def __init__(self, q: Tensor) -> None:
         self.largest = q.new_full(q.shape[:3], -torch.inf, dtype=statistics_dtype(q))
 
-    def observe(self, tile: QueryTile, keys: slice, scores: Tensor, *_: OnlineSoftmax) -> None:
+    def observe(self, tile: QueryTile, keys: slice, scores: Tensor, state: OnlineSoftmax) -> None:
         tile_max = scores.amax((-1, -2)).to(self.largest.dtype)
         self.largest = torch.maximum(self.largest, tile_max)
 
@@ -282,7 +282,9 @@ class LoopFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, ...]:
         return *ctx.loop.backward(*ctx.saved_tensors, *gradients), None
 
 
