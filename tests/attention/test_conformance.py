@@ -118,6 +118,9 @@ FLEX_ON_CPU = [
 QUICK_HALVES = {"causal": torch.float16, "gqa": torch.bfloat16, "large": torch.float16}
 SLOW_INTERPRETED = {"large", "ties", "softcap-20", "alibi-full", "scale-0-full", "views-expanded"}
 SLOW_INTERPRETED |= {f"views-{name}" for name in LAYOUTS}
+# masks are intervals to the kernels, whatever they come from: test_mask.py tests those
+SLOW_INTERPRETED |= {"window-N33-M70", "window-two-sided", "documents-full", "varlen-window"}
+SLOW_INTERPRETED |= {"key-lengths", "score_mod-full", "score_mod-N33-M70", "scale-negative-full"}
 VARIANTS = [backend.name for backend in EXACT_VARIANTS]
 
 GPU_CALLS = {
