@@ -94,7 +94,7 @@ class Options:
 
     @property
     def dtypes(self) -> list[torch.dtype]:
-        return [DTYPES[name] for name in self.dtype.split(",")]
+        return [DTYPES[name] for name in dict.fromkeys(self.dtype.split(","))]
 
 
 FIELDS = Dialect.__annotations__

@@ -127,6 +127,8 @@ class Dialect:
             raise ValueError(f"returns={self.returns} must name out, such as out,lse or _,out")
         if self.multiple < 1:
             raise ValueError(f"multiple={self.multiple} must be at least 1")
+        if {*filter(None, self.head_dims.split(","))} - {*map(str, range(1, 513))}:
+            raise ValueError(f"head_dims={self.head_dims} must be from 1 to 512, such as 64,128")
 
     @property
     def parts(self) -> list[str]:
