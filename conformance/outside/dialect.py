@@ -97,7 +97,7 @@ class Dialect:
     mask: str = ""  # (B or 1, 1, N, M), for masks that the arguments above cannot express
     mask_form: str = "bool"
     more_mask_forms: str = ""  # further ones that it takes, such as additive,float32
-    mask_view: str = ""
+    mask_view: str = ""  # how a mask lies in memory; "" as it was made
     score_mod: str = ""  # FlexAttention's, for softcap and ALiBi
     gqa: str = "yes"  # yes, no, or the name of the flag that turns it on
     returns: str = "out"  # the items of a returned tuple, such as out,lse,_

@@ -103,7 +103,7 @@ class Trial:
         """out or lse of a result; None if the dialect finds none."""
         try:
             return getattr(Adapter(self.function, dialect).read(result, batch=2), tensor)
-        except (ValueError, RuntimeError, IndexError):  # another shape, or no tensor
+        except (TypeError, RuntimeError, IndexError):  # another shape, or no tensor
             return None
 
     def adopt(
