@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 
 def scores_of(
@@ -115,6 +116,11 @@ def base_2(q, k, v, softmax_scale=None, causal=False, return_lse=False):
     return out, lse / math.log(2)
 
 
+def keywords(q, k, v, **others):
+    """Its signature does not tell what it takes."""
+    return base_2(q, k, v, **others)
+
+
 def out_alone(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1)):
     """As flash-attention's without its flag: no lse, and no grouped heads."""
     assert q.shape == k.shape or q.shape[2] == k.shape[2]
@@ -138,6 +144,29 @@ def mean_of_nothing(q, k, v, attn_mask=None, is_causal=False, scale=None):
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -torch.inf)
     return scores.clamp(min=-1e30).softmax(-1).to(v.dtype) @ v
+
+
+def float32_mask_misread(q, k, v, attn_mask=None, **others):
+    """pytorch#191612: the bits of a float32 mask are read as numbers of q's dtype."""
+    if attn_mask is not None and attn_mask.dtype == torch.float32 != q.dtype:
+        attn_mask = attn_mask.contiguous().view(q.dtype)[..., : attn_mask.shape[-1]]
+    return scaled_dot_product_attention(q, k, v, attn_mask, **others)
+
+
+def mask_contiguous_assumed(q, k, v, attn_mask=None, **others):
+    """The strides of a mask are those that its shape would have."""
+    if attn_mask is not None:
+        whole = attn_mask.untyped_storage().nbytes() // attn_mask.element_size()
+        flat = attn_mask.as_strided((whole,), (1,), 0)
+        places = torch.arange(attn_mask.numel()).clamp(max=whole - 1)
+        attn_mask = flat[places].view(attn_mask.shape)
+    return scaled_dot_product_attention(q, k, v, attn_mask, **others)
+
+
+def float32_mask_refused(q, k, v, attn_mask=None, **others):
+    if attn_mask is not None and attn_mask.dtype == torch.float32 != q.dtype:
+        raise RuntimeError("a mask must have the dtype of q")
+    return scaled_dot_product_attention(q, k, v, attn_mask, **others)
 
 
 def in_tiles(q, k, v, mask, causal, q_tile, k_tile):

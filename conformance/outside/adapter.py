@@ -20,10 +20,6 @@ from conformance.cases import SHORT
 from conformance.outside.dialect import LAYOUTS, Dialect
 
 
-class Misfit(ValueError):
-    """A function returned something else than its dialect says."""
-
-
 class Adapter:
     """`function`, called in its dialect, as the fn of a Backend."""
 
@@ -74,13 +70,13 @@ class Adapter:
         return call(**values, **variables)
 
     def read(self, result: Any, batch: int) -> AttentionOutput:
-        """out and lse of a result. Raises Misfit if the dialect says that it holds others."""
+        """out and lse of a result. Raises TypeError if the dialect says that it holds others."""
         names, several = self.dialect.parts, isinstance(result, (tuple, list))
         parts = dict(zip(names, result if several else [result], strict=False))
         fits = all(isinstance(parts.get(name), Tensor) for name in {"out", "lse"} & {*names})
         if several != (len(names) > 1) or not fits:
             returns = self.dialect.returns
-            raise Misfit(f"it returned {described(result)}, and the dialect says {returns=!s}")
+            raise TypeError(f"it returned {described(result)}, and the dialect says {returns=!s}")
         lse = self.lse(result, batch) if "lse" in names else None
         return AttentionOutput(self.out(result, batch), lse)
 
@@ -94,7 +90,7 @@ class Adapter:
         if causal and dialect.causal == "never" and not dialect.mask:
             reasons.append("it takes no causal mask")
         elif by_position and not dialect.mask and not dialect.aligned(q.shape[2], k.shape[2]):
-            reasons.append("its masks begin top-left, which are others where N != M")
+            reasons.append("its causal mask and window begin top-left: others where N != M")
         if "cu_seqlens" in mask and causal and dialect.corner == "top_left" and not masked:
             reasons.append("its causal mask begins top-left in each sequence")
         visible = visible_keys(q, k, causal=causal, **mask)

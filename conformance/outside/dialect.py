@@ -97,7 +97,7 @@ class Dialect:
     mask: str = ""  # (B or 1, 1, N, M), for masks that the arguments above cannot express
     mask_form: str = "bool"
     more_mask_forms: str = ""  # further ones that it takes, such as additive,float32
-    mask_view: str = ""
+    mask_view: str = ""  # how a mask lies in memory; "" as it was made
     score_mod: str = ""  # FlexAttention's, for softcap and ALiBi
     gqa: str = "yes"  # yes, no, or the name of the flag that turns it on
     returns: str = "out"  # the items of a returned tuple, such as out,lse,_
@@ -127,6 +127,8 @@ class Dialect:
             raise ValueError(f"returns={self.returns} must name out, such as out,lse or _,out")
         if self.multiple < 1:
             raise ValueError(f"multiple={self.multiple} must be at least 1")
+        if {*filter(None, self.head_dims.split(","))} - {*map(str, range(1, 513))}:
+            raise ValueError(f"head_dims={self.head_dims} must be from 1 to 512, such as 64,128")
 
     @property
     def parts(self) -> list[str]:

@@ -125,11 +125,11 @@ def fitted(dialect: Dialect, function: Callable[..., Any], changes: Mapping[str,
     known, fields = parameters(function), {**vars(dialect), **changes}
     for field, absent in ARGUMENTS.items():
         text = fields[field]
-        if text in ("", "always", "never", "yes", "no"):
+        if text in ("always", "never", "yes", "no"):
             continue
-        taken = [name for name in text.split("|") if known.take(name)]
+        taken = [name for name in text.split("|") if name and known.take(name)]
         named = [name for name in taken if name in known.names]
-        if field in changes and not taken:
+        if field in changes and text and not taken:
             raise ValueError(f"{field}={text}: the function takes {', '.join(known.names)}")
         if field == "sinks" and field not in changes:
             taken = named  # **others may take sinks and do nothing with them

@@ -63,7 +63,7 @@ class Trial:
         """Arguments that may match the field: names, or positions if it takes no names."""
         by_position = isinstance(getattr(self.function, "__self__", None), type)
         names = self.known.names
-        found = [name for name in NAMES[field] if name in names or not names]
+        found = [name for name in NAMES[field] if self.known.others or name in names]
         return [str(names.index(name)) for name in found] if by_position and names else found
 
     def case(
@@ -103,7 +103,7 @@ class Trial:
         """out or lse of a result; None if the dialect finds none."""
         try:
             return getattr(Adapter(self.function, dialect).read(result, batch=2), tensor)
-        except (ValueError, RuntimeError, IndexError):  # another shape, or no tensor
+        except (TypeError, RuntimeError, IndexError):  # another shape, or no tensor
             return None
 
     def adopt(
@@ -290,7 +290,7 @@ def changes(trial: Trial, dialect: Dialect) -> Fields:
         change = trial.adopt(replace(dialect, **found), candidates, causal=causal, **arguments)
         if change is not None:
             found |= change
-        elif names and trial.known.names:
+        elif {*names} & {*trial.known.names}:
             trial.remarks[field] = f"could not tell what {names[0]}= does"
     return found
 

@@ -80,8 +80,9 @@ REFUSED = {
     "run ATTENTIONS:flash dialect=fa quik=true": ("quik",),
     "run ATTENTIONS:flash dialect=fa out=tests": ("out=tests", ".json"),
     "run ATTENTIONS:flash dialect=fa multiple=0": ("multiple=0",),
+    "run ATTENTIONS:flash dialect=fa head_dims=abc": ("head_dims=abc", "64,128"),
     "run nope:attend dialect=fa": ("nope:attend", "ModuleNotFoundError"),
-    "run ATTENTIONS:flash dialect=sdpa causal=always constants=dropout=0.0": ("TypeError",),
+    "run ATTENTIONS:flash dialect=sdpa causal=always constants=dropout=0.0": ("'dropout'",),
     "run ATTENTIONS:masked constants=causal=True": ("causal=True", "repeated"),
     "run ATTENTIONS:flash dialect=fa returns=out": ("returns=out", "attn-conform probe"),
     "run ATTENTIONS:lse_is_none dialect=backend": ("NoneType", "returns=out,lse"),
@@ -164,6 +165,7 @@ PROBED = {
     f"{ATTENTIONS}:out_alone": "layout=BNHD gqa=no window=window_size",
     f"{ATTENTIONS}:Student": "causal=3 corner=top_left scale= gqa=no",
     f"{ATTENTIONS}:masked": "mask=mask scale=",
+    f"{ATTENTIONS}:keywords": "lse_base=2 returns=out,lse",
     "torch.nn.functional:scaled_dot_product_attention": "causal=is_causal gqa=enable_gqa "
     "mask=attn_mask more_mask_forms=additive,float32 corner=top_left",
 }

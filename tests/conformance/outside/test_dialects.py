@@ -21,10 +21,10 @@ FLEX = "torch.nn.attention.flex_attention:flex_attention"
 FP32 = torch.float32
 
 
-def column(text: str, dialect: str) -> dict[str, str]:
+def column(text: str, dialect: str, dtype: torch.dtype = FP32) -> dict[str, str]:
     """Status by property, from a quick check."""
     found = target(text, dialect)
-    subject = found.subject("cpu", FP32, random_cases=1)
+    subject = found.subject("cpu", dtype, random_cases=1)
     checks = properties_of(found.backend)
     return {
         name: examine(subject, name, check).status
@@ -58,18 +58,30 @@ def test_what_others_wrote_is_green(text, dialect, not_asked):
 @pytest.mark.parametrize(
     "text, dialect, red",
     [
-        # of mask positions and wider calls only a window that has two sides is wrong
+        # only a window that has two sides is wrong
         ("one_sided", "fa", {"mask positions", "wider calls"}),
         # a row of ordinary scores is wrong, as are those of shifted ones
-        ("unshifted_sink", "fa", {"optional arguments", "logits + 100", "logits - 120"}),
+        (
+            "unshifted_sink",
+            "fa",
+            {"optional arguments", "logits + 100", "logits - 120", "rows without a key"},
+        ),
+        # only a mask of another dtype or another layout than they expect is wrong
+        ("float32_mask_misread", "sdpa", {"mask positions"}),
+        ("mask_contiguous_assumed", "sdpa", {"mask positions"}),
     ],
 )
 def test_what_is_wrong_in_its_dialect_alone_is_red(text, dialect, red):
-    found = column(f"{MINE}:{text}", dialect)
-    found = {name for name, status in found.items() if status == "red"}
-    assert red <= found
-    if text == "one_sided":
-        assert red == found
+    found = column(f"{MINE}:{text}", dialect, torch.bfloat16)
+    assert {name for name, status in found.items() if status == "red"} == red
+
+
+def test_a_refusal_of_a_further_form_of_masks_is_no_mistake():
+    found = target(f"{MINE}:float32_mask_refused", "sdpa")
+    subject = found.subject("cpu", torch.bfloat16)
+    check = properties_of(found.backend)["mask positions"]
+    assert examine(subject, "mask positions", check).status == "green"
+    assert any("float32" in refusal and "RuntimeError" in refusal for refusal in subject.refusals)
 
 
 def swallows(q, k, v, **others):
