@@ -64,8 +64,8 @@ class Cache:
         )
 
     def paged(self, page_size: int, *, seed: int = 0) -> "Cache":
-        """A copy of the cache in shuffled pages. The first pages belong to no sequence, and the entries
-        of pages that a sequence does not have point nowhere.
+        """A copy of the cache in shuffled pages. The first pages belong to no sequence. Entries of
+        pages that a sequence does not have point nowhere.
         """
         # (B, H_kv, M, D) to (B * pages of a sequence, page_size, H_kv, D)
         to_fill = (0, 0, 0, -self.k.shape[2] % page_size)
