@@ -1,6 +1,8 @@
 """The notebook runs from its first cell to its last; the attentions train, rank and verify."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -33,14 +35,23 @@ RING = "examples.ring_attention:BACKEND"  # the one that computes softmax attent
 DIFFERENTIAL = "attention=examples.differential_attention:BACKEND"
 
 
+def sources(kind: str) -> list[str]:
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == kind]
+
+
 @pytest.mark.slow
 def test_every_cell_runs(tmp_path):
     """Its own assertions say what must come out."""
-    cells = json.loads(NOTEBOOK.read_text())["cells"]
-    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    (tmp_path / "cells.py").write_text("\n\n".join(code))
-    variables = environment(MPLBACKEND="Agg", PYTHONPATH=str(ROOT))
-    done = processes.run("cells.py", cwd=tmp_path, env=variables, timeout=1200, check=True)
+    (tmp_path / "cells.py").write_text("\n\n".join(sources("code")))
+    done = subprocess.run(
+        [sys.executable, "cells.py"],
+        cwd=tmp_path,
+        env=environment(MPLBACKEND="Agg", PYTHONPATH=str(NOTEBOOK.parents[1])),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "runs/losses.png").stat().st_size > 10_000
     assert "attention=leaky_attention:BACKEND" in done.stdout
 
