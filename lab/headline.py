@@ -7,17 +7,21 @@ Reads results/headline_h200.json and defects_retrieval.json, and measures nothin
 pictures, which git tracks.
 """
 
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from attention import LIMITS
 from lab.results import FOLDER, load
 from scripts.arguments import NoOptions, command
-from scripts.drawing import for_both_papers, new_figure, save_figure
 from scripts.tables import Row, by, grouped, values
 from training.record.palette import BACKENDS
+from training.record.plot import new_figure, save_figure
 
 WORDS = {"triton": "exact"}
+# CSS's invert(1) hue-rotate(180deg), with black replaced by the background of GitHub's dark pages
+HUES = ((-0.574, 1.43, 0.144), (0.426, 0.43, 0.144), (0.426, 1.43, -0.856))
+DARK_PAPER = (13 / 255, 17 / 255, 23 / 255)
 
 
 def plot_run(axes: Any, run: Row, column: str, **style: Any) -> None:
@@ -78,6 +82,22 @@ def draw_accuracy(axes: Any, runs: list[Row]) -> None:
     axes.set(ylabel="held-out accuracy")
     axes.set_xticks(list(by_tile), map(str, by_tile))
     axes.set_title("another task, a small model: accuracy on last_write")
+
+
+def for_both_papers(path: Path) -> None:
+    """Write the picture again for dark pages, as NAME_dark.png: light and dark swap, the hues stay.
+    Both files get a palette, which makes them small.
+    """
+    import numpy as np
+    from PIL import Image
+
+    light = Image.open(path).convert("RGB")
+    colors = np.clip((1 - np.asarray(light) / 255) @ np.array(HUES).T, 0, 1)
+    paper = np.array(DARK_PAPER)
+    dark = Image.fromarray((255 * (paper + (1 - paper) * colors)).round().astype(np.uint8))
+    for image, name in ((light, path.stem), (dark, f"{path.stem}_dark")):
+        small = image.quantize(128, dither=Image.Dither.NONE)
+        small.save(path.with_stem(name), optimize=True)
 
 
 @command

@@ -31,7 +31,7 @@ from attention import Backend, dtype_name
 from attention.look.blame import is_foreign, with_place
 from config import SYNTHETIC_SOURCES, RunConfig
 from data.interface import Batch
-from scripts.arguments import Count, Device, command, parse_backend
+from scripts.arguments import Count, Device, check_out, command, default, parse_backend
 from scripts.runs import runs_below
 from scripts.tables import Row, by, spread, table
 from training.loop.device import pick_device
@@ -39,7 +39,7 @@ from training.loop.evaluate import evaluate_under, exact_attention
 from training.loop.schedule import chosen_attention, needed_features
 from training.loop.trained import Trained, data_of, load_trained, read_run_config
 from training.record.environment import measured_on
-from training.record.files import check_writable, read_meta, write_json
+from training.record.files import read_meta, write_json
 from training.record.memory import is_out_of_memory, release_memory
 from training.record.names import attention_name, differing_settings, name_runs
 from training.record.runs import remark
@@ -51,12 +51,18 @@ FORMS = {"loss": "{:.3f}", "accuracy": "{:.1%}"}
 
 
 @dataclass
-class Options:
+class Evaluation:
+    """What commands that evaluate trained runs have in common."""
+
     paths: list[Path]
-    under: list[str] | None = None
     sequences: Count | None = None
     device: Device = "auto"
-    out: Path | None = None
+    out: Path | None = None  # else a file in the first folder
+
+
+@dataclass
+class Options(Evaluation):
+    under: list[str] = default()
 
 
 class TrainedRun(NamedTuple):
@@ -70,22 +76,21 @@ class TrainedRun(NamedTuple):
 
 @command
 def main(options: Options) -> None:
-    runs = trained_runs(options.paths, options.device)
+    runs = trained_runs(options)
     # one that is named twice would count as two seeds
-    asked = {named(each): each for each in map(parse_backend, options.under or ())}
+    asked = {named(each): each for each in map(parse_backend, options.under)}
     judges = [*asked.values()] or usual_judges(runs)
-    out = options.out or options.paths[0] / "cross_eval.json"
-    rows = evaluate_runs(runs, out, partial(judge, judges=judges, sequences=options.sequences))
-    print(printable(f"{in_text(rows)}\n{out}"))
+    evaluate = partial(judge, judges=judges, sequences=options.sequences)
+    evaluate_runs(options, runs, evaluate, "cross_eval.json", in_text)
 
 
-def trained_runs(folders: Sequence[Path], device: Device) -> list[TrainedRun]:
+def trained_runs(options: Evaluation) -> list[TrainedRun]:
     """Every run below the folders whose weights can be loaded; the others are left out with a line
     each. Raises ValueError if there is none.
     """
-    where = pick_device(device).type
+    device = pick_device(options.device).type
     configs, summaries = [], []
-    for summary in runs_below(folders).values():
+    for summary in runs_below(options.paths).values():
         folder = Path(summary["dir"])
         try:
             if summary["status"] not in EVALUATED:
@@ -94,11 +99,11 @@ def trained_runs(folders: Sequence[Path], device: Device) -> list[TrainedRun]:
             chosen_attention(config.attention)  # raises ValueError for one that is gone
             # the weights are named by their own checkpoint
             summaries.append(summary | {"starts": read_meta(folder)["starts"]})
-            configs.append(replace(config, device=where))
+            configs.append(replace(config, device=device))
         except (ValueError, OSError) as error:
             leave_out(folder, error)
     if not configs:
-        raise ValueError(f"no run with a checkpoint below {', '.join(map(str, folders))}")
+        raise ValueError(f"no run with a checkpoint below {', '.join(map(str, options.paths))}")
     runs = []
     names, settings = name_runs(summaries), differing_settings(summaries)
     for config, summary, name, setting in zip(configs, summaries, names, settings, strict=True):
@@ -109,13 +114,18 @@ def trained_runs(folders: Sequence[Path], device: Device) -> list[TrainedRun]:
 
 
 def evaluate_runs(
-    runs: Sequence[TrainedRun], out: Path, evaluate: Callable[[TrainedRun], Iterable[Row]]
-) -> list[Row]:
-    """Write the rows of every run to the JSON file `out`, and return them. A run for which
-    `evaluate` raises ValueError, OSError or ArithmeticError is left out with a line. Raises
-    ValueError, and writes nothing, if that leaves none.
+    options: Evaluation,
+    runs: Sequence[TrainedRun],
+    evaluate: Callable[[TrainedRun], Iterable[Row]],
+    name: str,
+    in_text: Callable[[list[Row]], str],
+) -> None:
+    """Write the rows of every run to the JSON file, which is called `name` if the user names none,
+    and print them. A run for which `evaluate` raises ValueError, OSError or ArithmeticError is left
+    out with a line. Raises ValueError, and writes nothing, if that leaves none.
     """
-    check_writable(out)
+    out = options.out or options.paths[0] / name
+    check_out(out)
     rows, why, device = [], "", runs[0].config.device
     for number, run in enumerate(runs, 1):
         print(printable(f"{number} of {len(runs)}: {run.folder} ({run.status})"), flush=True)
@@ -131,7 +141,7 @@ def evaluate_runs(
     if not rows:
         raise ValueError(f"no run could be evaluated, and nothing is written: {why}")
     write_json(out, {"environment": measured_on(device), "rows": rows})
-    return rows
+    print(printable(f"{in_text(rows)}\n{out}"))
 
 
 def leave_out(folder: Path, error: Exception) -> None:

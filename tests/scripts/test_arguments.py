@@ -61,6 +61,7 @@ REFUSED = {
     "dtype=fp64": ("dtype=fp64", "fp32, bf16"),
     "causal=perhaps": ("causal=perhaps", "true", "false"),
     "out=": ("out=",),
+    "run=y": ("run=y", "twice"),
 }
 
 
