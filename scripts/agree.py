@@ -23,7 +23,7 @@ line each.
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 from statistics import median
@@ -32,12 +32,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attention import Backend, dtype_name
+from attention import Backend
+from config import RunConfig
+from data.interface import TrainingData
 from model import GPT, generate
-from scripts.arguments import Count, Dtype, command, default, parse_backend
-from scripts.cross_eval import Evaluation, TrainedRun, evaluate_runs, trained_runs
+from scripts.arguments import Count, command, default, parse_backend
+from scripts.cross_eval import Evaluation, evaluate_runs, trained_runs
 from scripts.tables import Row, by, most, spread, table
-from training.loop.trained import data_of, load_trained
+from training.loop.trained import Trained
 
 # columns of a table: the difference of log p, in nats
 DIFFERENCE = {"mean |d log p|": spread("mean", "{:.1e}"), "largest": most("largest")}
@@ -48,7 +50,6 @@ class Options(Evaluation):
     sequences: Count = 8
     under: list[str] = default()
     tokens: Count | None = None
-    dtype: Dtype = "auto"
 
 
 class Reading(NamedTuple):
@@ -68,16 +69,19 @@ def main(options: Options) -> None:
 
 
 @torch.no_grad()
-def ask(run: TrainedRun, backends: Mapping[str, Backend], options: Options) -> list[Row]:
+def ask(
+    config: RunConfig,
+    data: TrainingData,
+    trained: Trained,
+    *,
+    backends: Mapping[str, Backend],
+    options: Options,
+) -> list[Row]:
     """A run's weights under these attentions: one row for each pair."""
-    if run.config.data.documents:
+    if config.data.documents:
         raise ValueError("it keeps documents apart, which a cache does not")
-    tokens = options.tokens or run.config.seq_len - run.config.seq_len // 2
-    data = data_of(run.config)
-    dtype = run.config.dtype if options.dtype == "auto" else options.dtype
-    trained = load_trained(run.folder, replace(run.config, dtype=dtype), data.vocab_size)
-    model = trained.model.eval()
-    inputs, targets, *_ = (x.to(run.config.device) for x in data.val_batch(options.sequences))
+    tokens, model = options.tokens or config.seq_len - config.seq_len // 2, trained.model.eval()
+    inputs, targets, *_ = (x.to(config.device) for x in data.val_batch(options.sequences))
     first = next(iter(backends))
     asked = {f"{first} in float32": (backends[first], nullcontext())}
     asked |= {name: (backend, trained.autocast) for name, backend in backends.items()}
@@ -85,13 +89,7 @@ def ask(run: TrainedRun, backends: Mapping[str, Backend], options: Options) -> l
     for name, (backend, autocast) in asked.items():
         with model.using(backend=backend), autocast:
             readings[name] = read(model, inputs, targets, tokens)
-    common = {
-        "dtype": dtype_name(trained.dtype),
-        "step": trained.step,
-        "data": data.fingerprint,
-        "sequences": len(inputs),
-        "tokens": tokens,
-    }
+    common = {"sequences": len(inputs), "tokens": tokens}
     pairs = combinations(readings, 2)
     return [common | {"a": a, "b": b} | compare(readings[a], readings[b]) for a, b in pairs]
 

@@ -9,6 +9,7 @@ or folders of either, and
 
     under      judge by these instead: sdpa,no_rescale:block_kv=16,pkg.module:BACKEND
     sequences  held-out sequences to evaluate on (as many as the run itself: its eval_sequences)
+    dtype      of the matrix products: fp32, bf16, fp16 or auto, the run's own (auto)
     device     auto, cpu or cuda (auto)
     out        the JSON file (cross_eval.json in the first folder)
 
@@ -30,8 +31,8 @@ import torch
 from attention import Backend, dtype_name
 from attention.look.blame import is_foreign, with_place
 from config import SYNTHETIC_SOURCES, RunConfig
-from data.interface import Batch
-from scripts.arguments import Count, Device, check_out, command, default, parse_backend
+from data.interface import Batch, TrainingData
+from scripts.arguments import Count, Device, Dtype, check_out, command, default, parse_backend
 from scripts.runs import runs_below
 from scripts.tables import Row, by, spread, table
 from training.loop.device import pick_device
@@ -56,6 +57,7 @@ class Evaluation:
 
     paths: list[Path]
     sequences: Count | None = None
+    dtype: Dtype = "auto"
     device: Device = "auto"
     out: Path | None = None  # else a file in the first folder
 
@@ -69,9 +71,12 @@ class TrainedRun(NamedTuple):
     """A run whose weights can be loaded."""
 
     folder: Path
-    config: RunConfig  # with the device to evaluate on
+    config: RunConfig  # with the device and the dtype to evaluate on
     status: str
     variant: str  # with its seq_len, if the runs differ in it
+
+
+Evaluate = Callable[[RunConfig, TrainingData, Trained], Iterable[Row]]
 
 
 @command
@@ -99,7 +104,8 @@ def trained_runs(options: Evaluation) -> list[TrainedRun]:
             chosen_attention(config.attention)  # raises ValueError for one that is gone
             # the weights are named by their own checkpoint
             summaries.append(summary | {"starts": read_meta(folder)["starts"]})
-            configs.append(replace(config, device=device))
+            dtype = config.dtype if options.dtype == "auto" else options.dtype
+            configs.append(replace(config, device=device, dtype=dtype))
         except (ValueError, OSError) as error:
             leave_out(folder, error)
     if not configs:
@@ -116,7 +122,7 @@ def trained_runs(options: Evaluation) -> list[TrainedRun]:
 def evaluate_runs(
     options: Evaluation,
     runs: Sequence[TrainedRun],
-    evaluate: Callable[[TrainedRun], Iterable[Row]],
+    evaluate: Evaluate,
     name: str,
     in_text: Callable[[list[Row]], str],
 ) -> None:
@@ -129,10 +135,8 @@ def evaluate_runs(
     rows, why, device = [], "", runs[0].config.device
     for number, run in enumerate(runs, 1):
         print(printable(f"{number} of {len(runs)}: {run.folder} ({run.status})"), flush=True)
-        common = {"run": str(run.folder), "variant": run.variant, "run_status": run.status}
-        common |= {"seed": run.config.seed, "seq_len": run.config.seq_len}
         try:
-            rows += [common | row for row in evaluate(run)]
+            rows += evaluated(run, evaluate)
         # damaged weights, a missing corpus, or logits that are not finite
         except (ValueError, OSError, ArithmeticError) as error:
             why = first_line(error)
@@ -142,6 +146,23 @@ def evaluate_runs(
         raise ValueError(f"no run could be evaluated, and nothing is written: {why}")
     write_json(out, {"environment": measured_on(device), "rows": rows})
     print(printable(f"{in_text(rows)}\n{out}"))
+
+
+def evaluated(run: TrainedRun, evaluate: Evaluate) -> list[Row]:
+    """The rows of one run, whose model is gone from memory afterwards."""
+    config, data = run.config, data_of(run.config)
+    trained = load_trained(run.folder, config, data.vocab_size)
+    common = {
+        "run": str(run.folder),
+        "variant": run.variant,
+        "run_status": run.status,
+        "seed": config.seed,
+        "seq_len": config.seq_len,
+        "step": trained.step,
+        "dtype": dtype_name(trained.dtype),
+        "data": data.fingerprint,
+    }
+    return [common | row for row in evaluate(config, data, trained)]
 
 
 def leave_out(folder: Path, error: Exception) -> None:
@@ -164,22 +185,24 @@ def named(backend: Backend) -> str:
     return attention_name(backend.name, backend.options)
 
 
-def judge(run: TrainedRun, judges: Iterable[Backend], sequences: int | None) -> list[Row]:
+def judge(
+    config: RunConfig,
+    data: TrainingData,
+    trained: Trained,
+    *,
+    judges: Iterable[Backend],
+    sequences: int | None,
+) -> list[Row]:
     """One row per judge. Raises ValueError if they all refuse the run."""
-    data = data_of(run.config)
-    trained = load_trained(run.folder, run.config, data.vocab_size)
-    count = sequences or run.config.eval_sequences
+    count = sequences or config.eval_sequences
     common = {
         "trained_under": named(trained.model.backend),
-        "step": trained.step,
-        "dtype": dtype_name(trained.dtype),
-        "data": data.fingerprint,
         "sequences": count,
         "metric": data.metric or "loss",
     }
     batch = data.val_batch(count)
     rows = [
-        common | {"evaluated_under": named(each)} | outcome(trained, each, batch, run.config)
+        common | {"evaluated_under": named(each)} | outcome(trained, each, batch, config)
         for each in judges
     ]
     if all(row["status"].startswith("refused") for row in rows):

@@ -8,6 +8,7 @@ sweeps or folders of either, and
 
     lengths    tokens of a sequence (64,128,256,512)
     sequences  held-out sequences of each length (as many as the run itself: its eval_sequences)
+    dtype      of the matrix products: fp32, bf16, fp16 or auto, the run's own (auto)
     device     auto, cpu or cuda (auto)
     out        the JSON file (recall.json in the first folder)
 
@@ -21,13 +22,14 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 
-from config import SYNTHETIC_SOURCES
+from config import SYNTHETIC_SOURCES, RunConfig
+from data.interface import TrainingData
 from data.synthetic import SyntheticData
 from scripts.arguments import Count, command, default
-from scripts.cross_eval import Evaluation, TrainedRun, evaluate_runs, trained_runs
+from scripts.cross_eval import Evaluation, evaluate_runs, trained_runs
 from scripts.tables import Row, by, spread, table, values
 from training.loop.evaluate import evaluate_under
-from training.loop.trained import load_trained
+from training.loop.trained import Trained
 
 
 @dataclass
@@ -41,17 +43,17 @@ def main(options: Options) -> None:
     evaluate_runs(options, trained_runs(options), evaluate, "recall.json", in_text)
 
 
-def ask(run: TrainedRun, options: Options) -> Iterator[Row]:
+def ask(
+    config: RunConfig, data: TrainingData, trained: Trained, *, options: Options
+) -> Iterator[Row]:
     """One row for each length. Raises ValueError if the run's model or task does not allow one."""
-    config, lengths = run.config, sorted(set(options.lengths))
     if config.data.source not in SYNTHETIC_SOURCES:
         tasks = ", ".join(SYNTHETIC_SOURCES)
         raise ValueError(f"data={config.data.source} asks nothing; train on one of: {tasks}")
-    config.data.check_length(lengths[0])
-    # the held-out questions do not depend on the seed
-    tasks = [SyntheticData(config.data, seq_len=length, seed=0) for length in lengths]
-    trained = load_trained(run.folder, config, tasks[0].vocab_size)
-    for length, task in zip(lengths, tasks, strict=True):
+    for length in sorted(set(options.lengths)):
+        config.data.check_length(length)
+        # the held-out questions do not depend on the seed
+        task = SyntheticData(config.data, seq_len=length, seed=0)
         _, accuracy = evaluate_under(
             trained.model,
             trained.model.backend,
@@ -61,8 +63,7 @@ def ask(run: TrainedRun, options: Options) -> Iterator[Row]:
             autocast=trained.autocast,
             accuracy=True,
         )
-        found = {"step": trained.step, "length": length, "accuracy": accuracy}
-        yield {"data": task.fingerprint} | found
+        yield {"data": task.fingerprint, "length": length, "accuracy": accuracy}
 
 
 def in_text(rows: Sequence[Row]) -> str:

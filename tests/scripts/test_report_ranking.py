@@ -42,15 +42,6 @@ def test_the_verdict(tmp_path, losses, said):
     assert [fact for fact in said[1:] if fact not in sentence] == []
 
 
-def test_a_difference_is_paired_by_seed(tmp_path):
-    write_seeds(tmp_path, "naive", 2.0, 2.5, 3.0)
-    write_seeds(tmp_path, "tiled", 1.89, 2.4, 2.91)
-    (ranking,) = rank(load_runs([tmp_path]))
-    # Student's t of two degrees of freedom
-    found = ranking.difference("tiled", "naive")
-    assert found == pytest.approx((-0.1, 4.303 * 0.01 / 3**0.5)) and found.is_clear
-
-
 def test_a_defect_is_judged_under_exact_attention(tmp_path):
     """Its own loss leads and means nothing."""
     write_seeds(tmp_path, "naive", 2.0, 2.5)
@@ -112,13 +103,6 @@ def test_a_variant_without_the_seeds_of_the_others_is_left_out_by_name(tmp_path)
     (ranking,) = rank(load_runs([tmp_path]))
     assert "no_max" not in ranking.losses and ranking.unranked == ["no_max"]
     assert "no_max" in verdict(ranking, at_length=False)[1]
-
-
-def test_the_same_seed_twice_is_one_pair(tmp_path):
-    write_seeds(tmp_path, "naive", 2.0, 2.5)
-    write_seeds(tmp_path, "naive", 2.2)
-    (ranking,) = rank(load_runs([tmp_path]))
-    assert ranking.losses["naive"] == pytest.approx({"0": 2.1, "1": 2.5})
 
 
 def test_the_baseline(tmp_path):

@@ -209,12 +209,6 @@ def test_takes_q_k_v_of_a_run(tmp_path):
         assert word in call.source
 
 
-def test_another_attention_and_dtype_on_a_run(tmp_path, run_trace):
-    write_model(tmp_path / "run")
-    out, _ = run_trace(f"run={tmp_path}/run", "attention=no_max", "dtype=fp16", "layer=1")
-    assert all(each in out for each in ("attention=no_max", "float16", "layer 1", "inf"))
-
-
 # arguments, and what the refusal names
 REFUSED = {
     "attention=sdpa": ("attention=sdpa", "tiled"),
