@@ -96,11 +96,11 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
 def main(cfg: DictConfig) -> float:
     """One job. Returns what a sweeper minimises: val/loss of a completed run, else infinity."""
     from training.launch.job import end_job, run_job
-    from training.record.outcome import Objective
+    from training.record.outcome import objective
 
     summary, _ = run_job(train, cfg, began=program_began())
     end_job(summary)
-    return Objective.of(summary)
+    return objective(summary)
 
 
 if __name__ == "__main__":

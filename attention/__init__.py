@@ -43,7 +43,6 @@ from attention.look.diagnose import (
     Recorder,
     companion_max_score,
     compare_with_exact,
-    find_breakdown,
     max_score,
 )
 from attention.mask import Window
@@ -68,7 +67,6 @@ __all__ = [
     "build_module",
     "compare_with_exact",
     "dtype_name",
-    "find_breakdown",
     "get_backend",
     "get_score_mod",
     "is_operator",

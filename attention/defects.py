@@ -77,18 +77,14 @@ class RelativeMask(VisibleKeys):
     """
 
     def query_tiles(self, block_q: int) -> list[QueryTile]:
-        # do not skip future tiles: that would hide the leak
-        return [replace_bounds(tile, self.num_keys) for tile in super().query_tiles(block_q)]
+        # visit every key and mask every tile: skipping future tiles would hide the leak
+        bounds = {"first": 0, "last": self.num_keys, "full_first": self.num_keys, "full_last": 0}
+        return [tile._replace(**bounds) for tile in super().query_tiles(block_q)]
 
     def mask(self, rows: slice | None = None, keys: slice | None = None) -> Tensor:
         absolute = super().mask(rows, keys)
         i, j = (torch.arange(n, device=absolute.device) for n in absolute.shape[-2:])
         return (j <= i[:, None]).expand_as(absolute)
-
-
-def replace_bounds(tile: QueryTile, num_keys: int) -> QueryTile:
-    """The tile with bounds that visit every key and mask every tile."""
-    return tile._replace(first=0, last=num_keys, full_first=num_keys, full_last=0)
 
 
 def relative_keys(q: Tensor, k: Tensor, *, causal: bool, **optional: Any) -> VisibleKeys:
@@ -147,9 +143,9 @@ LEAKS = frozenset(
 
 
 def also_in_triton(backend: Backend) -> Backend:
-    """The backend with a second implementation, impl=triton, which a run on a GPU takes."""
-    triton = replace(broken_triton_backend(backend.name, backend.defect), breaks=backend.breaks)
-    return replace(backend, implementations={"tiled": backend, "triton": triton})
+    """The backend with the same mistake in the Triton kernels, which a run on a GPU takes."""
+    triton = broken_triton_backend(backend.name, defect=backend.defect, breaks=backend.breaks)
+    return replace(backend, on_gpu=triton)
 
 
 NO_MAX = also_in_triton(

@@ -30,8 +30,8 @@ from transformers.masking_utils import sdpa_mask
 
 from attention import BACKENDS, Backend, attention
 
-# how both ends of a row's interval may move to the next row within a piece, and what may follow
-MOVES: dict[Any, list] = {(0, 0): [(0, 0)], (0, 1): [(0, 1), (1, 1)], (1, 1): [(1, 1)]}
+# how both ends of a row's interval may move to the next row within a piece
+MOVES = ((0, 0), (0, 1), (1, 1))
 
 
 def expose(backend: Backend, name: str | None = None) -> None:
@@ -115,21 +115,20 @@ class Piece(NamedTuple):
 def pieces(pattern: Tensor) -> Iterator[Piece]:
     """The rows of one sequence, intervals (N, 2), cut where the ends stop moving alike.
 
-    In a piece, each row gains a key (causal), or gains one and loses one (causal with a window,
-    after rows that only gain), or all rows see the same keys. Rows without a key belong to no
-    piece.
+    In a piece, each row gains a key (causal), or gains one and loses one (causal with a window), or
+    all rows see the same keys. Rows without a key belong to no piece.
     """
     rows, moves = pattern.tolist(), pattern.diff(dim=0).tolist()
-    start, move, allowed = 0, None, MOVES
+    start, move = 0, None
     for stop, next_move in enumerate([*map(tuple, moves), None], 1):
-        if next_move in allowed:
-            move, allowed = next_move, MOVES[next_move]
+        if next_move in (MOVES if move is None else (move,)):
+            move = next_move
             continue
         (first, _), (lo, last) = rows[start], rows[stop - 1]
         if first < last:
             window = last - lo if move == (1, 1) else None
             yield Piece(slice(start, stop), slice(first, last), move != (0, 0), window)
-        start, move, allowed = stop, None, MOVES
+        start, move = stop, None
 
 
 def interval_mask(**mask: Any) -> Tensor | None:

@@ -178,9 +178,9 @@ class Backend:
     observable: bool = (
         False  # whether fn takes observer=, called after each tile; see attention.look.diagnose
     )
-    # other implementations of the same computation, by the value of the option impl that selects
-    # them; each has its own capabilities and options
-    implementations: Mapping[str, "Backend"] = field(default_factory=dict)
+    # the same computation by kernels, which a run on a GPU takes; it has its own capabilities and
+    # options
+    on_gpu: "Backend | None" = None
     # decodes over a cache, with the signature of attention.decoding.decode(); None if it cannot
     decode: Callable[..., AttentionOutput] | None = None
     # module(num_heads=, num_kv_heads=, head_dim=, max_seq_len=, layer=) -> nn.Module
@@ -228,14 +228,6 @@ class Backend:
         """
         if not options:
             return self
-        if self.implementations and "impl" in options:
-            impl = options.pop("impl")
-            if impl not in self.implementations:
-                raise ValueError(
-                    f"attention={self.name} has no impl={impl}; valid: "
-                    f"{', '.join(self.implementations)}"
-                )
-            return self.implementations[impl].configured(**options)
         for name, value in options.items():
             if name not in self.options:
                 raise ValueError(

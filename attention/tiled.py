@@ -263,7 +263,7 @@ class HeadMaxima:
     def __init__(self, q: Tensor) -> None:
         self.largest = q.new_full(q.shape[:3], -torch.inf, dtype=statistics_dtype(q))
 
-    def observe(self, tile: QueryTile, keys: slice, scores: Tensor, *_: OnlineSoftmax) -> None:
+    def observe(self, tile: QueryTile, keys: slice, scores: Tensor, state: OnlineSoftmax) -> None:
         tile_max = scores.amax((-1, -2)).to(self.largest.dtype)
         self.largest = torch.maximum(self.largest, tile_max)
 
@@ -281,17 +281,11 @@ class LoopFunction(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, ...]:
         return *ctx.loop.backward(*ctx.saved_tensors, *gradients), None
-
-
-class RecomputingFunction(LoopFunction):
-    """Its backward pass runs autograd itself, so it has no second derivative."""
-
-    # once_differentiable hides the name of ctx
-    backward = staticmethod(  # pyright: ignore[reportAssignmentType]
-        once_differentiable(LoopFunction.backward)
-    )
 
 
 @dataclass(frozen=True)
@@ -317,8 +311,7 @@ class TiledAttention:
         maxima = HeadMaxima(grouped(q, k, v)[0])
         watch = {"observer": maxima.observe} if return_max_score else {}
         loop = self.make_loop(q, k, **watch, **settings)
-        function = RecomputingFunction if loop.recompute else LoopFunction
-        out, lse = function.apply(q, k, v, loop)
+        out, lse = LoopFunction.apply(q, k, v, loop)
         if return_max_score:
             return ScoredOutput(out, lse, maxima.largest.flatten(1, 2))
         return AttentionOutput(out, lse)

@@ -153,16 +153,6 @@ class Subject:
         self.refusals += reasons
         return not reasons
 
-    def takes_views(
-        self, views: list[Tensor], arguments: dict[str, Any], *, backward: bool
-    ) -> bool:
-        """Whether the backend takes these views of tensors that it takes."""
-        reasons = self.backend.unsupported_reasons(
-            *(x.requires_grad_(backward) for x in views), **arguments
-        )
-        self.refusals += reasons
-        return not reasons
-
     def passes(self, case: Case) -> str | None:
         """Which passes of the case the backend takes: "both", "forward" alone, or None."""
         if self.takes(case, backward=True):
@@ -191,29 +181,27 @@ class Subject:
 
     def exactly(self, case: Case, what: str, found: dict[str, Tensor]) -> Iterator[Check]:
         """Compare results with the exact ones."""
-        expected = self.expected(case)
-        for name, x in found.items():
-            moved = distance(x, expected.reference[name])
-            yield Check(f"{name} of {case}, {what}", moved, expected.budget(name))
+        yield from self.expected(case).checks(case, found, what).values()
 
-    def same_bits(
-        self, case: Case, what: str, found: dict[str, Tensor], plain: dict[str, Tensor]
+    def same(
+        self,
+        case: Case,
+        what: str,
+        found: dict[str, Tensor],
+        plain: dict[str, Tensor],
+        *,
+        bits: bool = False,
     ) -> Iterator[Check]:
-        """Compare two results bitwise on a CPU; within twice the budget on a GPU, where sums may
-        run in any order. Elements that are NaN in `plain` are left to other properties.
+        """Compare two results that should be equal. Each may be a budget off the exact one.
+        Elements that are NaN in `plain` are left to other properties.
+
+        bits: no bit may differ, but on a GPU, where sums may run in any order.
         """
         for name, x in found.items():
-            budget = 0.0 if self.device == "cpu" else 2 * self.expected(case).budget(name)
-            x, y = (torch.where(plain[name].isnan(), 0.0, each) for each in (x, plain[name]))
+            unknown = plain[name].isnan()
+            x, y = (each.double().masked_fill(unknown, 0.0) for each in (x, plain[name]))
+            budget = 0.0 if bits and self.device == "cpu" else 2 * self.expected(case).budget(name)
             yield Check(f"{name} of {case}, {what}", distance(x, y), budget)
-
-    def unmoved(
-        self, case: Case, what: str, found: dict[str, Tensor], plain: dict[str, Tensor]
-    ) -> Iterator[Check]:
-        """Compare two results that should be equal. Each may be a budget off the exact one."""
-        for name, x in found.items():
-            moved, budget = distance(x, plain[name]), self.expected(case).budget(name)
-            yield Check(f"{name} of {case}, {what}", moved, 2 * budget)
 
     def expected(self, case: Case) -> Expected:
         if self.backend.claims_softmax:
@@ -228,11 +216,8 @@ class Subject:
         """
         self.tried.append(case)
         if case not in self.rows:
-            self.rows[case] = None
-            if passes := self.passes(case):
-                expected = self.expected(case)
-                results = run(self.backend, *expected.inputs, backward=passes == "both")
-                self.rows[case] = expected.checks(case, results)
+            takes = self.passes(case)
+            self.rows[case] = self.expected(case).checks(case, self.run(case)) if takes else None
         elif "dq" not in (self.rows[case] or ()):
             self.takes(case, backward=True)  # records the reasons again
         return self.rows[case]
@@ -240,10 +225,8 @@ class Subject:
     def in_dtype(self, dtype: torch.dtype) -> "Subject":
         return Subject(self.given, self.device, dtype, limits=self.limits)
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, backend: Backend | None = None, **arguments: Any
-    ) -> Tensor:
-        return attend(q, k, v, backend=backend or self.backend, **arguments).out
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
+        return attend(q, k, v, backend=self.backend, **arguments).out
 
     def random(self) -> list[Case]:
         """Cases of random shape that the backend takes, with ordinary logits."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attention import AttentionOutput, Backend, attention_with_cache
@@ -31,6 +32,8 @@ class Cache:
     lengths: Tensor  # (B,) int32
     expected: list[Expected | None]
     arguments: dict[str, Any]
+    # (B, pages of a sequence) int32, and then k and v are (P, page_size, H_kv, D)
+    block_table: Tensor | None = None
 
     @classmethod
     def of(
@@ -52,33 +55,36 @@ class Cache:
         return cls(torch.cat(q), k, v, sizes, known, expected[0].arguments)
 
     def call(self, backend: str | Backend, **options: Any) -> AttentionOutput:
-        tensors = self.q, self.k, self.v, self.lengths
-        return attention_with_cache(*tensors, backend=backend, **self.arguments, **options)
+        return attention_with_cache(
+            *(self.q, self.k, self.v, self.lengths),
+            backend=backend,
+            block_table=self.block_table,
+            **self.arguments,
+            **options,
+        )
 
-    def paged(self, page_size: int, *, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """k and v (P, page_size, H_kv, D) with shuffled pages, and the block_table (B, max_pages),
-        whose unused entries point nowhere.
+    def paged(self, page_size: int, *, seed: int = 0) -> "Cache":
+        """A copy of the cache in shuffled pages. The first pages belong to no sequence, and the entries
+        of pages that a sequence does not have point nowhere.
         """
-        batch, heads, room, head_dim = self.k.shape
-        lengths = self.lengths.tolist()
-        counts = [-(-length // page_size) for length in lengths]
-        generator = torch.Generator().manual_seed(seed)
-        order = iter((SPARE + torch.randperm(sum(counts), generator=generator)).tolist())
-        table = self.lengths.new_full((batch, -(-room // page_size)), UNUSED)
+        # (B, H_kv, M, D) to (B * pages of a sequence, page_size, H_kv, D)
+        to_fill = (0, 0, 0, -self.k.shape[2] % page_size)
+        k, v = (
+            F.pad(x, to_fill, value=torch.nan)
+            .unflatten(2, (-1, page_size))
+            .permute(0, 2, 3, 1, 4)
+            .flatten(0, 1)
+            for x in (self.k, self.v)
+        )
+        begins = torch.arange(len(k) // len(self.q), device=k.device) * page_size
+        used = (begins < self.lengths[:, None]).flatten().nonzero()[:, 0]
+        used = used[torch.randperm(len(used), generator=torch.Generator().manual_seed(seed))]
+        table = self.lengths.new_full((len(self.q), len(begins)), UNUSED)
         table[1::2] = -1
-        pages = self.k.new_full((2, SPARE + sum(counts), page_size, heads, head_dim), torch.nan)
-        for row, length in enumerate(lengths):
-            for entry, page in zip(range(counts[row]), order, strict=False):
-                used = slice(entry * page_size, min((entry + 1) * page_size, length))
-                own = torch.stack((self.k[row, :, used], self.v[row, :, used])).transpose(1, 2)
-                pages[:, page, : own.shape[1]], table[row, entry] = own, page
-        return pages[0], pages[1], table
-
-    def call_paged(
-        self, backend: str | Backend, page_size: int, *, seed: int = 0, **options: Any
-    ) -> AttentionOutput:
-        k, v, table = self.paged(page_size, seed=seed)
-        return replace(self, k=k, v=v).call(backend, block_table=table, **options)
+        table.view(-1)[used] = SPARE + torch.arange(len(used), device=k.device).int()
+        spare = torch.full_like(k[:1], torch.nan).expand(SPARE, -1, -1, -1)
+        k, v = (torch.cat((spare, x[used])) for x in (k, v))
+        return replace(self, k=k, v=v, lengths=self.lengths.clone(), block_table=table)
 
     def checks(self, output: AttentionOutput, what: str) -> Iterator[Check]:
         """out and lse of each sequence against its exact results."""

@@ -7,10 +7,8 @@ error of naive attention in the same dtype, plus the roundings that no implement
 
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,12 +40,9 @@ class Case:
 
     def __str__(self) -> str:
         def unless(usual: Any, name: str, value: Any) -> str:
-            return "" if value == usual else f"{name}{value}"
+            return "" if value == usual else f"{name}{value}".replace(" ", "")
 
-        optional = [
-            name if value is True else f"{name}{'|'.join(f'{x:g}' for x in numbers(value))}"
-            for name, value in self.optional.items()
-        ]
+        optional = [unless(None, *each).removesuffix("True") for each in self.optional.items()]
         parts = [
             f"B{self.batch}",
             f"H{self.num_heads}{unless(self.num_heads, 'kv', self.num_kv_heads)}",
@@ -61,21 +56,7 @@ class Case:
         return "-".join(filter(None, parts))
 
     def __hash__(self) -> int:
-        return hash((str(self), *self.optional.values()))
-
-    def features(self) -> set[str]:
-        """The features that the case needs of a backend."""
-        wanted = {
-            "gqa": self.num_kv_heads != self.num_heads,
-            "cross_length": self.num_queries != self.num_keys,
-            "non_causal": not self.causal,
-            "lse": "sinks" in self.optional,  # or the backend's own sinks
-            "two_sided_window": isinstance(self.optional.get("window"), tuple),
-            "value_dim": self.value_dim is not None,
-        }
-        return {name for name, needed in wanted.items() if needed} | self.optional.keys() - {
-            "sinks"
-        }
+        return hash(str(self))
 
     def make(
         self, dtype: torch.dtype, device: str
@@ -135,10 +116,6 @@ class Case:
         if self.num_queries == self.num_keys:
             of_keys = of_queries
         return torch.stack((of_queries, of_keys)).int()
-
-
-def numbers(value: float | tuple[float, ...]) -> tuple[float, ...]:
-    return value if isinstance(value, tuple) else (value,)
 
 
 def every_index(
@@ -210,21 +187,6 @@ def _ties(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
     return q, k[:, :, torch.arange(k.shape[2]) % 4], v
 
 
-def _trained(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
-    """q, k, v of a trained model: one head pair on last_write (experiment=retrieval, step 400).
-    Scores go from -60 to 62.
-    """
-    assert q.shape[1:] == k.shape[1:] == (2, 128, 32), (
-        "the capture has two heads, 128 tokens and a head dim of 32"
-    )
-    with np.load(Path(__file__).with_name("trained_inputs.npz")) as file:
-        q, k, v = (
-            torch.from_numpy(file[name]).double().expand_as(x)
-            for name, x in zip("qkv", (q, k, v), strict=True)
-        )
-    return q, k, v
-
-
 SHIFTS = {"up": 100, "down": -120}
 ADVERSARIAL = {
     "normal": lambda q, k, v: (q, k, v),
@@ -238,7 +200,6 @@ ADVERSARIAL = {
     **{name: partial(_shifted, by=[by]) for name, by in SHIFTS.items()},
     "up and down": partial(_shifted, by=list(SHIFTS.values())),
     "ties": _ties,
-    "trained": _trained,
     "ones": lambda q, k, v: (q, k, torch.ones_like(v)),
 }
 
@@ -291,12 +252,11 @@ def call(
         leaves["dsinks"] = arguments["sinks"]
     leaves = {name: x.detach().requires_grad_(backward) for name, x in leaves.items()}
     q, k, v, *sinks = leaves.values()
-    others = {name: x for name, x in arguments.items() if name != "sinks"}
-    if backend == "naive":
-        output = attend(q, k, v, backend=backend, **others)
-        return Call(sunk(output, *sinks) if sinks else output, leaves)
-    given: dict[str, Any] = {"sinks": sinks[0]} if sinks else {}
-    return Call(attend(q, k, v, backend=backend, **others, **given), leaves)
+    given = arguments | dict(zip(["sinks"], sinks, strict=False))
+    if backend != "naive" or not sinks:
+        return Call(attend(q, k, v, backend=backend, **given), leaves)
+    del given["sinks"]
+    return Call(sunk(attend(q, k, v, backend=backend, **given), *sinks), leaves)
 
 
 def sunk(output: AttentionOutput, sinks: Tensor) -> AttentionOutput:
@@ -326,23 +286,10 @@ def run(
     return call(backend, tensors, arguments, backward=backward).results(d_out, d_lse)
 
 
-def changed_scores(score_mod: ScoreMod, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """score_mod applied to scores (B, H, N, M), and its derivative there."""
-    b, h, i, j = torch.meshgrid(
-        *(torch.arange(size, device=scores.device) for size in scores.shape), indexing="ij"
-    )
-    return score_mod(scores, b, h, i + scores.shape[3] - scores.shape[2], j)
-
-
 def probabilities(q: Tensor, k: Tensor, arguments: dict[str, Any]) -> Tensor:
     """p (B, H, N, M): the output of naive attention for v = identity."""
-    num_keys = k.shape[2]
-    # pad head_dim with zeros until the identity fits
-    width = max(q.shape[-1], num_keys)
-    wide = [torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in (q, k)]
-    identity = torch.eye(num_keys, width, dtype=q.dtype, device=q.device)
-    wide.append(identity.expand(*k.shape[:2], -1, -1))
-    return call("naive", wide, arguments, backward=False).output.out[..., :num_keys]
+    identity = torch.eye(k.shape[2], dtype=q.dtype, device=q.device).expand(*k.shape[:2], -1, -1)
+    return call("naive", [q, k, identity], arguments, backward=False).output.out
 
 
 def unavoidable(
@@ -369,13 +316,16 @@ def unavoidable(
     scale = q.shape[-1] ** -0.5
     scores, steepness = q @ k.mT * scale, torch.ones((), dtype=torch.float64, device=q.device)
     if "score_mod" in arguments:
-        scores, steepness = changed_scores(arguments["score_mod"], scores)
+        indices = (torch.arange(size, device=q.device) for size in scores.shape)
+        b, h, i, j = torch.meshgrid(*indices, indexing="ij")
+        i = i + k.shape[2] - q.shape[2]
+        scores, steepness = arguments["score_mod"](scores, b, h, i, j)
     exponents, largest_exponent = scores.abs(), scores.abs().max().item()
     if "lse" in reference:
         lse = torch.where(reference["lse"].isinf(), 0.0, reference["lse"]).abs()
         exponents = exponents + lse.unsqueeze(-1)
         largest_exponent += lse.max().item()
-    p = probabilities(q, k, {"scale": scale, **arguments})
+    p = probabilities(q, k, arguments)
     stored = reference["out"].to(dtype).double()
     delta_error = (d_out * (stored - reference["out"])).sum(-1, keepdim=True).abs()
     delta_error = delta_error + 4 * eps_statistics * (
@@ -443,7 +393,7 @@ class Expected(NamedTuple):
     def budget(self, name: str) -> float:
         return 2 * self.own[name] + self.roundings[name]
 
-    def checks(self, case: Case, results: dict[str, Tensor]) -> dict[str, Check]:
+    def checks(self, case: Case, results: dict[str, Tensor], where: str = "") -> dict[str, Check]:
         """A check by tensor name, for float64 `results` that the oracle has too."""
         found, dtype = {}, SHORT[self.tensors[0].dtype]
         for name, exact in self.reference.items():
@@ -451,7 +401,7 @@ class Expected(NamedTuple):
                 error = distance(results[name], exact)
                 # with a single key naive is exact, so divide by a rounding at least
                 unit = max(self.own[name], self.roundings[name], 1e-300)
-                what = f"{name} of {case}-{dtype}"
+                what = f"{name} of {case}-{dtype}{where and f', {where}'}"
                 found[name] = Check(what, error, self.budget(name), error / unit)
         return found
 

@@ -7,8 +7,6 @@ because the tensors of a compiled kernel cannot be observed.
 Dimensions: N tokens, D head dim.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,15 +18,6 @@ from torch.utils._pytree import tree_leaves
 from attention import Backend, attention
 
 LINEAR = 1.15  # the largest exponent that counts as linear in N
-
-
-def lengths_on(device: str) -> tuple[int, ...]:
-    return (128, 256, 512) if device == "cpu" else (2048, 4096, 8192)
-
-
-def shape_of(head_dims: list[int]) -> dict[str, int]:
-    """The shape in which memory is measured, as fields of a Case."""
-    return {"head_dim": 32 if 32 in head_dims else head_dims[0]}
 
 
 class LiveTensors(TorchDispatchMode):
@@ -67,19 +56,6 @@ def storages(*trees: Any) -> dict[int, torch.UntypedStorage]:
     return {x.untyped_storage()._cdata: x.untyped_storage() for x in tensors}
 
 
-@contextmanager
-def saved_storages() -> Iterator[dict[int, int]]:
-    """The bytes of each storage that autograd saves inside, by its address."""
-    saved: dict[int, int] = {}
-
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        yield saved
-
-
 def weigh(
     backend: Backend,
     length: int,
@@ -98,7 +74,13 @@ def weigh(
     d_out = torch.ones_like(q)
 
     def passes() -> int:
-        with saved_storages() as saved:
+        saved: dict[int, int] = {}  # bytes of each storage by its address
+
+        def keep(x: torch.Tensor) -> torch.Tensor:
+            saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             out = attention(q, k, v, backend=backend).out
         out.backward(d_out)
         return sum(saved.values())

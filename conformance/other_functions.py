@@ -83,31 +83,6 @@ def expect_function(backend: Backend, case: Case, dtype: torch.dtype, device: st
     return Expected(tensors, arguments, d_out, d_lse, reference, roundings, roundings)
 
 
-def finite_differences(backend: Backend, case: Case, device: str) -> tuple[float, float]:
-    """The slope of sum(out * d_out) along a random direction of q, k and v, by gradients and by
-    central differences: how far they differ, and the error that central differences may have.
-    """
-    tensors, arguments, d_out, _ = case.make(torch.float64, device)
-    generator = torch.Generator().manual_seed(0)
-    along = [torch.randn(x.shape, generator=generator, dtype=x.dtype).to(device) for x in tensors]
-    inputs = [x.requires_grad_() for x in tensors]
-
-    def terms(step: float) -> Tensor:
-        moved = [x + step * direction for x, direction in zip(inputs, along, strict=True)]
-        return attend(*moved, backend=backend, **arguments).out * d_out
-
-    def slope(step: float) -> float:
-        return (terms(step) - terms(-step)).sum().item() / (2 * step)
-
-    here, step = terms(0.0), 1e-5
-    gradients = torch.autograd.grad(here.sum(), inputs)
-    exact = sum((x * y).sum().item() for x, y in zip(gradients, along, strict=True))
-    # the error grows with the square of the step: doubling makes it four times as large
-    near, far = slope(step), slope(2 * step)
-    rounding = 64 * torch.finfo(torch.float64).eps * here.abs().sum().item() / step
-    return abs(exact - near), abs(far - near) + rounding
-
-
 def hidden_keys_with_gradient(
     q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, **arguments
 ) -> int:

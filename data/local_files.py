@@ -1,23 +1,18 @@
-"""Files on this machine: which ones make up a corpus. A file counts once, whatever leads to it.
-
-A folder, and a pattern with `**`, go through links to folders. Each folder is read once, so a link
-that leads back is no circle.
-"""
+"""Files on this machine: which ones make up a corpus. A file counts once, whatever leads to it."""
 
 import glob
 import importlib.util
 import os
 import sysconfig
-from collections import deque
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from config import DataConfig
 
-CACHES = {"__pycache__"}
+CACHE = "__pycache__"
 # not every installation ships its tests and bundled tools; encodings and pydoc_data hold tables
 STDLIB_LEFT_OUT = {
-    *CACHES,
+    CACHE,
     "test",
     "tests",
     "idlelib",
@@ -41,10 +36,15 @@ def list_files(config: DataConfig) -> tuple[Path, list[Path]]:
         root, left_out = Path(sysconfig.get_path("stdlib")), STDLIB_LEFT_OUT
     else:
         # find_spec locates torch without importing it
-        root, left_out = Path(importlib.util.find_spec("torch").origin).parent, CACHES
-    files = once(matches(f"{glob.escape(str(root))}/**/*.py", left_out))
+        root, left_out = Path(importlib.util.find_spec("torch").origin).parent, {CACHE}
+    names = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = set(folders) - left_out
+        names += [os.path.join(folder, file) for file in files if file.endswith(".py")]
     return root, [
-        file for file in files if not file.relative_to(root).parts[0].startswith(BUILD_RECORDS)
+        file
+        for file in once(names)
+        if not file.relative_to(root).parts[0].startswith(BUILD_RECORDS)
     ]
 
 
@@ -54,7 +54,7 @@ def text_files(path: str) -> list[Path]:
     pattern = glob.escape(given) if os.path.exists(given) else given
     if os.path.isdir(given):
         pattern += "/**"
-    files = once(matches(pattern, CACHES))
+    files = once(glob.iglob(pattern, recursive=True))
     if not files:
         raise ValueError(
             f"data.path={path} names no file (looked from {Path.cwd()}); name a file of text, a "
@@ -63,47 +63,18 @@ def text_files(path: str) -> list[Path]:
     return files
 
 
-def matches(pattern: str, left_out: Container[str]) -> Iterator[str]:
-    """glob.glob(pattern, recursive=True), except that `**` goes into each folder once."""
-    if pattern.endswith("/**"):
-        pattern += "/*"
-    before, stars, after = pattern.partition("/**/")
-    if not stars:
-        yield from glob.iglob(pattern)
-        return
-    for top in glob.iglob(before or "/"):
-        for folder in folders_under(Path(top), left_out):
-            yield from matches(f"{glob.escape(str(folder))}/{after}", left_out)
-
-
-def folders_under(top: Path, left_out: Container[str]) -> Iterator[Path]:
-    """The folder and those below it, each once. Those that no link leads to come first."""
-    seen, waiting = set(), deque([top])
-    while waiting:
-        folder = waiting.popleft()
-        if not os.path.isdir(folder) or identity(folder) in seen:
-            continue
-        seen.add(identity(folder))
-        yield folder
-        for child in sorted(folder.iterdir()):
-            if child.name not in left_out and not child.name.startswith("."):
-                add = waiting.append if child.is_symlink() else waiting.appendleft
-                add(child)
-
-
-def identity(path: str | Path) -> tuple[int, int]:
-    """What two paths to the same file or folder have in common."""
-    found = os.stat(path)
-    return found.st_dev, found.st_ino
-
-
 def once(names: Iterable[str]) -> list[Path]:
-    """The files, sorted, each under one path: the one without links, else the first."""
+    """The files, sorted, each under one path: the one without links, else the shortest."""
     paths: dict[tuple[int, int], list[Path]] = {}
     for name in names:
-        if os.path.isfile(name):  # no pipe, socket or broken link
-            paths.setdefault(identity(name), []).append(Path(name))
+        # no pipe, socket or broken link
+        if os.path.isfile(name) and CACHE not in name.split(os.sep):
+            file = os.stat(name)
+            paths.setdefault((file.st_dev, file.st_ino), []).append(Path(name))
     return sorted(
-        same[0] if len(same) == 1 else min(same, key=lambda file: (file.resolve() != file, file))
-        for same in paths.values()
+        same[0] if len(same) == 1 else min(same, key=plainness) for same in paths.values()
     )
+
+
+def plainness(file: Path) -> tuple[bool, int, Path]:
+    return file.resolve() != file, len(file.parts), file

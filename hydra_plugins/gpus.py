@@ -7,7 +7,6 @@ Each job is started by the command that runs it alone, in its folder of the swee
 fresh memory, and a job that crashes ends no other. What a job prints goes to its output.log.
 """
 
-import math
 import os
 import sys
 import time
@@ -101,6 +100,7 @@ class GpusLauncher(Launcher):
 def end(folder: Path, code: int) -> JobReturn:
     """Print how a job ended, and write it to its summary if its process could not."""
     from training.record.files import write_json
+    from training.record.outcome import objective
     from training.record.runs import read_run, remark
 
     row = read_run(folder)
@@ -110,9 +110,7 @@ def end(folder: Path, code: int) -> JobReturn:
         row |= {"status": "failed", "error": f"{how}; see {folder / 'output.log'}"}
         write_json(folder / "summary.json", row)
     print(f"job {folder.name}: {row['status']} {remark(row)}", flush=True)
-    loss = row.get("val/loss") if row["status"] == "completed" else None
-    # what a sweeper minimises
-    return JobReturn(status=JobStatus.COMPLETED, _return_value=math.inf if loss is None else loss)
+    return JobReturn(status=JobStatus.COMPLETED, _return_value=objective(row))
 
 
 def visible_gpus() -> list[str]:

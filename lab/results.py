@@ -185,20 +185,6 @@ def mistakes() -> Iterable[str]:
     yield f"The other {len(harmless)}: {', '.join(harmless)}."
 
 
-def published() -> Iterable[str]:
-    data = load("public_suites")
-    suites = data["suites"].values()
-    rows = [
-        f"{suite['title']} | {len(suite['passes'])} | {suite['reach']} | "
-        f"{len(suite['passes_in_reach'])}"
-        for suite in suites
-    ]
-    passes = [len(suite["passes"]) for suite in suites]
-    yield measured(data)
-    yield table("test | passes | in its reach | of those passes", rows)
-    yield f"They pass {min(passes)} to {max(passes)}."
-
-
 def killed() -> Iterable[str]:
     data = load("kills")
     words = {False: "killed while it trains", True: "killed while it saves"}
@@ -218,7 +204,7 @@ def killed() -> Iterable[str]:
 TABLES = {
     each.__name__: each
     for each in (laptop, headline, retrieval, memory, peers, decoding)
-    + (nanogpt, four_gpus, mistakes, published, killed)
+    + (nanogpt, four_gpus, mistakes, killed)
 }
 
 

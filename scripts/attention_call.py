@@ -242,7 +242,7 @@ def attempt(
         failure = {"refused": str(error)}
     except Exception as error:
         if is_out_of_memory(error):
-            failure = {"oom": describe_out_of_memory(error, device)}
+            failure = {"oom": describe_out_of_memory(error)}
         elif tolerant:
             failure = {"failed": in_one_line(error)}
         else:

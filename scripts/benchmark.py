@@ -128,7 +128,7 @@ def complaint(
     text: str, backend: Backend, device: torch.device, dtypes: list[torch.dtype]
 ) -> str | None:
     """Why a backend is not timed: the properties that it fails in a quick check."""
-    from conformance.properties import red_properties
+    from conformance.properties import verify_backend
 
     for dtype in dtypes:
         if dtype not in backend.dtypes:
@@ -136,7 +136,8 @@ def complaint(
         # on a GPU this compiles every kernel, which takes minutes
         what = f"the results of {text} in {dtype_name(dtype)}"
         print(f"checking {what} first; check=false leaves that out", file=sys.stderr)
-        if red := red_properties(backend, device=device, dtype=dtype):
+        cells = verify_backend(backend, device=device, dtype=dtype, quick=True, random_cases=4)
+        if red := [cell.property for cell in cells if cell.status == "red"]:
             return (
                 f"{text} is wrong in {dtype_name(dtype)}, so its speed means nothing: red in "
                 f"{', '.join(red)}; see python -m scripts.verify attention={text}, or add "

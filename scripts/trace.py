@@ -70,8 +70,7 @@ CAUSES = {
     "row_sum = 0": "every p rounds to 0, and 0/0 is left to divide",
 }
 
-# the captured "trained" inputs have their own shape; run=DIR captures those of any model
-INPUTS = ("worked", *(name for name in ADVERSARIAL if name != "trained"))
+INPUTS = ("worked", *ADVERSARIAL)
 MOST_TOKENS = 2**14  # a replay of as many takes minutes
 # the keys that are read, by where q, k and v come from
 READ = {

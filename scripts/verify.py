@@ -55,18 +55,18 @@ class Options:
 
 
 def pick_backends(names: list[str], device: torch.device) -> dict[str, Backend]:
-    """The backends by the names of their columns. A backend's other implementations that run on
-    this device get their own columns.
+    """The backends by the names of their columns. The kernels of a defect get a column of their own
+    where they run on this device.
     """
     found = {}
     for given in BACKENDS if names == ["all"] else names:
         backend = parse_backend(given)
         column = given if "=" in given else backend.name
         found[column] = backend
-        for name, other in backend.implementations.items():
-            subject = Subject(other, device.type, torch.float32)
-            if other.fn is not backend.fn and subject.takes(subject.case(), backward=False):
-                found[f"{column} ({name})"] = other
+        if backend.on_gpu is not None:
+            subject = Subject(backend.on_gpu, device.type, torch.float32)
+            if subject.takes(subject.case(), backward=False):
+                found[f"{column} (triton)"] = backend.on_gpu
         choice = kernel_choice(backend, device=device, dtype=torch.bfloat16, head_dim=64)
         if choice and choice.kernel == "hopper" and backend.options["kernel"] == "auto":
             found[f"{column} (portable)"] = backend.configured(kernel="portable")

@@ -14,12 +14,11 @@ import os
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -27,8 +26,8 @@ from unittest import mock
 import torch
 from hydra._internal.hydra import Hydra
 
-import config
-from tests.processes import ROOT, Process, python_path
+from data.batches import TextData
+from tests.processes import ROOT, SECONDS, Process, python_path
 from training.record.checkpoint import Checkpoints
 from training.record.runs import not_started, read_sweep
 
@@ -80,9 +79,6 @@ def cache_folder() -> str:
     return folder
 
 
-register_once = functools.cache(config.register)
-
-
 def tiny(run_dir: Path, *overrides: str) -> list[str]:
     """The overrides of a tiny run; the last one for a key wins."""
     values = {override.partition("=")[0]: override for override in (*TINY, *overrides)}
@@ -102,8 +98,8 @@ def environment(**variables: str) -> dict[str, str]:
 def run(*arguments: str, curve: bool = False, **variables: str) -> Done:
     """train.py with these arguments and environment variables, in this process.
 
-    Two things are left out that would take half of the time of a tiny run: its pictures, unless
-    `curve` asks for them, and the first of Hydra's two compositions, which finds out whether a
+    Two things are left out that would take half of the time of a tiny run: its picture, unless
+    `curve` asks for it, and the first of Hydra's two compositions, which finds out whether a
     recipe asks for a sweep.
     """
     torch.set_num_threads(1)
@@ -111,6 +107,8 @@ def run(*arguments: str, curve: bool = False, **variables: str) -> Done:
     with (
         mock.patch.object(sys, "argv", ["train.py", *arguments]),
         mock.patch.dict(os.environ, environment(**variables)),
+        # where others leave less than half a GiB free, a run could not even import a library
+        mock.patch("training.record.memory.MARGIN", -(2**34)),
         contextlib.chdir(ROOT),
         contextlib.redirect_stdout(output),
         contextlib.redirect_stderr(output),
@@ -133,10 +131,8 @@ def run(*arguments: str, curve: bool = False, **variables: str) -> Done:
 def shortcuts(curve: bool) -> Iterator[None]:
     with contextlib.ExitStack() as left_out:
         if not curve:
-            for name in ("draw_loss_curve", "draw_max_scores"):
-                left_out.enter_context(
-                    mock.patch(f"training.record.recorder.{name}", return_value=None)
-                )
+            drawing = mock.patch("training.record.recorder.draw_loss_curve", return_value=None)
+            left_out.enter_context(drawing)
         if not any("experiment=" in each or "hydra.mode" in each for each in sys.argv):
             left_out.enter_context(mock.patch.object(Hydra, "get_mode", return_value=None))
         yield
@@ -153,13 +149,25 @@ def finish(process: Process) -> Done:
     return Done(process.returncode, output)
 
 
-def wait_for_rows(process: subprocess.Popen, run_dir: Path, count: int) -> None:
-    """Until metrics.jsonl has that many rows, or the process ends."""
-    path = run_dir / "metrics.jsonl"
-    while process.poll() is None and not (
-        path.exists() and path.read_bytes().count(b"\n") >= count
-    ):
-        time.sleep(0.001)
+def wait_until(condition: Callable[[], bool], process: Process) -> None:
+    """Or until the process ends, or would be ended."""
+    end = time.monotonic() + SECONDS
+    while process.poll() is None and not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def send_at_step(monkeypatch, step: int, *signals: signal.Signals, run_dir: Path = ROOT) -> None:
+    """Send the signals to this process while it first prepares that step, counted from 0, of the
+    first run or of the job of a sweep in run_dir.
+    """
+    train_batch, pending = TextData.train_batch, list(signals)
+
+    def patched(self, at: int, num_sequences: int):
+        while at == step and pending and run_dir.exists():
+            os.kill(os.getpid(), pending.pop(0))
+        return train_batch(self, at, num_sequences)
+
+    monkeypatch.setattr(TextData, "train_batch", patched)
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:

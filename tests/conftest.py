@@ -1,4 +1,4 @@
-"""Shared by all tests: Triton's interpreter, the gpu marker, and the two report options."""
+"""Shared by all tests: Triton's interpreter, the gpu marker, and the kill matrix."""
 
 import atexit
 import gc
@@ -39,28 +39,20 @@ if not torch.cuda.is_available():
     # the tests' tensors are small: threads would only wait for each other
     torch.set_num_threads(1)
 
-# a shared machine may pause a test for longer than hypothesis' default deadline
-hypothesis.settings.register_profile("no_deadline", deadline=None)
-hypothesis.settings.load_profile("no_deadline")
-
+# a shared machine may pause a test for longer than hypothesis' default deadline, and what fails in
+# one run fails in all
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("repeatable")
 
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
     from tests.interpreter import quicken
 
     quicken()
 
-NO_GPU = None if torch.cuda.is_available() else "no GPU: tests marked gpu are deselected"
-CONFORMANCE = pytest.StashKey[list]()
 KILLS = pytest.StashKey[list]()
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--conformance-report",
-        type=Path,
-        metavar="FILE",
-        help="write each backend's worst conformance error to FILE (JSON)",
-    )
     parser.addoption(
         "--kill-matrix",
         type=Path,
@@ -70,12 +62,13 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.stash[CONFORMANCE] = []
     config.stash[KILLS] = []
+    if config.getoption("--kill-matrix") and config.getoption("numprocesses", None):
+        raise pytest.UsageError("--kill-matrix takes one process: leave out -n")
 
 
 def pytest_report_header():
-    return NO_GPU
+    return None if torch.cuda.is_available() else "no GPU: tests marked gpu are deselected"
 
 
 def pytest_collection_modifyitems(config, items):
@@ -84,12 +77,6 @@ def pytest_collection_modifyitems(config, items):
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     config.hook.pytest_deselected(items=on_gpu)
     items[:] = [item for item in items if not item.get_closest_marker("gpu")]
-
-
-def pytest_terminal_summary(terminalreporter, exitstatus):
-    """Where nothing ran, say why: -q prints no header."""
-    if NO_GPU and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
-        terminalreporter.write_line(NO_GPU)
 
 
 def pytest_collection_finish():
@@ -129,52 +116,14 @@ def released(request):
 
 
 @pytest.fixture
-def conformance_record(request):
-    """Call it with one case's row to add it to the report."""
-    return request.config.stash[CONFORMANCE].append
-
-
-@pytest.fixture
 def kill_record(request):
     """Call it with one mutant's row to add it to the matrix; None without --kill-matrix."""
     return request.config.stash[KILLS].append if request.config.getoption("--kill-matrix") else None
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node, error):
-    """Take over the rows of a pytest-xdist worker that is done; one that crashed leaves none."""
-    output = getattr(node, "workeroutput", {})
-    node.config.stash[CONFORMANCE].extend(output.get("conformance", []))
-    node.config.stash[KILLS].extend(output.get("kills", []))
-
-
 def pytest_sessionfinish(session):
-    stash = session.config.stash
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput |= {"conformance": stash[CONFORMANCE], "kills": stash[KILLS]}
-        return
-    if session.config.getoption("--conformance-report") and stash[CONFORMANCE]:
-        write_conformance(session.config.getoption("--conformance-report"), stash[CONFORMANCE])
-    if session.config.getoption("--kill-matrix") and stash[KILLS]:
+    path, rows = session.config.getoption("--kill-matrix"), session.config.stash[KILLS]
+    if path and rows:
         from tests.conformance.kill_matrix import write_matrix
 
-        write_matrix(session.config.getoption("--kill-matrix"), stash[KILLS])
-
-
-def write_conformance(path: Path, rows: list[dict]) -> None:
-    from training.record.environment import measured_on
-    from training.record.files import write_json
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows = [row for row in rows if row["device"] == device]
-    summary = {}
-    for name in sorted({row["backend"] for row in rows}):
-        own = [row for row in rows if row["backend"] == name]
-        worst = max(own, key=lambda row: row["worst_multiple_of_naive"])
-        summary[name] = {
-            "cases": len(own),
-            "worst_share_of_budget": max(row["worst_share_of_budget"] for row in own),
-            "worst_multiple_of_naive": worst["worst_multiple_of_naive"],
-            "worst_case": worst["case"],
-        }
-    write_json(path, {"environment": measured_on(device), "summary": summary})
+        write_matrix(path, rows)

@@ -3,9 +3,12 @@ codes, memory, and what is imported.
 """
 
 import os
+import resource
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,9 +30,13 @@ class Process(subprocess.Popen):
         self.file.seek(0)
         return self.file.read()
 
-    def end(self) -> str:
-        """Wait for its end; what it has written."""
-        self.wait(SECONDS)
+    def end(self, seconds: float = SECONDS) -> str:
+        """Wait for its end; what it has written. One that does not end is ended."""
+        try:
+            self.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.terminate()  # torchrun then ends its ranks
+            raise AssertionError(f"it ran for {seconds} s: {self.output()}") from None
         return self.output()
 
 
@@ -40,6 +47,19 @@ def run(*arguments: str, check: bool = False, **options) -> subprocess.Completed
     done = subprocess.run([sys.executable, *arguments], **(given | options))
     assert not (check and done.returncode), done.stderr
     return done
+
+
+@contextmanager
+def limited(what: int, limit: int) -> Iterator[None]:
+    """This process may use less of `what`, as resource.RLIMIT_FSIZE: files beyond that many bytes
+    fail as on a full disk.
+    """
+    soft, hard = resource.getrlimit(what)
+    resource.setrlimit(what, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(what, (soft, hard))
 
 
 def python_path(folder: Path | str) -> str:

@@ -2,13 +2,12 @@
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.command import ROOT
+from tests import processes
+from tests.processes import ROOT
 
 OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
@@ -16,32 +15,45 @@ OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 def python(*arguments: str, cwd: Path, path: Path = ROOT, **variables: str):
     """A fresh process of Python, in which only `variables` say how waiting threads behave."""
     environment = {key: value for key, value in os.environ.items() if key not in OPENMP}
-    environment |= {"PYTHONPATH": str(path), "OMP_NUM_THREADS": "2"} | variables
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+    environment |= {"PYTHONPATH": str(path)} | variables
+    return processes.run(*arguments, cwd=cwd, env=environment)
 
 
-PRINTED = "import os, sys; print('torch' in sys.modules, *map(os.environ.get, sys.argv[1:]))"
-
-
-def test_waiting_threads_sleep_in_a_python_session_too(tmp_path):
+@pytest.mark.parametrize("policy", ["PASSIVE", "ACTIVE"], ids=["ours", "the-users-own"])
+def test_waiting_threads_sleep_in_a_python_session_too(tmp_path, policy):
     """A regression test: beside another program, run() took 8 to 25 times as long as train.py."""
-    done = python("-c", f"from training import run; {PRINTED}", *OPENMP, cwd=tmp_path)
-    assert (done.stdout.split(), done.stderr) == (["False", "PASSIVE", "0"], "")
-    own = {"OMP_WAIT_POLICY": "ACTIVE"}
-    done = python("-c", f"from training import run; {PRINTED}", *OPENMP, cwd=tmp_path, **own)
-    assert (done.stdout.split(), done.stderr) == (["False", "ACTIVE", "0"], "")
+    own = {} if policy == "PASSIVE" else {"OMP_WAIT_POLICY": policy}
+    printed = "import os, sys; print('torch' in sys.modules, *map(os.environ.get, sys.argv[1:]))"
+    done = python("-c", f"from training import run; {printed}", *OPENMP, cwd=tmp_path, **own)
+    assert (done.stdout.split(), done.stderr) == (["False", policy, "0"], "")
 
 
-def test_a_torch_that_was_imported_before_is_said_where_it_matters(tmp_path):
-    def said(gpu: bool, **variables: str) -> list[str]:
-        before = f"import torch; torch.cuda.is_available = lambda: {gpu}; import training"
-        return python("-c", before, cwd=tmp_path, **variables).stderr.splitlines()
+# in place of torch, which takes seconds to import
+TORCH = """
+import sys
+from types import SimpleNamespace as Module
+cuda = Module(is_available=lambda: {gpu})
+sys.modules["torch"] = Module(get_num_threads=lambda: {threads}, cuda=cuda)
+import training
+"""
 
-    (line,) = said(gpu=False)
-    assert "torch" in line and "OMP_WAIT_POLICY=PASSIVE" in line
-    assert said(gpu=False, OMP_WAIT_POLICY="PASSIVE") == said(gpu=False, OMP_NUM_THREADS="1") == []
-    assert said(gpu=True) == []
+
+@pytest.mark.parametrize(
+    "gpu, threads, own, told",
+    [
+        (False, 2, {}, True),
+        (True, 2, {}, False),
+        (False, 1, {}, False),
+        (False, 2, {"OMP_WAIT_POLICY": "PASSIVE"}, False),
+    ],
+)
+def test_a_torch_that_was_imported_before_is_said_where_it_matters(
+    tmp_path, gpu, threads, own, told
+):
+    done = python("-c", TORCH.format(gpu=gpu, threads=threads), cwd=tmp_path, **own)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 0 and len(lines) == told, done.stderr
+    assert all("torch" in line and "OMP_WAIT_POLICY=PASSIVE" in line for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 What is refused stands in test_bad_input.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,20 +45,17 @@ def test_every_backend_is_a_choice():
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_an_attentions_yaml_holds_its_options_with_their_defaults(name):
-    """All of them, but those that one of its implementations lacks, and what the device decides:
-    these stay None.
+    """All of them, but those that its kernels lack, and what the device decides: these stay
+    None.
     """
     config = yaml.safe_load((ROOT / f"conf/attention/{name}.yaml").read_text())
     backend = BACKENDS[name]
-    each_has = [set(other.options) for other in backend.implementations.values()]
-    shared = set(backend.options).intersection(*each_has)
     on_gpu = suit_gpu(RunConfig(), backend, {})
-    if on_gpu.options != backend.options and not backend.implementations:
+    shared = set(backend.options).intersection(on_gpu.options)
+    if on_gpu.options != backend.options and backend.on_gpu is None:
         shared.remove("block_q")  # the device decides
     assert config == {"name": name} | {key: backend.options[key] for key in shared}
-    for impl in backend.implementations:
-        options = backend.configured(impl=impl).options
-        assert {key: options[key] for key in shared} == {key: config[key] for key in shared}
+    assert {key: on_gpu.options[key] for key in shared} == {key: config[key] for key in shared}
 
 
 def test_max_seq_len_follows_seq_len_unless_set():
@@ -99,15 +97,10 @@ def run_dir(tmp_path):
     return folder
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], ["-m", "seq_len=3"], ["resume=null"]], ids=["none", "sweep", "null"]
-)
-def test_without_resume_nothing_is_replayed(arguments):
-    assert replay_overrides(arguments) == arguments
-
-
-def test_the_flag_of_a_sweep_may_stand_between_the_settings():
-    """A regression test: argparse took what followed it for unknown arguments."""
+def test_without_resume_nothing_is_replayed():
+    for arguments in ([], ["-m", "seq_len=3"], ["resume=null"]):
+        assert replay_overrides(arguments) == arguments
+    # a regression test: argparse took what followed the flag of a sweep for unknown arguments
     assert replay_overrides(["seq_len=3", "-m", "seed=0,1"]) == ["-m", "seq_len=3", "seed=0,1"]
 
 
@@ -166,10 +159,5 @@ def test_what_is_due_after_a_step(step, diverged, due):
     config = RunConfig(attention=switched, steps=11, **intervals)
     told = config.due(step, diverged=diverged)
     assert {name for name, value in told._asdict().items() if value} == set(due)
-
-
-def test_intervals_of_zero_are_never_due():
-    switched = AttentionConfig("no_rescale", switch_at=7, switch_to="tiled")
-    config = RunConfig(attention=switched, steps=10, eval_every=0, diagnose_every=0)
-    assert not config.due(7).evaluate and config.due(7).switch
-    assert not config.due(10).evaluate and not config.due(10).compare
+    never = replace(config, eval_every=0, diagnose_every=0).due(step, diverged=diverged)
+    assert (never.evaluate, never.compare, never.switch) == (False, False, told.switch)

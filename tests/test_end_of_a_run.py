@@ -10,17 +10,7 @@ from unicodedata import category
 
 import pytest
 
-from tests.command import (
-    ROOT,
-    contents,
-    index,
-    run,
-    summary,
-    tiny,
-    tiny_sweep,
-)
-
-posix = pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell and its signals")
+from tests.command import ROOT, contents, index, run, summary, tiny, tiny_sweep
 
 
 def send_at(monkeypatch, place: str, *signals: signal.Signals) -> None:
@@ -44,7 +34,6 @@ AFTER = {
 }
 
 
-@posix
 @pytest.mark.parametrize("place, signals", AFTER.items(), ids=AFTER)
 def test_a_signal_after_the_last_step_leaves_a_completed_run(monkeypatch, tmp_path, place, signals):
     """A regression test: Ctrl-C lost the summary, or marked a completed run as interrupted."""
@@ -108,7 +97,6 @@ def test_a_sample_does_not_drive_the_terminal(tmp_path):
     assert all(f"\\x{ord(char):02x}" in done.output for char in written)
 
 
-@posix
 def test_a_reader_that_left_costs_neither_the_run_nor_a_traceback(tmp_path):
     """A regression test: each line of the log printed a traceback after `| head`. 5 s: a process
     that writes to a real pipe.

@@ -1,9 +1,6 @@
 """The notebook runs from its first cell to its last; the attentions train, rank and verify."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +9,9 @@ from attention import get_backend
 from conformance.properties import verify_backend
 from scripts.report.ranking import rank
 from scripts.report.runs import load_runs
+from tests import processes
 from tests.command import (
+    ROOT,
     checkpoint,
     computed,
     environment,
@@ -24,7 +23,7 @@ from tests.command import (
     tiny_sweep,
 )
 
-NOTEBOOK = Path(__file__).resolve().parents[1] / "examples/break_attention.ipynb"
+NOTEBOOK = ROOT / "examples/break_attention.ipynb"
 ATTENTIONS = [
     f"examples.{file.stem}:BACKEND"
     for file in sorted(NOTEBOOK.parent.glob("*.py"))
@@ -42,16 +41,12 @@ def sources(kind: str) -> list[str]:
 @pytest.mark.slow
 def test_every_cell_runs(tmp_path):
     """Its own assertions say what must come out."""
-    (tmp_path / "cells.py").write_text("\n\n".join(sources("code")))
-    done = subprocess.run(
-        [sys.executable, "cells.py"],
-        cwd=tmp_path,
-        env=environment(MPLBACKEND="Agg", PYTHONPATH=str(NOTEBOOK.parents[1])),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    cells = sources("code")[:-1]  # the last one shows the report in Jupyter
+    (tmp_path / "cells.py").write_text("\n\n".join(cells))
+    variables = environment(MPLBACKEND="Agg", PYTHONPATH=str(ROOT))
+    done = processes.run("cells.py", cwd=tmp_path, env=variables, timeout=1200, check=True)
     assert (tmp_path / "runs/losses.png").stat().st_size > 10_000
+    assert "my_attention:BACKEND" in (tmp_path / "runs/report.html").read_text()
     assert "attention=leaky_attention:BACKEND" in done.stdout
 
 
@@ -60,17 +55,17 @@ def test_an_own_attention_lies_where_the_command_was_typed(tmp_path):
     own = 'from attention import get_backend\n\nBACKEND = get_backend("tiled")\n'
     (tmp_path / "own.py").write_text(own)
     settings = tiny(tmp_path / "run", "attention=own:BACKEND", "hydra.job.chdir=true")
-    command = [sys.executable, NOTEBOOK.parents[1] / "train.py", *settings]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    command = (str(ROOT / "train.py"), *settings)
+    processes.run(*command, cwd=tmp_path, env=environment(), check=True)
 
 
 def test_no_outputs_are_committed():
-    for cell in json.loads(NOTEBOOK.read_text())["cells"]:
-        assert not cell.get("outputs") and cell.get("execution_count") is None
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    assert not [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")]
 
 
 def test_they_train_beside_softmax_attention_and_rank_apart(tmp_path):
+    """7 s: seven runs, each of which tries its attention out first."""
     names = ["tiled", *ATTENTIONS]
     assert len(ATTENTIONS) == 6
     assert run(*tiny_sweep(tmp_path, f"attention={','.join(names)}", "steps=2")).code == 0

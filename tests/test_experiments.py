@@ -41,40 +41,28 @@ def test_recipe_of_one_run(name, tmp_path):
     assert summary(tmp_path)["status"] == "completed" and summary(tmp_path)["steps_done"] == 2
 
 
+# one seed tells as much as three; lengths and switches are the point of a recipe, and stay several
+FEWER = {"seed": "0", "seq_len": "32,64", "attention.switch_at": "null,1"}
+
+
 @pytest.mark.parametrize("name", SWEEPS)
 def test_recipe_of_a_sweep(name, tmp_path):
-    swept = {
-        key: str(values).split(",")
-        for key, values in yaml.safe_load(SWEEPS[name])["hydra"]["sweeper"]["params"].items()
-    }
-    # one seed tells as much as three; lengths are the recipe's point in one of them, and stay
-    # several
-    seq_lens = ["32", "64"] if "seq_len" in swept else []
-    smaller = [
-        *(["seed=0"] if "seed" in swept else []),
-        *([f"seq_len={','.join(seq_lens)}"] if seq_lens else []),
-    ]
-    smaller += ["attention.switch_at=null,1"] if "attention.switch_at" in swept else []
-    shrunk = [x for x in TINY if x.partition("=")[0] not in ("seq_len", "steps", "batch_size")]
+    """`attentions` takes 5 s for its eleven variants."""
+    swept = yaml.safe_load(SWEEPS[name])["hydra"]["sweeper"]["params"]
+    fewer = {key: FEWER[key] for key in swept.keys() & FEWER.keys()}
     q = torch.zeros(1, 1, 1, 16)
-    if "triton" in swept.get("attention", []) and get_backend("triton").unsupported_reasons(
-        q, q, q
-    ):
-        # no interpreter here, as with a GPU
-        swept["attention"].remove("triton")
-        smaller.append(f"attention={','.join(swept['attention'])}")
-    overrides = (*shrunk, *smaller, "batch_size=1", "steps=2", "eval_every=0")
-    overrides += (f"hydra.sweep.dir={tmp_path}",)
-    done = run(f"experiment={name}", *overrides)
+    attentions = swept.get("attention", "").split(",")
+    if "triton" in attentions and get_backend("triton").unsupported_reasons(q, q, q):
+        attentions.remove("triton")  # no interpreter here, as with a GPU
+        fewer["attention"] = ",".join(attentions)
+    swept |= fewer
+    shrunk = [x for x in TINY if not x.startswith(("seq_len=", "steps=", "batch_size="))]
+    shrunk += [f"{key}={values}" for key, values in fewer.items()]
+    shrunk += ["batch_size=1", "steps=2", "eval_every=0", f"hydra.sweep.dir={tmp_path}"]
+    done = run(f"experiment={name}", *shrunk)
     assert done.code == 0 and "Traceback" not in done.output, done.output
 
-    expected = {
-        key: {"seed": ["0"], "seq_len": seq_lens, "attention.switch_at": ["null", "1"]}.get(
-            key, values
-        )
-        for key, values in swept.items()
-    }
-    rows = index(tmp_path)
+    rows, expected = index(tmp_path), {key: str(x).split(",") for key, x in swept.items()}
     variants = 11 if name == "attentions" else 1
     assert len(rows) == math.prod(map(len, expected.values())) * variants
     for key, values in expected.items():

@@ -2,18 +2,20 @@
 
 import os
 import signal
+import sys
 
 import pytest
 import torch
 
 from hydra_plugins import gpus
-from tests.command import computed, finish, index, run, start, summary, tiny_sweep, wait_for_rows
+from tests.command import computed, finish, index, run, start, summary, tiny_sweep, wait_until
 
 LAUNCHER = "hydra/launcher=gpus"
 TWO = (LAUNCHER, "hydra.launcher.slots=2")
 
 OWN = """
 import os
+import time
 from attention import get_backend
 from dataclasses import replace
 
@@ -34,9 +36,26 @@ def no_memory(*args, **options):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     return get_backend("naive").fn(*args, **options)
 
+def waits(*args, **options):
+    calls.append(1)
+    if len(calls) == 30 and "GO" in os.environ:
+        print("it waits", flush=True)
+        while not os.path.exists(os.environ["GO"]):
+            time.sleep(0.01)
+    return get_backend("naive").fn(*args, **options)
+
 KILLED = replace(get_backend("naive"), name="killed", fn=killed)
 NO_MEMORY = replace(get_backend("naive"), name="no_memory", fn=no_memory)
+WAITS = replace(get_backend("naive"), name="waits", fn=waits)
 """
+
+
+def use_own(folder, monkeypatch) -> None:
+    """Make OWN importable as `own`, here and in the processes of jobs."""
+    (folder / "own.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+    monkeypatch.delitem(sys.modules, "own", raising=False)
 
 
 def test_no_end_of_a_job_is_the_end_of_another(tmp_path, monkeypatch):
@@ -46,9 +65,7 @@ def test_no_end_of_a_job_is_the_end_of_another(tmp_path, monkeypatch):
     """
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a1b2,7")
-    (tmp_path / "own.py").write_text(OWN)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    use_own(tmp_path, monkeypatch)
     sweep = tmp_path / "sweep"
     done = run(*tiny_sweep(sweep, LAUNCHER, "attention=own:KILLED,own:NO_MEMORY,tiled", "steps=12"))
     assert done.code == 1 and "Traceback" not in done.output, done.output
@@ -77,23 +94,34 @@ def test_a_sweep_is_that_of_one_process(tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_reaches_each_job_once_and_the_same_command_goes_on(tmp_path):
-    """As a terminal sends it: to every process of the group. The jobs are in other groups."""
-    asked = tiny_sweep(tmp_path, "seed=0,1,2", "steps=2000", "eval_every=2000", *TWO)
-    process = start(*asked, new_group=True)
-    for job in "01":
-        wait_for_rows(process, tmp_path / job, 20)
+def test_ctrl_c_reaches_each_job_once_and_the_same_command_goes_on(tmp_path, monkeypatch):
+    """As a terminal sends it: to every process of the group. The jobs are in other groups. They
+    stay in a step until they have heard of it.
+    """
+    use_own(tmp_path, monkeypatch)
+    swept = ("attention=own:WAITS", "seed=0,1,2", "steps=40", "eval_every=0", *TWO)
+    asked = tiny_sweep(tmp_path / "sweep", *swept)
+    process = start(*asked, new_group=True, GO=str(tmp_path / "go"))
+    logs = [tmp_path / f"sweep/{job}/output.log" for job in "01"]
+
+    def said(words: str) -> bool:
+        return all(log.exists() and words in log.read_text() for log in logs)
+
+    wait_until(lambda: said("it waits"), process)
     os.killpg(process.pid, signal.SIGINT)
+    wait_until(lambda: said("SIGTERM"), process)
+    (tmp_path / "go").touch()
     done = finish(process)
     assert done.code == 130 and "Traceback" not in done.output, done.output
-    statuses = [row["status"] for row in index(tmp_path)]
+    statuses = [row["status"] for row in index(tmp_path / "sweep")]
     assert statuses == ["interrupted", "interrupted", "not started"]
-    for job in "01":
-        log = (tmp_path / job / "output.log").read_text()
-        assert "stopped at once" not in log and log.count("interrupted after step") == 1
+    for log in logs:
+        assert log.read_text().count("interrupted after step") == 1
+        assert "stopped at once" not in log.read_text()
     assert run(*asked).code == 0
-    assert [row["status"] for row in index(tmp_path)] == ["completed"] * 3
-    assert [len(summary(tmp_path / job)["starts"]) for job in "012"] == [2, 2, 1]
+    assert [row["status"] for row in index(tmp_path / "sweep")] == ["completed"] * 3
+    starts = [len(summary(tmp_path / f"sweep/{job}")["starts"]) for job in "012"]
+    assert starts == [2, 2, 1]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tells of a machine without a GPU")

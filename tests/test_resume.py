@@ -1,7 +1,6 @@
 """Interrupted, killed and resumed: the same run to the last bit, or a refusal without loss."""
 
 import json
-import os
 import random
 import re
 import shutil
@@ -14,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.batches import TextData
 from scripts import cross_eval, sample
 from scripts.report import __main__ as report
 from tests.command import (
@@ -26,10 +24,11 @@ from tests.command import (
     metrics,
     run,
     same,
+    send_at_step,
     start,
     summary,
     tiny,
-    wait_for_rows,
+    wait_until,
 )
 from training.loop.trained import read_run_config
 from training.record.files import read_meta
@@ -61,18 +60,6 @@ def straight(tmp_path_factory) -> dict[str, Path]:
     for dtype in ("fp32", "fp16"):
         assert run(*tiny(folder / dtype, *STATEFUL, f"dtype={dtype}")).code == 0
     return {dtype: folder / dtype for dtype in ("fp32", "fp16")}
-
-
-def send_at_step(monkeypatch, step: int, *signals: signal.Signals) -> None:
-    """Send the signals to this process while it first prepares that step, counted from 0."""
-    train_batch, pending = TextData.train_batch, list(signals)
-
-    def patched(self, at: int, num_sequences: int):
-        while at == step and pending:
-            os.kill(os.getpid(), pending.pop(0))
-        return train_batch(self, at, num_sequences)
-
-    monkeypatch.setattr(TextData, "train_batch", patched)
 
 
 @pytest.mark.parametrize(
@@ -114,8 +101,8 @@ def test_killed_and_resumed_is_the_same_run(tmp_path):
     overrides = ("model.dropout=0.1", "checkpoint_every=5", "eval_every=0")
     # which do not depend on the number of steps
     overrides += ("optim.schedule=constant", "optim.warmup_steps=0")
-    process = start(*tiny(folder, *overrides, "steps=5000"))
-    wait_for_rows(process, folder, 8)
+    process = start(*tiny(folder, *overrides, "steps=100000"))
+    wait_until((folder / "checkpoint/meta.json").exists, process)
     assert f"{folder} right now" in run(f"resume={folder}").complaint()
     assert f"{folder} holds" in run(*tiny(folder, "seed=1")).complaint()
     time.sleep(random.uniform(0, 0.01))
@@ -218,19 +205,14 @@ def test_changed_data_are_refused(tmp_path, books):
     assert second["changed"] == {"data.path": [str(books), str(copy)], "steps": [4, 6]}
 
 
-RUINS = {
-    "nested": b"[" * 100_000,
-    "expands": b"a: &a [1, 1]\nb: &b [*a, *a]\nc: [*b, *b]",
-    "no-utf-8": b"a: \xff\xfe",
-}
+NESTED = b"[" * 100_000
 
 
-@pytest.mark.parametrize("content", RUINS.values(), ids=RUINS)
-def test_ruined_files_are_each_named_in_one_sentence(run_dir, caplog, content):
+def test_ruined_files_are_each_named_in_one_sentence(run_dir, caplog):
     """A regression test: some were a traceback, or hung. The checkpoint has what is needed."""
     names = ("config.yaml", "env.json", "metrics.jsonl", "summary.json", ".hydra/config.yaml")
     for name in names:
-        (run_dir / name).write_bytes(content)
+        (run_dir / name).write_bytes(NESTED)
     report.main([str(run_dir)])
     sample.main([f"run={run_dir}", "tokens=5"])
     done = run(f"resume={run_dir}", "steps=5")
@@ -241,7 +223,7 @@ def test_ruined_files_are_each_named_in_one_sentence(run_dir, caplog, content):
     assert [row["step"] for row in metrics(run_dir)] == list(range(6))
 
 
-@pytest.mark.parametrize("content", [b"", b"- steps=4\n- [", b"- stepz=4\n", *RUINS.values()])
+@pytest.mark.parametrize("content", [b"", b"- steps=4\n- [", b"- stepz=4\n", NESTED])
 def test_damaged_overrides_are_refused(run_dir, content):
     (run_dir / "overrides.yaml").write_bytes(content)
     before = contents(run_dir)
@@ -250,17 +232,16 @@ def test_damaged_overrides_are_refused(run_dir, content):
     assert contents(run_dir) == before
 
 
-@pytest.mark.parametrize("config_too", [False, True])
-def test_settings_that_nobody_asked_for_are_refused(run_dir, config_too):
-    """For example, a line of overrides.yaml is lost. What is asked for is recorded."""
+def test_settings_that_nobody_asked_for_are_refused(run_dir):
+    """A line of overrides.yaml is lost, then all of config.yaml. What is asked for is recorded."""
     path, line = run_dir / "overrides.yaml", "- batch_size=4\n"
     assert path.read_text().count(line) == 1
     path.write_text(path.read_text().replace(line, ""))
-    if config_too:
-        (run_dir / "config.yaml").write_bytes(bytes(100))
-    before = contents(run_dir)
-    answer = run(f"resume={run_dir}", "steps=6").complaint()
-    assert "batch_size=16 (4 before)" in answer and contents(run_dir) == before
+    for config in ((run_dir / "config.yaml").read_bytes(), bytes(100)):
+        (run_dir / "config.yaml").write_bytes(config)
+        before = contents(run_dir)
+        answer = run(f"resume={run_dir}", "steps=6").complaint()
+        assert "batch_size=16 (4 before)" in answer and contents(run_dir) == before
     for steps, value in ((6, 16), (7, 4)):
         assert run(f"resume={run_dir}", f"steps={steps}", f"batch_size={value}").code == 0
     assert run(f"resume={run_dir}", "steps=8").code == 0
@@ -313,30 +294,6 @@ def test_a_run_that_saved_nothing_is_started_anew(tmp_path):
         shutil.rmtree(folder)
     assert f"hydra.run.dir={tmp_path}" in run(*tiny(tmp_path)).complaint()
     assert "started anew" in run(f"resume={tmp_path}", "steps=5").complaint()
-
-
-@pytest.mark.parametrize("gone", ["metrics.jsonl", ""])
-def test_a_run_whose_files_were_deleted_is_not_completed(monkeypatch, tmp_path, gone):
-    """A regression test: it said completed, with a part of its rows or in a folder without its
-    settings.
-    """
-    run_dir, train_batch = tmp_path / "run", TextData.train_batch
-
-    def deleting(self, step: int, num_sequences: int):
-        if step == 6 and (run_dir / "config.yaml").exists():
-            (shutil.rmtree if not gone else Path.unlink)(run_dir / gone)
-        return train_batch(self, step, num_sequences)
-
-    monkeypatch.setattr(TextData, "train_batch", deleting)
-    done = run(*tiny(run_dir, "steps=9", "checkpoint_every=3"))
-    assert done.code not in (0, None) and "completed" not in done.output, done.output
-    assert re.search(f"{run_dir}/metrics.jsonl cannot be written.* lost", done.output)
-    assert gone or not run_dir.exists()
-    if gone:
-        monkeypatch.undo()
-        assert summary(run_dir)["status"] == "failed"
-        assert run(f"resume={run_dir}").code == 0
-        assert [row["step"] for row in metrics(run_dir)] == list(range(10))
 
 
 def test_every_start_is_recorded(run_dir):

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,11 +22,11 @@ from tests.command import (
     index,
     metrics,
     run,
+    send_at_step,
     start,
     summary,
     tiny,
     tiny_sweep,
-    wait_for_rows,
 )
 
 needs_wandb = pytest.mark.skipif(
@@ -45,9 +44,9 @@ OWN = "tests.user_backends:RIGHT"
 
 @pytest.fixture(scope="session")
 def sweep(tmp_path_factory):
-    """Six jobs: three attentions, two seeds."""
+    """Four jobs: two attentions, two seeds."""
     folder = tmp_path_factory.mktemp("sweep")
-    return folder, run(*tiny_sweep(folder, "attention=naive,tiled,no_rescale", "seed=0,1"))
+    return folder, run(*tiny_sweep(folder, "attention=no_rescale,tiled", "seed=0,1"))
 
 
 def table(output: str) -> list[list[str]]:
@@ -62,7 +61,7 @@ def table(output: str) -> list[list[str]]:
 def test_every_job_is_in_the_table(sweep):
     folder, done = sweep
     assert done.code == 0 and "Traceback" not in done.output, done.output
-    jobs = [(name, seed) for name in ("naive", "tiled", "no_rescale") for seed in (0, 1)]
+    jobs = [(name, seed) for name in ("no_rescale", "tiled") for seed in (0, 1)]
     rows = index(folder)
     assert [(row["job"], row["attention"], row["seed"]) for row in rows] == [
         (number, *job) for number, job in enumerate(jobs)
@@ -82,9 +81,9 @@ def test_a_job_of_a_sweep_is_the_run_it_would_be_alone(sweep, tmp_path):
 
 def test_a_sweep_keeps_no_file_open_for_each_job(tmp_path):
     """A regression test: a sweep of 1,000 jobs ended at the limit of open files."""
-    done = run(*tiny_sweep(tmp_path / "first", "seed=0,1", "steps=1", "eval_every=0"))
+    assert run(*tiny_sweep(tmp_path / "first", "seed=0", "steps=1", "eval_every=0")).code == 0
     before = len(os.listdir("/proc/self/fd"))
-    done = run(*tiny_sweep(tmp_path / "second", "seed=range(6)", "steps=1", "eval_every=0"))
+    done = run(*tiny_sweep(tmp_path / "second", "seed=range(4)", "steps=1", "eval_every=0"))
     assert done.code == 0 and len(os.listdir("/proc/self/fd")) <= before + 1, done.output
 
 
@@ -170,16 +169,13 @@ def test_settings_of_a_group_and_of_a_recipe_are_left_out_too(tmp_path):
 
 
 def test_variants_differ_in_settings_of_their_own(tmp_path):
-    """Each is combined with every seed; of two that are the same, one runs. 5 s: 9 jobs."""
+    """Each is combined with the other settings; of two that are the same, one runs."""
     variants = "{exact:{},window:{attention.window:8},other:{attention:naive},left_out:null}"
-    swept = ("attention=tiled,naive", "seed=0,1", "steps=1", "eval_every=0")
+    swept = ("attention=tiled,naive", "steps=1", "eval_every=0")
     done = run(*tiny_sweep(tmp_path, *swept, f"hydra.sweeper.variants={variants}"))
     assert done.code == 0, done.output
-    assert [(row["variant"], row["seed"]) for row in index(tmp_path)] == [
-        *((name, 0) for name in ("tiled", "tiled window=8", "naive")),
-        *((name, 1) for name in ("tiled", "tiled window=8", "naive")),
-        *(("naive window=8", seed) for seed in (0, 1)),
-    ]
+    found = [row["variant"] for row in index(tmp_path)]
+    assert found == ["tiled", "tiled window=8", "naive", "naive window=8"]
 
 
 def test_a_variant_of_a_recipe_can_be_changed_and_left_out(tmp_path):
@@ -195,15 +191,13 @@ def test_a_variant_of_a_recipe_can_be_changed_and_left_out(tmp_path):
     assert variants == ["tiled block_kv=16", "tiled block_kv=16 window=8"]
 
 
-def test_the_same_command_goes_on_after_ctrl_c(tmp_path):
-    """As a terminal sends it: to every process of the group. What is completed is left alone."""
-    swept = ("seed=0,1,2", "steps=60", "log_every=1", "eval_every=20")
-    swept += ("hydra.sweep.subdir=at/${seed}",)
+def test_the_same_command_goes_on_after_ctrl_c(tmp_path, monkeypatch):
+    """What is completed is left alone. Processes of a sweep get theirs in test_gpus."""
+    swept = ("seed=0,1,2", "steps=12", "hydra.sweep.subdir=at/${seed}")
     asked = tiny_sweep(tmp_path / "sweep", *swept)
-    process = start(*asked, new_group=True)
-    wait_for_rows(process, tmp_path / "sweep/at/1", 8)
-    os.killpg(process.pid, signal.SIGINT)
-    done = finish(process)
+    with monkeypatch.context() as interrupted:
+        send_at_step(interrupted, 6, signal.SIGINT, run_dir=tmp_path / "sweep/at/1")
+        done = run(*asked)
     assert done.code == 130 and "Traceback" not in done.output, done.output
     statuses = [row["status"] for row in index(tmp_path / "sweep")]
     assert statuses == ["completed", "interrupted", "not started"]
@@ -214,7 +208,7 @@ def test_the_same_command_goes_on_after_ctrl_c(tmp_path):
     assert contents(tmp_path / "sweep/at/0") == before
     assert [row["status"] for row in index(tmp_path / "sweep")] == ["completed"] * 3
     assert len(summary(tmp_path / "sweep/at/1")["starts"]) == 2
-    assert run(*tiny(tmp_path / "alone", *swept[1:4], "seed=1")).code == 0
+    assert run(*tiny(tmp_path / "alone", "steps=12", "seed=1")).code == 0
     assert computed(tmp_path / "sweep/at/1") == computed(tmp_path / "alone")
     again = run(*asked)
     assert again.code == 0 and "0 of 3 jobs" in again.output
@@ -236,7 +230,6 @@ def test_out_of_memory_is_a_result_and_leaves_nothing_behind(tmp_path):
     before, failed, after = index(tmp_path)
     assert [row["status"] for row in (before, failed, after)] == ["completed", "oom", "completed"]
     assert failed["oom"]["asked_gib"] == pytest.approx(8 * 200_000**2 * 4 / 1024**3, rel=0.01)
-    assert failed["oom"]["free_gib"] < failed["oom"]["asked_gib"]
     assert "memory/peak_gib" not in failed  # no step was done, so none was measured
     # when it failed, the job held 0.1 GiB each of position embeddings, residual stream, q, k and v
     assert after["memory/process_gib"] - before["memory/process_gib"] < 0.1
@@ -304,9 +297,6 @@ def test_wandb_names_and_shows_what_a_sweep_compares(tmp_path):
         assert config["curve"] == f"{variant} seq_len=32"
     assert set(variants) <= {line.split("  ")[0] for line in done.output.splitlines()}
 
-    history = [each["history"]["item"] for each in tiled if each["type"] == "history"]
-    assert history[-1]["sample._type"] == "table-file"
-    assert history[-1]["loss_curve._type"] == "image-file"
     result = json.loads(inspect(offline_log(sweep / "2"), "--summary"))
     losses = [row["val/loss"] for row in metrics(sweep / "2") if "val/loss" in row]
     assert result["summary"]["val/loss"] == {"min": min(losses), "last": losses[-1]}
@@ -355,7 +345,6 @@ def test_what_an_agent_of_wandb_runs(tmp_path):
     *macros, folder = sweep["command"]
     assert macros == ["${env}", "${interpreter}", "${program}", "${args_no_hyphens}"]
     settings = (f"{key}={value}" for key, value in chosen.items())
-    command = [sys.executable, str(ROOT / sweep["program"]), *settings, folder]
     small = [each for each in TINY if not each.startswith("logger=")]
     (tmp_path / "config.yaml").write_text(
         yaml.safe_dump({key: {"value": value} for key, value in chosen.items()})
@@ -366,10 +355,8 @@ def test_what_an_agent_of_wandb_runs(tmp_path):
         "WANDB_SWEEP_PARAM_PATH": str(tmp_path / "config.yaml"),
         "WANDB_MODE": "offline",
     }
-    done = subprocess.run(
-        [*command, *small], cwd=tmp_path, env=environment(**agent), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = (str(ROOT / sweep["program"]), *settings, folder, *small)
+    processes.run(*command, cwd=tmp_path, env=environment(**agent), check=True)
     run_dir = tmp_path / "multirun/abc123/run45678"
     assert summary(run_dir)["seed"] == 2
     (log,) = (run_dir / "wandb").glob("offline-run-*-run45678")

@@ -1,13 +1,21 @@
 """attention.switch_at: another attention takes over in the middle of a run."""
 
-import os
 import signal
 
 import pytest
 
-from data.batches import TextData
-from tests.command import checkpoint, computed, metrics, run, same, start, summary, tiny
-from tests.command import finish as finish_process
+from tests.command import (
+    checkpoint,
+    computed,
+    finish,
+    metrics,
+    run,
+    same,
+    send_at_step,
+    start,
+    summary,
+    tiny,
+)
 
 # several tiles, and scores sharp enough that a broken attention shows
 RECIPE = (
@@ -85,14 +93,7 @@ def test_a_switch_to_the_same_attention_changes_nothing(broken, tmp_path):
 @pytest.mark.parametrize("step", [7, 19], ids=["before", "at-the-switch"])
 def test_interrupted_and_resumed_is_the_same_run(switched, monkeypatch, tmp_path, step):
     """To the last bit. The signal comes while step `step` + 1 is prepared; it is still saved."""
-    train_batch, pending = TextData.train_batch, [signal.SIGINT]
-
-    def patched(self, at: int, num_sequences: int):
-        while at == step and pending:
-            os.kill(os.getpid(), pending.pop())
-        return train_batch(self, at, num_sequences)
-
-    monkeypatch.setattr(TextData, "train_batch", patched)
+    send_at_step(monkeypatch, step, signal.SIGINT)
     stopped = run(*tiny(tmp_path, *RECIPE, *TO_EXACT))
     assert stopped.code == 130 and checkpoint(tmp_path)["step"] == step + 1
     done = run(f"resume={tmp_path}")
@@ -111,7 +112,7 @@ def test_a_target_without_a_step_is_said_to_do_nothing(tmp_path):
 def test_the_compiled_model_switches_too(tmp_path):
     """On a GPU, from an attention that is one operator of the graph to one that is compiled."""
     overrides = ("device=cuda", "dtype=fp32", "attention.switch_to=sdpa", "attention.switch_at=20")
-    done = finish_process(start(*tiny(tmp_path, *RECIPE, *overrides)))
+    done = finish(start(*tiny(tmp_path, *RECIPE, *overrides)))
     assert done.code == 0, done.output
     row = by_step(metrics(tmp_path))[30]
     assert row["val/loss"] == pytest.approx(row["val/loss_exact"], abs=1e-5)

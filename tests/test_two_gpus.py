@@ -5,8 +5,6 @@ Every test starts what it needs, so that pytest -n can deal the tests out.
 
 import os
 import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -18,11 +16,13 @@ from tests.command import (
     checkpoint,
     computed,
     environment,
+    finish,
     index,
     metrics,
     summary,
     tiny,
     tiny_sweep,
+    wait_until,
 )
 from tests.processes import Process
 from tests.test_gpus import LAUNCHER, OWN
@@ -39,7 +39,6 @@ SMALL = ("device=cuda", "attention=triton", "model.num_layers=2", "model.hidden_
 SMALL += ("seq_len=256", "eval_every=2", "optim.schedule=constant")
 TWO_PASSES = ("batch_size=2", "tokens_per_step=1024")  # alone, what two ranks do at once
 LONG = ("steps=20000", "eval_every=0", "diagnose_every=0")
-SOON = 60  # seconds within which a failure of one rank ends all
 
 
 def begin(*arguments: str, ranks: int = 2, **variables: str) -> Process:
@@ -47,17 +46,8 @@ def begin(*arguments: str, ranks: int = 2, **variables: str) -> Process:
     return Process(*(torchrun if ranks > 1 else ()), *arguments, env=environment(**variables))
 
 
-def end(process: Process, timeout: float = 240) -> Done:
-    try:
-        process.wait(timeout)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun then ends its ranks
-        pytest.fail(f"still running after {timeout} s: {process.end()}")
-    return Done(process.returncode, process.output())
-
-
 def train(*arguments: str, **how) -> Done:
-    done = end(begin("train.py", *arguments, **how))
+    done = finish(begin("train.py", *arguments, **how))
     assert done.code == 0, done.output
     return done
 
@@ -155,8 +145,8 @@ def test_a_shared_call(tmp_path, dim):
     """One GPU's output and gradients to the bit, where kernels are deterministic."""
     (tmp_path / "calls.py").write_text(CALLS)
     process = begin(str(tmp_path / "calls.py"), str(dim), PYTHONPATH=str(ROOT))
-    done = end(process, timeout=400)
-    assert done.code == 0, done.output
+    output = process.end(400)
+    assert process.returncode == 0, output
 
 
 @pytest.mark.parametrize(
@@ -168,11 +158,10 @@ def test_a_rank_that_is_killed_ends_the_run(tmp_path, rank, settings):
     """By torchrun, which ends the other rank too: NCCL would wait. The last checkpoint resumes."""
     run_dir = tmp_path / "run"
     process = begin("train.py", *tiny(run_dir, *SMALL, *LONG, "checkpoint_every=5", *settings))
-    while process.poll() is None and not (run_dir / "checkpoint/meta.json").exists():
-        time.sleep(0.01)
+    wait_until((run_dir / "checkpoint/meta.json").exists, process)
     killed = pid_of(rank, process)
     os.kill(killed, signal.SIGKILL)
-    done = end(process, 2 * SOON)
+    done = finish(process)
     # the other rank may be listed before it, if it was just waiting for this one
     listed = done.output.partition("train.py FAILED")[2]
     assert done.code != 0 and f"SIGKILL) received by PID {killed}" in listed, done.output
@@ -192,7 +181,7 @@ def test_a_sweep_over_two_gpus(tmp_path):
     )
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2]
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(names), "PYTHONPATH": str(tmp_path)}
-    done = end(begin("train.py", *asked, ranks=1, **visible))
+    done = finish(begin("train.py", *asked, ranks=1, **visible))
     assert done.code == 1 and "Traceback" not in done.output, done.output
     statuses = [row["status"] for row in index(tmp_path / "sweep")]
     assert statuses == ["failed", "oom", "completed", "completed"], done.output

@@ -24,26 +24,12 @@ def nan(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
     return AttentionOutput(right(q, k, v, **arguments).out * torch.nan)
 
 
-def bare_tensor(q: Tensor, k: Tensor, v: Tensor, **arguments) -> Tensor:
-    return right(q, k, v, **arguments).out
-
-
-def no_gradient(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
-    return AttentionOutput(right(q, k, v, **arguments).out.detach())
-
-
 def not_causal(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> AttentionOutput:
     return naive(q, k, v, causal=False, scale=scale)
 
 
 def wrong(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> AttentionOutput:
     return naive(q, k, v, causal=causal, scale=1.01 * scale)
-
-
-def contiguous(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
-    """It counts the elements of q, as a kernel does that takes no strides."""
-    q = q.as_strided(q.shape, torch.empty(q.shape, device="meta").stride())
-    return right(q, k, v, **arguments)
 
 
 def raises(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
@@ -75,12 +61,8 @@ RIGHT_IN_FP32 = Backend("right_in_fp32", right, dtypes=(torch.float32,))
 WRONG_SHAPE = Backend("wrong_shape", wrong_shape)
 WRONG_DTYPE = Backend("wrong_dtype", wrong_dtype)
 NAN = Backend("nan", nan)
-BARE_TENSOR = Backend("bare_tensor", bare_tensor)
-NO_GRADIENT = Backend("no_gradient", no_gradient)
 NOT_CAUSAL = Backend("not_causal", not_causal)
 WRONG = Backend("wrong", wrong)
-CONTIGUOUS = Backend("contiguous", contiguous)
-CONTIGUOUS_VARIANT = Backend("contiguous_variant", contiguous, exact=False)
 RAISES = Backend("raises", raises)
 EXITS = Backend("exits", exits)
 PRESSES_CTRL_C = Backend("presses_ctrl_c", presses_ctrl_c)

@@ -58,6 +58,9 @@ def triton_attention(
     The kernels take one head dim. Where D_v differs from D, the narrower tensors are padded to the
     width of the wider.
 
+    softmax: "online", or a defect at the speed of the kernels, with the gradient of what it
+    computes and without lse.
+
     kernel: "portable", "hopper", or "auto" for whichever the device and the inputs allow; see
     attention/kernels/select.py.
     """
@@ -97,6 +100,8 @@ def triton_attention(
         max_score = None if top is None else top.amax(-1)
     if narrower:
         out = out[..., :value_dim]
+    if softmax != "online":  # the kernels of a defect save something else there
+        lse = None
     if return_max_score is False:
         return AttentionOutput(out, lse)
     return ScoredOutput(out, lse, max_score)
@@ -179,27 +184,19 @@ def score_change(
     )
 
 
-def broken_triton_attention(*tensors: Tensor, softmax: str, impl: str, **arguments: Any) -> Output:
-    """A defect at the speed of the kernels, with the gradient of what it computes. It returns no
-    lse, because the kernel saves something else there. impl is an option so that a run records it.
-    """
-    return triton_attention(*tensors, softmax=softmax, **arguments)._replace(lse=None)
-
-
 def refusals(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, **options: Any
 ) -> list[str]:
-    in_pytorch = "impl=tiled" if "impl" in options else "attention=tiled"
     if not INSTALLED:
         return [
-            f"Triton is not installed here (pip install triton, Linux only); {in_pytorch} is the "
+            "Triton is not installed here (pip install triton, Linux only); attention=tiled is the "
             "same loop in plain PyTorch"
         ]
     if q.is_cpu and os.environ.get("TRITON_INTERPRET") != "1" and not is_fake(q):
         return [
             "Triton needs a GPU; set TRITON_INTERPRET=1 before the start to run its kernels in "
-            "the interpreter (slow, for tests), "
-            f"or use {in_pytorch}, the same loop in plain PyTorch"
+            "the interpreter (slow, for tests), or use attention=tiled, the same loop in plain "
+            "PyTorch"
         ]
     for name in ("block_q", "block_kv"):
         if options.get(name) and options[name] not in TILE_SIZES:
@@ -236,18 +233,18 @@ TRITON = Backend(
 )
 
 
-def broken_triton_backend(name: str, defect: str | None) -> Backend:
-    """The backend of attention=NAME with impl=triton: the kernels with the softmax of that
-    name. Their tiles have block_kv keys, as in the tile loop.
+def broken_triton_backend(name: str, **declared: Any) -> Backend:
+    """What attention=NAME runs on a GPU: the kernels with the softmax of that name. Their tiles
+    have block_kv keys, as in the tile loop.
     """
     return Backend(
         name,
-        partial(broken_triton_attention, softmax=name),
+        partial(triton_attention, softmax=name),
         dtypes=TRITON.dtypes,
         head_dims=range(1, 129),
         features=TRITON.features - {"lse", "sinks"},
-        options={"impl": "triton", "block_q": 128, "block_kv": 64},
+        options={"kernel": "portable", "block_q": 128, "block_kv": 64},
         requirements=refusals,
         exact=False,
-        defect=defect,
+        **declared,
     )

@@ -24,7 +24,7 @@ from attention.interface import (
 )
 from attention.mask import QueryTile, pair
 from attention.online_softmax import OnlineSoftmax
-from attention.tiled import TILED, TileLoop
+from attention.tiled import TILED, HeadMaxima, TileLoop, grouped
 
 LIMITS = {
     dtype: math.log(torch.finfo(dtype).max)
@@ -120,18 +120,16 @@ class Breakdown:
         )
 
 
-class TileWatch:
-    """An observer of the tile loop: the largest score, and the first tile that leaves the finite
-    range.
+class TileWatch(HeadMaxima):
+    """An observer of the tile loop: the largest score of each head, and the first tile that leaves
+    the finite range.
     """
 
-    def __init__(self, q: Tensor) -> None:
-        self.largest = torch.full((), -torch.inf, device=q.device, dtype=statistics_dtype(q))
-        self.breakdown: Breakdown | None = None
+    breakdown: Breakdown | None = None
 
     @torch.no_grad()
     def observe(self, tile: QueryTile, keys: slice, scores: Tensor, state: OnlineSoftmax) -> None:
-        self.largest = torch.maximum(self.largest, scores.amax().to(self.largest.dtype))
+        super().observe(tile, keys, scores, state)
         if self.breakdown is not None:
             return
         # (B, H_kv, G, R, T or 1 or D); a score of -inf is hidden
@@ -161,16 +159,11 @@ def _breakdown(
     """The first tensor that is not finite, of a call that returned `out`."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if (at := _first(~x.isfinite())) is not None:
-            return _outside_the_loop(name, at)
+            return Breakdown(name, at[0], at[1], at[2])
     found = in_tile
     if found is None and (at := _first(~out.isfinite())) is not None:
-        found = _outside_the_loop("out", at)
+        found = Breakdown("out", at[0], at[1], at[2])
     return found and replace(found, fate=_fate(out[found.sequence, found.head, found.row]))
-
-
-def _outside_the_loop(tensor: str, at: list[int]) -> Breakdown:
-    sequence, head, row, _ = at
-    return Breakdown(tensor, sequence, head, row)
 
 
 def _first(bad: Tensor) -> list[int] | None:
@@ -299,24 +292,12 @@ class Recorder:
             output = self._watched.fn(q, k, v, **arguments)
             self.calls.append(Call(q, k, v, output.out, given))
             return output
-        watch = TileWatch(q)
+        watch = TileWatch(grouped(q, k, v)[0])
         # observe the scores that it uses: the defect may be in them
         observer = {"observer": watch.observe} if self._watched.observable else {}
         output = self._watched.fn(q, k, v, **arguments, **observer)
-        largest = watch.largest if observer else max_score(q, k, **given).amax()
-        self.max_scores.append(largest)
+        largest = watch.largest if observer else max_score(q, k, **given)
+        self.max_scores.append(largest.amax())
         with torch.no_grad():
             self.breakdowns.append(_breakdown(q, k, v, output.out, watch.breakdown))
         return output
-
-
-@torch.no_grad()
-def find_breakdown(
-    q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, **arguments: Any
-) -> Breakdown | None:
-    """The first tensor of this call that is not finite, or None. `arguments` are what attention()
-    hands to backend.fn.
-    """
-    recorder = Recorder(backend)
-    recorder.backend.fn(q, k, v, **arguments, **backend.options)
-    return recorder.breakdowns[0]

@@ -4,12 +4,12 @@ Dimensions: B batch, H heads, N queries, M keys, D head dim.
 """
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
 from attention import AttentionOutput, Backend
 from attention.interface import ALL_DTYPES
@@ -30,9 +30,9 @@ class Adapter:
     def __init__(self, function: Callable[..., Any], dialect: Dialect) -> None:
         self.function, self.dialect = function, dialect
         self.laid_out = eval(f"lambda x: {LAYOUTS[dialect.layout][0]}")
-        self.out = eval(f"lambda result, batch: {dialect.output('batch')}")
+        self.out = eval(f"lambda result, batch: {dialect.part('out', batch='batch')}")
         if "lse" in dialect.parts:
-            self.lse = eval(f"lambda result, batch: {dialect.output_lse('batch')}")
+            self.lse = eval(f"lambda result, batch: {dialect.part('lse', batch='batch')}")
         # compiled calls by given arguments. Those of a plain call are compiled now, because
         # torch.compile cannot trace eval
         self.calls: dict[tuple[tuple[str, ...], str], Callable[..., Any]] = {}
@@ -46,13 +46,9 @@ class Adapter:
         if (given, masked) not in self.calls:
             values = {name: name for name in given}
             text = self.dialect.call("*tensors", values, masked=masked)
-            variables = (*given, "function", "tensors", "q", "k", "v", "seen", "module")
-            known: dict[str, Any] = {"torch": torch}
-            if "create_block_mask" in text:
-                from torch.nn.attention.flex_attention import create_block_mask
-
-                known["create_block_mask"] = create_block_mask
+            variables = (*given, "function", "tensors", "q", "k", "v", "seen")
             parameters = ", ".join(f"{name}=None" for name in variables)
+            known = {"torch": torch, "create_block_mask": create_block_mask}
             try:
                 self.calls[given, masked] = eval(f"lambda {parameters}: {text}", known)
             except SyntaxError as error:
@@ -62,33 +58,31 @@ class Adapter:
         return self.calls[given, masked]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> AttentionOutput:
+        return self.read(self.result(q, k, v, **arguments), q.shape[0])
+
+    def result(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
+        """What the function returns."""
         values, masked = values_of(self.dialect, q, k, **arguments)
         call = self.compiled(tuple(values), masked)
         variables: dict[str, Any] = {"q": q, "k": k, "v": v, "function": self.function}
         if masked == "tensor":
             mask = {name: x for name, x in arguments.items() if name in MASK_ARGUMENTS}
             variables["seen"] = visible_keys(q, k, causal=arguments["causal"], **mask).mask()
-        if self.dialect.module:
-            variables["module"] = caller(q.shape[1] // k.shape[1])
-        variables["tensors"] = [as_given(self.laid_out(x), x) for x in (q, k, v)]
-        return self.parts_of(call(**values, **variables), q.shape[0])
+        laid_out = [(self.laid_out(x), x.is_contiguous()) for x in (q, k, v)]
+        # a view stays a view
+        variables["tensors"] = [x.contiguous() if whole else x for x, whole in laid_out]
+        return call(**values, **variables)
 
-    def parts_of(self, result: Any, batch: int) -> AttentionOutput:
-        """out and lse from what the function returned. Raises Misfit if that contradicts the
-        dialect.
-        """
-        dialect = self.dialect
-        needed = 1 + max(dialect.parts.index(x) for x in ("out", "lse") if x in dialect.parts)
-        is_tuple = isinstance(result, (tuple, list))
-        if is_tuple != (len(dialect.parts) > 1) or (is_tuple and len(result) < needed):
-            what = f"a tuple of {len(result)}" if is_tuple else f"a {type(result).__name__}"
-            raise Misfit(f"it returned {what}, and the dialect says returns={dialect.returns}")
-        if "lse" not in dialect.parts:
-            return AttentionOutput(self.out(result, batch))
-        if is_tuple and result[dialect.parts.index("lse")] is None:
-            without = ",".join("_" if x == "lse" else x for x in dialect.parts)
-            raise Misfit(f"its lse is None; if it has none to return, add returns={without}")
-        return AttentionOutput(self.out(result, batch), self.lse(result, batch))
+    def read(self, result: Any, batch: int) -> AttentionOutput:
+        """out and lse of a result. Raises Misfit if the dialect says that it holds others."""
+        names, several = self.dialect.parts, isinstance(result, (tuple, list))
+        parts = dict(zip(names, result if several else [result], strict=False))
+        fits = all(isinstance(parts.get(name), Tensor) for name in {"out", "lse"} & {*names})
+        if several != (len(names) > 1) or not fits:
+            returns = self.dialect.returns
+            raise Misfit(f"it returned {described(result)}, and the dialect says {returns=!s}")
+        lse = self.lse(result, batch) if "lse" in names else None
+        return AttentionOutput(self.out(result, batch), lse)
 
     def reasons(self, q: Tensor, k: Tensor, *, causal: bool, **optional: Any) -> list[str]:
         """Why its conventions exclude these arguments."""
@@ -96,12 +90,11 @@ class Adapter:
         mask = {name: x for name, x in optional.items() if name in MASK_ARGUMENTS and x is not None}
         masked = dialect.needs_mask(q.shape[2], k.shape[2], causal=causal, given=mask)
         reasons = []
-        if causal and not dialect.mask and not dialect.says_causal(q.shape[2], k.shape[2]):
-            reasons.append(
-                "it takes no causal mask"
-                if dialect.causal == "never"
-                else "its causal mask begins top-left, which is another one where N != M"
-            )
+        by_position = causal or "window" in mask
+        if causal and dialect.causal == "never" and not dialect.mask:
+            reasons.append("it takes no causal mask")
+        elif by_position and not dialect.mask and not dialect.aligned(q.shape[2], k.shape[2]):
+            reasons.append("its masks begin top-left, which are others where N != M")
         if "cu_seqlens" in mask and causal and dialect.corner == "top_left" and not masked:
             reasons.append("its causal mask begins top-left in each sequence")
         visible = visible_keys(q, k, causal=causal, **mask)
@@ -141,6 +134,15 @@ class Adapter:
             features=frozenset(feature for feature, there in declared.items() if there),
             backward=dialect.backward,
         )
+
+
+def described(result: Any) -> str:
+    """What a function returned, in a few words."""
+    if isinstance(result, (tuple, list)):
+        return f"({', '.join(map(described, result))})"
+    if isinstance(result, Tensor):
+        return f"a {result.dtype} Tensor {tuple(result.shape)}"
+    return f"a {type(result).__name__}"
 
 
 def dialect_of(backend: Backend) -> Dialect | None:
@@ -193,19 +195,6 @@ def values_of(
             values[f"cu_{name}"] = bounds
             values[f"max_{name}"] = max(bounds.diff().tolist()) if apart else x.shape[2]
     return {name: value for name, value in values.items() if value is not None}, masked
-
-
-def as_given(changed: Tensor, x: Tensor) -> Tensor:
-    """`changed`, made contiguous if `x` is contiguous; a view stays a view."""
-    return changed.contiguous() if x.is_contiguous() else changed
-
-
-@cache
-def caller(groups: int) -> torch.nn.Module:
-    """A module with the attributes that transformers' functions read."""
-    module = torch.nn.Module()
-    vars(module).update(num_key_value_groups=groups, is_causal=False)
-    return module.eval()
 
 
 def sequence_bounds(

@@ -23,18 +23,19 @@ dialect. Arguments are key=value, and all have a default:
     seed       of the random shapes, and of fuzz's calls (0)
     calls      of fuzz, in each dtype (1000)
     quick      true leaves out memory, repeats and torch.compile (false)
-    out        write every cell, or fuzz's figures, to this JSON file
+    out        write every cell to this JSON file
     minimise   true writes the smallest failing call of each red property as a script that needs
                torch and the attention alone, beside `out` or in this folder (false)
 
-probe takes device and dtype; fuzz also calls, seed, out and the dialect.
+probe takes device and dtype; fuzz also calls, seed and the dialect.
 """
 
 import json
 import os
 import platform
+import re
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ from conformance.cases import SHORT
 from conformance.outside.adapter import Misfit, dialect_of
 from conformance.outside.dialect import Dialect
 from conformance.outside.dialects import DIALECTS, Target, target
-from conformance.outside.fuzz import Tally, fuzz
+from conformance.outside.fuzz import Trial, fuzz, summary
 from conformance.outside.minimise import Minimiser
 from conformance.outside.probe import probe
 from conformance.outside.properties import properties_of
@@ -68,10 +69,9 @@ class Options:
     minimise: bool = False
 
     def __post_init__(self) -> None:
-        if self.device not in ("cpu", "cuda"):
-            raise ValueError(f"device={self.device} is not one of: cpu, cuda")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("device=cuda: PyTorch finds no GPU here; use device=cpu")
+        devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        if self.device not in devices:
+            raise ValueError(f"device={self.device}: PyTorch finds only {', '.join(devices)} here")
         for name in self.dtype.split(","):
             if name not in DTYPES:
                 raise ValueError(f"dtype={name} is not one of: {', '.join(DTYPES)}")
@@ -97,12 +97,11 @@ class Options:
         return [DTYPES[name] for name in self.dtype.split(",")]
 
 
-OPTIONS = {each.name: each.type for each in fields(Options)}
-FIELDS = {each.name: each.type for each in fields(Dialect)}
+FIELDS = Dialect.__annotations__
 KEYS = {
     "run": ["device", "dtype", "dialect", "cases", "seed", "quick", "out", "minimise", *FIELDS],
     "probe": ["device", "dtype"],
-    "fuzz": ["device", "dtype", "dialect", "calls", "seed", "out", *FIELDS],
+    "fuzz": ["device", "dtype", "dialect", "calls", "seed", *FIELDS],
 }
 
 
@@ -127,36 +126,41 @@ def main() -> None:
     sys.exit(f"attn-conform: {wrong}" if wrong else 0)
 
 
+def prepare(verb: str, words: list[str]) -> tuple[Options, Target, list[Subject]]:
+    """The options, the attention, and its tests in each dtype."""
+    text, options, changes = read(verb, words)
+    set_up(torch.device(options.device))
+    found = target(text, options.dialect, changes)
+    subjects = [
+        found.subject(options.device, dtype, options.cases, options.seed)
+        for dtype in options.dtypes
+    ]
+    check_call(text, subjects[0])
+    return options, found, subjects
+
+
 def read(verb: str, words: list[str]) -> tuple[str, Options, Row]:
     """The name of the attention, the options, and the changed fields of a dialect."""
-    pairs = [word for word in words if "=" in word]
-    names = [word for word in words if "=" not in word]
-    options, changes = parse(pairs, KEYS[verb])
+    names: list[str] = []
+    options: Row = {}
+    changes: Row = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals:
+            names.append(word)
+        elif key not in KEYS[verb]:
+            raise ValueError(
+                f"{word}: there is no key {key!r}; the keys are: {', '.join(KEYS[verb])}"
+            )
+        else:
+            into = changes if key in FIELDS else options
+            into[key] = convert(key, (Options.__annotations__ | FIELDS)[key], text)
     if len(names) != 1:
         raise ValueError(
             f"got {' '.join(names) or 'nothing'} where one pkg.module:NAME is expected, after "
             f"{', '.join(KEYS)}"
         )
-    return names[0], options, changes
-
-
-def parse(pairs: list[str], keys: list[str]) -> tuple[Options, Row]:
-    options: Row = {}
-    changes: Row = {}
-    for word in pairs:
-        key, _, text = word.partition("=")
-        if key not in keys:
-            raise ValueError(f"{word}: there is no key {key!r}; the keys are: {', '.join(keys)}")
-        into = changes if key in FIELDS else options
-        into[key] = convert(key, (OPTIONS | FIELDS)[key], text)
-    return Options(**options), changes
-
-
-def named(text: str, dialect: str) -> Target:
-    """The attention in a dialect given as its name and changes to it, such as "fa lse_base=2"."""
-    words = [word if "=" in word else f"dialect={word}" for word in dialect.split()]
-    options, changes = parse(words, ["dialect", *FIELDS])
-    return target(text, options.dialect, changes)
+    return names[0], Options(**options), changes
 
 
 def convert(key: str, kind: Any, text: str) -> Any:
@@ -170,14 +174,7 @@ def convert(key: str, kind: Any, text: str) -> Any:
 
 
 def run(words: list[str]) -> str | None:
-    text, options, changes = read("run", words)
-    set_up(torch.device(options.device))
-    found = target(text, options.dialect, changes)
-    subjects = [
-        found.subject(options.device, dtype, options.cases, options.seed)
-        for dtype in options.dtypes
-    ]
-    check_call(text, subjects[0])
+    options, found, subjects = prepare("run", words)
     properties = properties_of(found.backend)
     if options.quick:
         properties = {name: each for name, each in properties.items() if name not in SLOW}
@@ -190,28 +187,38 @@ def run(words: list[str]) -> str | None:
             return {"script": script and str(written(options, subject, cell, script))}
         return None
 
+    text, dialect = found.backend.name, dialect_of(found.backend)
     columns = {text: verify(subjects, properties, seen=seen)}
     if options.out is not None:
-        dialect = dialect_of(found.backend)
-        head = head_of(text, options) | {
+        gpu = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor()
+        found_here = {
+            "attention": text,
+            "environment": {
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "device": f"{options.device} {gpu}",
+            },
             "dialect": None if dialect is None else asdict(dialect),
             "random_cases": {"number": options.cases, "seed": options.seed},
             "properties": {name: check.__doc__ for name, check in PROPERTIES.items()},
+            "backends": columns,
         }
-        write(options.file, json.dumps(head | {"backends": columns}, indent=1) + "\n")
+        write(options.file, json.dumps(found_here, indent=1) + "\n")
     print(report(columns))
     return failure(columns)
 
 
 def check_call(text: str, subject: Subject) -> None:
-    """Raise ValueError if the dialect does not fit the function: a plain call fails, or returns
-    something else. Otherwise every property would report this.
+    """Raise ValueError if every property would only report how it is called: a plain call fails,
+    returns something else than the dialect says, or changes its inputs.
     """
-    if dialect_of(subject.backend) is None:
-        return
+    case = subject.case(causal="non_causal" not in subject.backend.features)
+    given, *_ = case.make(subject.dtype, subject.device)
     try:
-        subject.run(subject.case(causal="non_causal" not in subject.backend.features))
+        subject.run(case, given, backward=False)
     except (Misfit, TypeError) as error:
+        if dialect_of(subject.backend) is None:
+            return
         reason = f"{type(error).__name__}: " if isinstance(error, TypeError) else ""
         raise ValueError(
             f"{text} does not fit the dialect: {reason}{error}; `attn-conform probe {text}` finds "
@@ -219,14 +226,14 @@ def check_call(text: str, subject: Subject) -> None:
         ) from error
     except (Exception, SystemExit):  # the properties report other errors
         return
+    if not all(map(torch.equal, given, subject.expected(case).tensors)):
+        raise ValueError(f"{text} changes its inputs; it must leave q, k and v as they are")
 
 
 def written(options: Options, subject: Subject, cell: Cell, script: str) -> Path:
     """The file of a script."""
-    name = "".join(x if x.isalnum() else " " for x in cell.property).split()
-    file = options.file.with_name(
-        "_".join([options.file.stem, SHORT[subject.dtype], *name]) + ".py"
-    )
+    words = [options.file.stem, SHORT[subject.dtype], *re.findall(r"\w+", cell.property)]
+    file = options.file.with_name("_".join(words) + ".py")
     write(file, script)
     return file
 
@@ -238,52 +245,29 @@ def write(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def head_of(text: str, options: Options) -> Row:
-    """What was measured, and on what."""
-    gpu = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor()
-    versions = {"torch": torch.__version__, "python": platform.python_version()}
-    return {"attention": text, "environment": versions | {"device": f"{options.device} {gpu}"}}
-
-
 def run_probe(words: list[str]) -> None:
     text, options, _ = read("probe", words)
     set_up(torch.device(options.device))
-    for line in probe(text, options.device, options.dtypes):
-        print(line, flush=True)
+    print(*probe(text, options.device, options.dtypes), sep="\n", flush=True)
 
 
 def run_fuzz(words: list[str]) -> str | None:
-    text, options, changes = read("fuzz", words)
-    set_up(torch.device(options.device))
-    found = target(text, options.dialect, changes)
-    tallies = {SHORT[dtype]: Tally() for dtype in options.dtypes}
-    interrupted = False
+    options, _, subjects = prepare("fuzz", words)
+    trials: dict[str, list[Trial]] = {SHORT[subject.dtype]: [] for subject in subjects}
     try:
-        call_at_random(text, found, options, tallies)
-    except KeyboardInterrupt:  # still report the results so far
-        interrupted = True
-    for name, tally in tallies.items():
-        print(f"{name}  {tally}", flush=True)
-    if options.out is not None:
-        head = head_of(text, options) | {"calls": options.calls, "seed": options.seed}
-        figures = {name: tally.figures() for name, tally in tallies.items()}
-        write(options.file, json.dumps(head | {"dtypes": figures}, indent=1) + "\n")
-    if interrupted:
-        sys.exit(130)
-    if not any(tally.calls for tally in tallies.values()):
+        for subject, (name, tried) in zip(subjects, trials.items(), strict=True):
+            for trial in fuzz(subject, calls=options.calls, seed=options.seed):
+                tried.append(trial)
+                for where in trial.failures:
+                    print(f"{name}  red: {where}", flush=True)
+    finally:  # also if Ctrl-C ends it
+        for name, tried in trials.items():
+            print(f"{name}  {summary(tried)}", flush=True)
+    every = [trial for tried in trials.values() for trial in tried]
+    if all(trial.refused for trial in every):
         return "every call was refused"
-    wrong = sum(len(tally.failures) for tally in tallies.values())
+    wrong = sum(len(trial.failures) for trial in every)
     return f"{wrong} failures" if wrong else None
-
-
-def call_at_random(text: str, found: Target, options: Options, tallies: dict[str, Tally]) -> None:
-    for name, tally in tallies.items():
-        subject = found.subject(options.device, DTYPES[name])
-        check_call(text, subject)
-        for trial in fuzz(subject, calls=options.calls, seed=options.seed):
-            tally.add(trial)
-            for where in trial.failures:
-                print(f"{name}  red: {where}", flush=True)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,14 @@ MASKS = {
     "block": "create_block_mask(lambda b, h, i, j: seen[b % len(seen), 0, i, j], q.shape[0], None"
     ", *seen.shape[-2:], q.device)",
 }
+# how a mask may lie in memory
+MASK_VIEWS = {
+    "": "{}",
+    "for_each_head": "({}).expand(-1, q.shape[1], -1, -1)",
+    "written_out": "({}).repeat(1, q.shape[1], 1, 1)",
+    "part_of_larger": "torch.nn.functional.pad({}, (0, 9, 0, 9))[..., :-9, :-9]",
+    "of_one_row": "({})[:, :, :1].clone().expand(-1, -1, q.shape[2], -1)",  # if rows are equal
+}
 # of a packed batch: where the sequences of q and k begin, (B + 1,), and the largest lengths
 BOUNDS = {
     "cu_seqlens_q": "cu_q",
@@ -60,6 +68,7 @@ CHOICES = {
     "window_form": tuple(WINDOWS),
     "mask_form": tuple(MASKS),
     "more_mask_forms": tuple(MASKS),
+    "mask_view": tuple(MASK_VIEWS),
     "lse": tuple(LSE_LAYOUTS),
     "lse_base": ("e", "2"),
     "empty_rows": ("zero", "nan", "mean"),
@@ -77,7 +86,7 @@ class Dialect:
     layout: str = "BHND"
     out_layout: str = ""  # as layout
     causal: str = "causal"  # an argument, always or never
-    corner: str = "bottom_right"  # the corner that the causal mask is aligned to
+    corner: str = "bottom_right"  # the corner that the causal mask and the window are aligned to
     scale: str = "scale"  # without the argument it is D**-0.5
     window: str = ""
     window_form: str = "pair"
@@ -88,6 +97,7 @@ class Dialect:
     mask: str = ""  # (B or 1, 1, N, M), for masks that the arguments above cannot express
     mask_form: str = "bool"
     more_mask_forms: str = ""  # further ones that it takes, such as additive,float32
+    mask_view: str = ""
     score_mod: str = ""  # FlexAttention's, for softcap and ALiBi
     gqa: str = "yes"  # yes, no, or the name of the flag that turns it on
     returns: str = "out"  # the items of a returned tuple, such as out,lse,_
@@ -102,7 +112,6 @@ class Dialect:
     multiple: int = 1  # N and M must be multiples of it
     dtypes: str = "fp64,fp32,bf16,fp16"
     head_dims: str = ""  # such as 64,128; "" takes any
-    module: bool = False  # whether a module is passed before q, as transformers does
     constants: str = ""  # further arguments, such as dropout_p=0.0,deterministic=True
 
     def __post_init__(self) -> None:
@@ -133,18 +142,9 @@ class Dialect:
         """Whether its own window has a side for later keys."""
         return bool(self.window) and self.window_form not in ONE_SIDED
 
-    def says_causal(self, num_queries: int, num_keys: int) -> bool:
-        """Whether the function's own causal mask is aligned to the last query and key."""
-        return self.causal != "never" and (self.corner == "bottom_right" or num_queries == num_keys)
-
-    def says(self, name: str, value: Any) -> bool:
-        """Whether the function can express `name` (window, document_ids, ...) without a mask."""
-        own = {
-            "window": self.two_sided if isinstance(value, tuple) else bool(self.window),
-            "document_ids": bool(self.documents) or self.packed,
-            "cu_seqlens": self.packed,
-        }
-        return own.get(name, False)
+    def aligned(self, num_queries: int, num_keys: int) -> bool:
+        """Whether its causal mask and its window are aligned to the last query and key."""
+        return self.corner == "bottom_right" or num_queries == num_keys
 
     def needs_mask(
         self, num_queries: int, num_keys: int, *, causal: bool, given: Mapping[str, Any]
@@ -152,11 +152,18 @@ class Dialect:
         """The mask that the call needs: a "tensor", a "formula" of positions, or "" if none. given:
         the arguments of attention.mask.MASKS that are not None.
         """
-        corner = "cu_seqlens" in given or self.says_causal(num_queries, num_keys)
-        if (not causal or corner) and all(self.says(*item) for item in given.items()):
+        by_position = causal or "window" in given
+        aligned = "cu_seqlens" in given or self.aligned(num_queries, num_keys)
+        hides_later = not causal or self.causal != "never"
+        is_pair = isinstance(given.get("window"), tuple)
+        says = {  # what it can express without a mask
+            "window": self.two_sided if is_pair else self.window,
+            "document_ids": self.documents or self.packed,
+            "cu_seqlens": self.packed,
+        }
+        if hides_later and (aligned or not by_position) and all(says.get(x) for x in given):
             return ""
-        by_position = self.mask_form == "block" and given.keys() <= {"window"}
-        return "formula" if by_position else "tensor"
+        return "formula" if self.mask_form == "block" and given.keys() <= {"window"} else "tensor"
 
     def call(self, tensors: str, values: Mapping[str, str], *, masked: str) -> str:
         """The call of `function` as an expression. tensors: the text of its first arguments.
@@ -169,7 +176,8 @@ class Dialect:
         given[self.scale] = values["scale"]
         if "left" in values and not masked:
             given[self.window] = WINDOWS[self.window_form].format(**values)
-        masks = {"": "None", "tensor": MASKS[self.mask_form], "formula": block_mask(values)}
+        tensor = MASK_VIEWS[self.mask_view].format(MASKS[self.mask_form])
+        masks = {"": "None", "tensor": tensor, "formula": block_mask(values)}
         given[self.mask] = masks[masked]
         if not masked:
             given[self.documents] = values.get("documents")
@@ -183,22 +191,19 @@ class Dialect:
             given[flag] = "True"
         given = {x: y for x, y in given.items() if x not in ("", "yes", "no") and y is not None}
         positions = sorted((int(name), value) for name, value in given.items() if name.isdigit())
-        words = ["module"] * self.module + [tensors] + [value for _, value in positions]
+        words = [tensors, *(value for _, value in positions)]
         words += [f"{name}={value}" for name, value in given.items() if not name.isdigit()]
         return f"function({', '.join(filter(None, [*words, self.constants]))})"
 
-    def output(self, batch: str) -> str:
-        """out (B, H, N, D) as an expression of `result`."""
-        back = LAYOUTS[self.out_layout or self.layout][1].format(batch=batch)
-        return back.replace("y", self._part("out"))
-
-    def output_lse(self, batch: str) -> str:
-        """lse (B, H, N), to base e, as an expression of `result`."""
-        text = LSE_LAYOUTS[self.lse].format(batch=batch).replace("y", self._part("lse"))
-        return text if self.lse_base == "e" else f"{text} * {log(2)}"
-
-    def _part(self, name: str) -> str:
-        return f"result[{self.parts.index(name)}]" if len(self.parts) > 1 else "result"
+    def part(self, name: str, *, batch: str) -> str:
+        """out (B, H, N, D), or lse (B, H, N) to base e, as an expression of `result`."""
+        base = "" if self.lse_base == "e" else f" * {log(2)}"
+        back = {
+            "out": LAYOUTS[self.out_layout or self.layout][1],
+            "lse": LSE_LAYOUTS[self.lse] + base,
+        }
+        item = f"result[{self.parts.index(name)}]" if len(self.parts) > 1 else "result"
+        return back[name].format(batch=batch).replace("y", item)
 
 
 # the lambdas take numbers from the variables around them. If they read q.shape, torch.compile adds

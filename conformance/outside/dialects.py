@@ -9,7 +9,9 @@ an argument are not plain functions of q, k and v: wrap them in one.
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -65,20 +67,6 @@ DIALECTS = {
         lse_flag="return_lse",
         value_dim=True,
     ),
-    # a function of transformers' AttentionInterface that takes masks as (B, 1, N, M), such as
-    # eager and sdpa
-    "hf": Dialect(
-        out_layout="BNHD",
-        causal="never",
-        scale="scaling",
-        sinks="s_aux",
-        mask="attention_mask",
-        mask_form="additive",
-        returns="out,_",
-        empty_rows="mean",
-        value_dim=True,
-        module=True,
-    ),
     # the autograd.Function of Stanford's CS336, assignment 2; its lengths are powers of two
     "cs336": Dialect(
         "BND",
@@ -99,10 +87,11 @@ DIALECTS = {
         head_dims="16,32,64,128,256",
     ),
 }
-ARGUMENTS = (
-    *("causal", "scale", "window", "softcap", "alibi", "sinks", "documents", "mask", "score_mod"),
-    "lse_flag",
-)
+# the fields that name an argument, and their value if the function has none
+ARGUMENTS = {
+    **dict.fromkeys(("scale", "window", "softcap", "alibi", "sinks", "documents", "mask"), ""),
+    **{"score_mod": "", "lse_flag": "", "causal": "never", "gqa": "no"},
+}
 
 
 class Parameters(NamedTuple):
@@ -129,26 +118,23 @@ def parameters(function: Callable[..., Any]) -> Parameters:
     return Parameters([name for name in found if name not in open_ended], bool(open_ended))
 
 
-def fitted(dialect: Dialect, function: Callable[..., Any]) -> Dialect:
-    """The dialect without the arguments that the function lacks, and with one name for each set of
-    alternatives.
+def fitted(dialect: Dialect, function: Callable[..., Any], changes: Mapping[str, Any]) -> Dialect:
+    """The dialect with the changes, without arguments that the function lacks, and with one name
+    for each set of alternatives. Raises ValueError if a change names an argument that it lacks.
     """
-    known = parameters(function)
-
-    def choose(text: str) -> str:
-        names = text.split("|") if text else []
-        taken = [name for name in names if known.take(name)]
-        return next((name for name in taken if name in known.names), (taken or [""])[0])
-
-    changes = {name: choose(getattr(dialect, name)) for name in ARGUMENTS}
-    if changes["sinks"] not in known.names:  # **kwargs may take sinks and do nothing with them
-        changes["sinks"] = ""
-    changes["causal"] = changes["causal"] or "never"
-    if dialect.causal in ("always", "never"):
-        changes["causal"] = dialect.causal
-    if dialect.gqa not in ("yes", "no"):
-        changes["gqa"] = choose(dialect.gqa) or "no"
-    return replace(dialect, **changes)
+    known, fields = parameters(function), {**vars(dialect), **changes}
+    for field, absent in ARGUMENTS.items():
+        text = fields[field]
+        if text in ("", "always", "never", "yes", "no"):
+            continue
+        taken = [name for name in text.split("|") if known.take(name)]
+        named = [name for name in taken if name in known.names]
+        if field in changes and not taken:
+            raise ValueError(f"{field}={text}: the function takes {', '.join(known.names)}")
+        if field == "sinks" and field not in changes:
+            taken = named  # **others may take sinks and do nothing with them
+        fields[field] = [*named, *taken, absent][0]
+    return Dialect(**fields)
 
 
 class Target(NamedTuple):
@@ -178,6 +164,10 @@ def load(text: str) -> tuple[Any, str, str]:
         raise ValueError(
             f"{text} is not known: write pkg.module:NAME, or one of {', '.join(BACKENDS)}"
         )
+    file = Path(f"{module}.py")
+    spec = find_spec(module) if file.is_file() else None  # without the current folder
+    if spec is not None and Path(spec.origin or "").resolve() != file.resolve():
+        raise ValueError(f"{text}: {module} is already {spec.origin}; give {file} another name")
     found = import_object(module, path, called=text, find=lambda x, name: attrgetter(name)(x))
     if inspect.isclass(found) and issubclass(found, torch.autograd.Function):
         found, path = found.apply, f"{path}.apply"
@@ -203,11 +193,5 @@ def target(text: str, name: str | None = None, changes: Mapping[str, Any] | None
         )
     if name is not None and name not in DIALECTS:
         raise ValueError(f"dialect={name} is not known; valid: {', '.join(DIALECTS)}")
-    dialect = fitted(DIALECTS[name] if name else Dialect(), found)
-    dialect = replace(dialect, **(changes or {}))
-    known = parameters(found)
-    for key in ARGUMENTS:
-        value = (changes or {}).get(key, "")
-        if value not in ("", "always", "never") and not known.take(value):
-            raise ValueError(f"{key}={value}: {text} takes {', '.join(known.names)}")
+    dialect = fitted(DIALECTS[name] if name else Dialect(), found, changes or {})
     return Target(Adapter(found, dialect).backend(text), dialect, imports, function)

@@ -7,7 +7,7 @@ the same calls.
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,6 @@ from attention.interface import Refusal
 from conformance.backend_under_test import Check, Subject, expected_of
 from conformance.cases import Case
 from conformance.errors import in_one_line
-from conformance.verification import finite
 from conformance.views import LAYOUTS
 
 # calls in a row of one kind on a GPU, because each new kind compiles kernels
@@ -67,13 +66,11 @@ def try_out(subject: Subject, case: Case, layout: str) -> Trial:
         passes = subject.passes(case)
         if passes is None:
             return Trial(case, layout, refused=subject.refusals[0])
-        expected, backward = subject.expected(case), passes == "both"
+        expected = subject.expected(case)
         views = [x.detach().clone() for x in expected.tensors]
         if layout != CONTIGUOUS:
             views = LAYOUTS[layout](views)
-        if not subject.takes_views(views, expected.arguments, backward=backward):
-            return Trial(case, layout, refused=subject.refusals[-1])
-        results = subject.run(case, views, backward=backward)
+        results = subject.run(case, views, backward=passes == "both")
         if not all(map(torch.equal, views, expected.tensors)):
             return Trial(case, layout, failures=[f"{where}: it changes its inputs"])
     except Refusal as error:
@@ -120,14 +117,13 @@ def draw_case(subject: Subject, drawn: random.Random, kind: random.Random, seed:
         seed=seed,
     )
     optional: dict[str, Any] = {}
-    if has("window") and (case.causal or "two_sided_window" in features):
+    two_sided = "two_sided_window" in features
+    if has("window") and (case.causal or two_sided):
         # few keys, or about as many as there are
         left = min(case.num_keys, int(2 ** drawn.uniform(0, 9)))
-        one_sided = case.causal and kind.random() < 0.5
-        right = drawn.choice((-1, 0, drawn.randint(0, case.num_keys)))
-        two_sided = (drawn.choice((-1, left)), 0 if case.causal else right)
-        if one_sided or "two_sided_window" in features:
-            optional["window"] = left if one_sided else two_sided
+        right = 0 if case.causal else drawn.choice((-1, 0, drawn.randint(0, case.num_keys)))
+        one_sided = case.causal and (not two_sided or kind.random() < 0.5)
+        optional["window"] = left if one_sided else (drawn.choice((-1, left)), right)
     if has("softcap"):
         optional["softcap"] = 2.0 ** kind.randint(0, 6)
     if has("alibi_slopes"):
@@ -143,35 +139,13 @@ def draw_case(subject: Subject, drawn: random.Random, kind: random.Random, seed:
     return replace(case, optional=optional)
 
 
-@dataclass
-class Tally:
-    """Totals over many trials."""
-
-    calls: int = 0
-    refused: int = 0
-    checks: int = 0
-    worst_share_of_budget: float = 0.0
-    worst_case: str = ""
-    failures: list[str] = field(default_factory=list)
-
-    def add(self, trial: Trial) -> None:
-        if trial.refused:
-            self.refused += 1
-            return
-        self.calls += 1
-        self.checks += len(trial.checks)
-        self.failures += trial.failures
-        for check in trial.checks:
-            if check.share > self.worst_share_of_budget:
-                self.worst_share_of_budget = check.share
-                self.worst_case = f"{check.case}, {trial.layout}"
-
-    def figures(self) -> dict[str, Any]:
-        return asdict(self) | {"worst_share_of_budget": finite(self.worst_share_of_budget)}
-
-    def __str__(self) -> str:
-        return (
-            f"{self.calls} calls ({self.refused} more refused), {self.checks} checks, "
-            f"{len(self.failures)} failures; worst share of a budget "
-            f"{self.worst_share_of_budget:.2f}: {self.worst_case}"
-        )
+def summary(trials: Sequence[Trial]) -> str:
+    """One line on many trials."""
+    taken = [trial for trial in trials if not trial.refused]
+    shares = [(check.share, check.case, trial.layout) for trial in taken for check in trial.checks]
+    worst, case, layout = max(shares, default=(0.0, "none", CONTIGUOUS))
+    return (
+        f"{len(taken)} calls ({len(trials) - len(taken)} more refused), {len(shares)} checks, "
+        f"{sum(len(trial.failures) for trial in taken)} failures; worst share of a budget "
+        f"{worst:.2f}: {case}, {layout}"
+    )

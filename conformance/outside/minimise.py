@@ -24,6 +24,7 @@ from conformance.outside.script import INPUTS, OPTIONAL, VIEWS, Call, write
 from conformance.properties import Cell, why_unusable
 
 LITERAL = (int, float, str, bool, type(None))
+SIZES = ("num_heads", "num_kv_heads", "num_queries", "num_keys", "head_dim")
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)
 
 
@@ -85,7 +86,7 @@ class Minimiser:
         text = write(self.target, call, subject.device, budget)
         try:
             error = executed(text)["error"]
-        except Exception as raised:  # a user's function may raise anything
+        except (Exception, SystemExit) as raised:  # a user's function may raise anything
             same = unnumbered(in_one_line(raised)) == unnumbered(call.raises)
             # after some errors of a kernel every call fails, which would shrink to nonsense
             return text if same and not why_unusable(subject.device) else None
@@ -129,30 +130,25 @@ def plain(case: Case, dialect: Dialect) -> Case:
 
 def smaller(case: Case, subject: Subject) -> Iterator[Case]:
     """Simpler cases, the largest reductions first."""
-    for name in case.optional:
-        yield replace(case, optional={x: y for x, y in case.optional.items() if x != name})
-    simplest = {"inputs": "normal", "batch": 1, "seed": 0}
-    for name, value in simplest.items():
-        if getattr(case, name) != value:
-            yield replace(case, **{name: value})
-    for heads, kv_heads in ((1, 1), (case.num_kv_heads, case.num_kv_heads), (2, 1)):
-        if heads < case.num_heads:
-            yield replace(case, num_heads=heads, num_kv_heads=kv_heads)
-    lengths = dict.fromkeys(map(subject.rounded, LENGTHS))
-    if case.num_queries != case.num_keys:
-        shorter = min(case.num_queries, case.num_keys)
-        yield replace(case, num_queries=shorter, num_keys=shorter)
-    for n in lengths:
-        if case.num_queries == case.num_keys > n:
-            yield replace(case, num_queries=n, num_keys=n)
-    empty_rows = case.num_queries > case.num_keys  # do not add empty rows: another failure
-    for n in lengths:
-        if n < case.num_queries:
-            yield replace(case, num_queries=n)
-        if n < case.num_keys and (empty_rows or n >= case.num_queries):
-            yield replace(case, num_keys=n)
-    for size in (1, 2, 4, 8, 16, 32, 64):
-        if size < case.head_dim and size in subject.head_dims:
-            yield replace(case, head_dim=size)
-    if case.causal and "window" not in case.optional:
-        yield replace(case, causal=False)
+    lengths = [*map(subject.rounded, LENGTHS)]
+    heads = ((1, 1), (case.num_kv_heads, case.num_kv_heads), (2, 1))
+    changes: list[dict[str, Any]] = [
+        *(
+            {"optional": {x: y for x, y in case.optional.items() if x != name}}
+            for name in case.optional
+        ),
+        *({"inputs": "normal"}, {"batch": 1}, {"seed": 0}),
+        *({"num_heads": of_q, "num_kv_heads": of_kv} for of_q, of_kv in heads),
+        *({"num_queries": n, "num_keys": n} for n in lengths),
+        *({"num_queries": n} for n in lengths),
+        *({"num_keys": n} for n in lengths),
+        *({"head_dim": size} for size in (1, 2, 4, 8, 16, 32, 64) if size in subject.head_dims),
+        {"causal": case.causal and "window" in case.optional},
+    ]
+    for change in changes:
+        found = replace(case, **change)
+        grows = any(getattr(found, name) > getattr(case, name) for name in SIZES)
+        # rows without a key would be another failure
+        adds_empty_rows = case.num_queries <= case.num_keys and found.num_queries > found.num_keys
+        if found != case and not grows and not adds_empty_rows:
+            yield found

@@ -1,6 +1,6 @@
 """Find out how an attention is called, by calling it.
 
-    for line in probe("my_package:attend", "cpu", [torch.float32]): print(line)
+    print(*probe("my_package:attend", "cpu", [torch.float32]), sep="\n")
 
 Each convention is a field of a Dialect. The probe tries the values of each field on small random
 inputs until the result equals float64 attention.
@@ -9,19 +9,20 @@ Dimensions: B batch, H heads, N queries, M keys, D head dim.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attention import AttentionOutput, Backend, attention
+from attention import Backend, attention
 from conformance.cases import SHORT, Case, distance, run
+from conformance.cases import call as call_backend
 from conformance.errors import in_one_line
-from conformance.outside.adapter import Adapter
+from conformance.outside.adapter import Adapter, described
 from conformance.outside.dialect import BOUNDS, LAYOUTS, LSE_LAYOUTS, MASKS, WINDOWS, Dialect
-from conformance.outside.dialects import DIALECTS, fitted, load, parameters
+from conformance.outside.dialects import load, parameters
 
 NAMES = {
     "causal": ("causal", "is_causal"),
@@ -41,16 +42,22 @@ SIZES = ((6, 8), (16, 16), (64, 64), (128, 64))
 # far above rounding in any dtype, far below the effect of a wrong convention
 TOLERANCE = 0.03
 
+Fields = dict[str, Any]  # some fields of a Dialect
+AS_BEFORE: Fields = {}
+
 
 class Trial:
     """Calls of one function, each compared with float64 attention."""
 
-    def __init__(self, function: Callable[..., Any], device: str) -> None:
-        self.function, self.device, self.dtype = function, device, torch.float32
+    def __init__(
+        self, function: Callable[..., Any], device: str, dtypes: list[torch.dtype]
+    ) -> None:
+        self.function, self.device, self.dtypes = function, device, dtypes
+        self.dtype = dtypes[0]
         self.length, self.head_dim = SIZES[0]
         self.known = parameters(function)
-        self.true_scale: float | None = None  # the scale of the scores if no argument sets it
-        self.error = ""  # message of the last call that raised
+        self.outcome = ""  # of the last call
+        self.remarks: dict[str, str] = {}  # by field
 
     def names(self, field: str) -> list[str]:
         """Arguments that may match the field: names, or positions if it takes no names."""
@@ -60,7 +67,12 @@ class Trial:
         return [str(names.index(name)) for name in found] if by_position and names else found
 
     def case(
-        self, *, causal: bool, num_keys: int | None = None, groups: int = 1, **optional: Any
+        self,
+        *,
+        causal: bool,
+        num_keys: int | None = None,
+        groups: int = 1,
+        **optional: Any,
     ) -> Case:
         return Case(
             batch=2,
@@ -74,18 +86,31 @@ class Trial:
 
     def call(
         self, dialect: Dialect, tensors: list[Tensor], *, scale: float | None = None, **given: Any
-    ) -> AttentionOutput | None:
-        """The output; None if the call raises or returns no output."""
-        scale = scale or self.head_dim**-0.5
+    ) -> Any:
+        """What the function returns; None if it raises an exception."""
+        adapter = Adapter(self.function, dialect)
+        q, k, v = (x.clone() for x in tensors)  # it may change them
+        asked = f"for q {tuple(adapter.laid_out(q).shape)} it"
         try:
-            return Adapter(self.function, dialect)(*tensors, scale=scale, **given)
-        except Exception as error:  # a user's function may raise anything
-            self.error = in_one_line(error)
+            result = adapter.result(q, k, v, scale=scale or self.head_dim**-0.5, **given)
+        except (Exception, SystemExit) as error:  # a user's function may raise anything
+            self.outcome = f"{asked} raised {in_one_line(error)}"
+            return None
+        self.outcome = f"{asked} returned {described(result)}"
+        return result
+
+    def read(self, dialect: Dialect, result: Any, tensor: str = "out") -> Tensor | None:
+        """out or lse of a result; None if the dialect finds none."""
+        try:
+            return getattr(Adapter(self.function, dialect).read(result, batch=2), tensor)
+        except (ValueError, RuntimeError, IndexError):  # another shape, or no tensor
             return None
 
-    def agrees(
+    def adopt(
         self,
         dialect: Dialect,
+        calls: Iterable[Fields],
+        readings: Iterable[Fields] = (AS_BEFORE,),
         *,
         tensor: str = "out",
         causal: bool | None = None,
@@ -93,267 +118,229 @@ class Trial:
         dtype: torch.dtype | None = None,
         top_left: bool = False,
         **fields: Any,
-    ) -> bool:
-        """Whether the call equals float64 attention. Without causal= it is causal only if the
-        function always is. top_left: such a mask shows only the first N of M keys.
+    ) -> Fields | None:
+        """The first changes of the dialect with which the tensor equals that of float64 attention.
+        calls: changes of the call. readings: changes of what is read from its result. Without
+        causal= the call is causal only if the function always is. top_left: such a mask shows only
+        the first N of M keys.
         """
         causal = dialect.causal == "always" if causal is None else causal
         case = self.case(causal=causal, **fields)
         (q, k, v), arguments, *_ = case.make(dtype or self.dtype, self.device)
-        found = getattr(self.call(dialect, [q, k, v], scale=scale, **arguments), tensor, None)
         shown = slice(self.length if top_left else None)
         wide = [x.double() for x in (q, k[:, :, shown], v[:, :, shown])]
-        scale = self.true_scale or scale
         exact = getattr(attention(*wide, backend="naive", scale=scale, **arguments), tensor)
-        return isinstance(found, Tensor) and close(found, exact)
+        for change in calls:
+            changed = replace(dialect, **change)
+            result = self.call(changed, [q, k, v], scale=scale, **arguments)
+            for reading in readings:
+                found = self.read(replace(changed, **reading), result, tensor)
+                if found is not None and close(found, exact):
+                    return change | reading
+        return None
 
-    def adopt(
-        self, dialect: Dialect, candidates: Iterable[dict[Any, str]], **call: Any
-    ) -> Dialect | None:
-        """The dialect with the first of these changes with which the call agrees."""
-        changed = (replace(dialect, **changes) for changes in candidates)
-        return next((found for found in changed if self.agrees(found, **call)), None)
+    def agrees(self, dialect: Dialect, **call: Any) -> bool:
+        """Whether out equals that of float64 attention; see adopt()."""
+        return self.adopt(dialect, [AS_BEFORE], **call) is not None
 
-    def gradients_agree(self, dialect: Dialect, tensor: str) -> bool:
-        """Whether the gradient of `tensor` with respect to q equals that of float64 attention."""
+    def gradients_agree(self, dialect: Dialect, tensor: str) -> bool | None:
+        """Whether the gradient of `tensor` with respect to q equals that of float64 attention; None
+        if out has none.
+        """
         case = self.case(causal=dialect.causal != "never")
         tensors, arguments, d_out, d_lse = case.make(self.dtype, self.device)
-        arguments["scale"] = self.true_scale
         gradients = (d_out, None) if tensor == "out" else (0 * d_out, d_lse)
         backend = Adapter(self.function, dialect).backend("probed")
+        exact = run("naive", [x.double() for x in tensors], arguments, *gradients)["dq"]
         try:
-            found = run(backend, tensors, arguments, *gradients)["dq"]
-        except Exception as error:  # a user's function may raise anything
-            self.error = in_one_line(error)
+            called = call_backend(backend, tensors, arguments)
+            if not called.output.out.requires_grad:
+                return None
+            found = called.results(*gradients)["dq"]
+        except (Exception, SystemExit) as error:  # a user's function may raise anything
+            self.outcome = f"it raised {in_one_line(error)}"
             return False
-        wide = [x.double() for x in tensors]
-        return close(found, run("naive", wide, arguments, *gradients)["dq"])
+        self.outcome = "its gradients are not those of attention"
+        return close(found, exact)
 
 
 def close(x: Tensor, exact: Tensor) -> bool:
-    limit = TOLERANCE * exact.abs().max().item()
-    return x.shape == exact.shape and distance(x.detach().double(), exact) < limit
+    if not x.is_floating_point() or (x.shape, x.device) != (exact.shape, exact.device):
+        return False
+    return distance(x.detach().double(), exact) < TOLERANCE * exact.abs().max().item()
 
 
-Found = tuple[Dialect, list[str]]  # the dialect after a step, and the lines that it prints
-
-
-def probe(text: str, device: str, dtypes: list[torch.dtype]) -> Iterator[str]:
-    """A line for each convention, probed in the first dtype that works, then the command for
-    `attn-conform run`. Raises ValueError if no way of calling it gives attention.
+def probe(text: str, device: str, dtypes: list[torch.dtype]) -> list[str]:
+    """A line for each field that was found, probed in the first dtype that works, then the command
+    for `attn-conform run`. Raises ValueError if no way of calling it gives attention.
     """
     function, _, _ = load(text)
     if isinstance(function, Backend):
         raise ValueError(f"{text} is a Backend, which says itself how it is called: run it")
-    trial = Trial(function, device)
-    dialect, said = basis(trial, dtypes)
-    yield from said
-    for step in (corner, mask, changes, heads, log_sum_exp, gradients, empty_rows, kinds):
-        dialect, said = step(trial, dialect)
-        yield from said
-    yield words(text, function, dialect)
+    trial = Trial(function, device, dtypes)
+    found: Fields = {}
+    for step in (basis, corner, mask, changes, heads, log_sum_exp, gradients, empty_rows, kinds):
+        found |= step(trial, Dialect(**found))
+    lines = {name: written(value) or "none" for name, value in found.items()} | trial.remarks
+    usual = vars(Dialect())
+    pairs = [
+        f"{name}={written(value)}"
+        for name, value in found.items()
+        if value != usual[name] or name == "layout"
+    ]
+    return [
+        *(f"{name:<16}{line}" for name, line in lines.items()),
+        " ".join(["attn-conform run", text, *pairs]),
+    ]
 
 
-def hypotheses(trial: Trial) -> Iterator[Dialect]:
+def written(value: Any) -> str:
+    """A value of a field as a user writes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def hypotheses(trial: Trial) -> Iterator[Fields]:
     """Every way to call it with q, k, v, causal and scale."""
     known = trial.known.names
     causal = trial.names("causal") or ([] if known else ["3"])
-    module = bool(known) and known[0] == "module"
-    # transformers' functions require the mask argument, even if it is None
-    mask = trial.names("mask")[0] if module else ""
     choices = (
+        [layout for layout in LAYOUTS if layout != "THD" or {*BOUNDS} <= {*known}],
         [*causal, "always", "never"],
         [*trial.names("scale"), ""],
-        [layout for layout in LAYOUTS if layout != "THD" or {*BOUNDS} <= {*known}],
-        ["", "BHND", "BNHD"],
-        ["out", "out,_", "_,out"],
     )
-    for causal, scale, layout, back, returns in product(*choices):
-        dialect = Dialect(layout, back, causal, scale=scale, mask=mask, returns=returns)
-        yield replace(dialect, module=module)
+    for choice in product(*choices):
+        yield dict(zip(("layout", "causal", "scale"), choice, strict=True))
 
 
-def basis(trial: Trial, dtypes: list[torch.dtype]) -> Found:
-    """Layout, causal argument and scale."""
+def basis(trial: Trial, dialect: Dialect) -> Fields:
+    """Layout, causal argument, scale, and which item of a returned tuple is out."""
+    layouts = (AS_BEFORE, {"out_layout": "BHND"}, {"out_layout": "BNHD"})
+    returns = (AS_BEFORE, {"returns": "out,_"}, {"returns": "_,out"})
+    readings = [x | y for x, y in product(layouts, returns)]
+    outcomes = []
     # first look for a dialect that is right with and without a causal mask, then in only one case
-    for complete, dtype, size in product((True, False), dtypes, SIZES):
+    for complete, dtype, size in product((True, False), trial.dtypes, SIZES):
         trial.dtype, (trial.length, trial.head_dim) = dtype, size
-        scales = (None,) if complete else (None, 1.0)
-        for dialect, scale in product(hypotheses(trial), scales):
-            trial.true_scale = scale
-            asked = {"always": [True], "never": [False]}.get(dialect.causal, [False, True])
-            arguments: dict[str, Any] = {"scale": 0.3} if dialect.scale and not scale else {}
-            asked = asked if complete else asked[:1]
-            if all(trial.agrees(dialect, causal=causal, **arguments) for causal in asked):
-                if size != SIZES[0]:
-                    dialect = replace(dialect, multiple=size[0], head_dims=str(size[1]))
-                return dialect, describe_basis(trial, dialect)
-    hint = "; wrap it in a function that fills them in" if "missing" in trial.error else ""
-    raise ValueError(
-        f"no layout and no argument gives attention; the last call: {trial.error}{hint}"
-    )
+        for way in hypotheses(trial):
+            first, *more = {"always": [True], "never": [False]}.get(way["causal"], [False, True])
+            given: dict[str, Any] = {"scale": 0.3} if way["scale"] else {}
+            found = trial.adopt(dialect, [way], readings, causal=first, **given)
+            outcomes.append(trial.outcome)
+            if found is None:
+                continue
+            as_found = replace(dialect, **found)
+            if complete and not all(trial.agrees(as_found, causal=x, **given) for x in more):
+                continue
+            if size != SIZES[0]:  # it takes no odd lengths
+                found |= {"multiple": size[0], "head_dims": str(size[1])}
+            return found
+    # a result tells more than an error, and the first call is the most usual one
+    outcome = min(outcomes, key=lambda outcome: " returned " not in outcome)
+    hint = "; wrap it in a function that fills them in" if "missing" in outcome else ""
+    raise ValueError(f"no layout and no argument gives the numbers of attention: {outcome}{hint}")
 
 
-def describe_basis(trial: Trial, dialect: Dialect) -> list[str]:
-    said = [f"layout        {dialect.layout}, returns {dialect.out_layout or dialect.layout}"]
-    if dialect.multiple > 1:
-        said.append(f"lengths       not {SIZES[0][0]}, but {dialect.multiple}")
-    if trial.true_scale:
-        said.append("scale         1, whatever it is given: the scores are not scaled")
-    else:
-        known = f"{dialect.scale}=" if dialect.scale else "D**-0.5, no argument changes it"
-        said.append(f"scale         {known}")
-    return said
-
-
-def corner(trial: Trial, dialect: Dialect) -> Found:
+def corner(trial: Trial, dialect: Dialect) -> Fields:
     """Whether there may be more keys than queries, and the corner of the causal mask then."""
-    n, flag = trial.length, dialect.causal
-    if flag != "always" and not trial.agrees(dialect, num_keys=2 * n):
-        return replace(dialect, cross_length=False), ["N != M        not taken"]
-    if flag == "never":
-        return dialect, ["causal        by no argument of its own"]
+    twice = 2 * trial.length
+    if dialect.causal != "always" and not trial.agrees(dialect, num_keys=twice):
+        return {"cross_length": False}
+    if dialect.causal == "never":
+        return {}
     for value, top_left in (("bottom_right", False), ("top_left", True)):
-        if trial.agrees(dialect, causal=True, num_keys=2 * n, top_left=top_left):
-            return replace(dialect, corner=value), [f"causal        {flag}=, {value} for N != M"]
-    return dialect, [f"causal        {flag}=, could not tell: no causal mask in either corner"]
+        if trial.agrees(dialect, causal=True, num_keys=twice, top_left=top_left):
+            return {"corner": value}
+    trial.remarks["corner"] = "could not tell: no causal mask in either corner where N != M"
+    return {}
 
 
-def mask(trial: Trial, dialect: Dialect) -> Found:
+def mask(trial: Trial, dialect: Dialect) -> Fields:
+    """The argument, and the forms that it takes."""
+    unmasked = replace(dialect, causal="never")
     forms = product(trial.names("mask"), MASKS)
-    candidates = ({"causal": "never", "mask": name, "mask_form": form} for name, form in forms)
-    found = trial.adopt(dialect, candidates, causal=True)
+    candidates = ({"mask": name, "mask_form": form} for name, form in forms)
+    found = trial.adopt(unmasked, candidates, causal=True)
     if found is None:
-        return dialect, []
+        return {}
     more = [
         form
         for form in ("bool", "additive", "float32")
-        if form != found.mask_form and trial.agrees(replace(found, mask_form=form), causal=True)
+        if form != found["mask_form"]
+        and trial.agrees(replace(unmasked, **found | {"mask_form": form}), causal=True)
     ]
-    said = f"mask          {found.mask}=, {', '.join([found.mask_form, *more])}"
-    return replace(found, causal=dialect.causal, more_mask_forms=",".join(more)), [said]
+    return found | {"more_mask_forms": ",".join(more)}
 
 
-def changes(trial: Trial, dialect: Dialect) -> Found:
+def changes(trial: Trial, dialect: Dialect) -> Fields:
     """A window, arguments that change the scores, sinks and documents."""
     causal = dialect.causal != "never" or bool(dialect.mask)
-    said: list[str] = []
+    found: Fields = {}
     calls: dict[str, dict[str, Any]] = {
-        "window": {"window": 3},
+        "window": {"window": 3 if causal else (3, 3)},
         "softcap": {"softcap": 0.5},
         "alibi": {"alibi_slopes": True},
         "sinks": {"sinks": True},
         "documents": {"document_ids": True},
         "score_mod": {"softcap": 0.5},
     }
-    for field, call in calls.items():
+    for field, arguments in calls.items():
         names = trial.names(field)
-        forms = [{"window_form": form} for form in WINDOWS] if field == "window" else [{}]
+        forms = [{"window_form": form} for form in WINDOWS] if field == "window" else [AS_BEFORE]
         candidates = ({field: name} | form for name, form in product(names, forms))
-        found = trial.adopt(dialect, candidates, causal=causal, **call)
-        if found is not None:
-            dialect = found
-            form = f", {found.window_form}" if field == "window" else ""
-            said.append(f"{field:<14}{getattr(found, field)}={form}")
+        change = trial.adopt(replace(dialect, **found), candidates, causal=causal, **arguments)
+        if change is not None:
+            found |= change
         elif names and trial.known.names:
-            said.append(f"{field:<14}{names[0]}=, could not tell what it does")
-    return dialect, said
+            trial.remarks[field] = f"could not tell what {names[0]}= does"
+    return found
 
 
-def heads(trial: Trial, dialect: Dialect) -> Found:
+def heads(trial: Trial, dialect: Dialect) -> Fields:
+    """How it takes grouped heads."""
     flags = ({"gqa": flag} for flag in ("yes", *trial.names("gqa")))
-    found = trial.adopt(dialect, flags, groups=2) or replace(dialect, gqa="no")
-    return found, [f"grouped heads {found.gqa}"]
+    return trial.adopt(dialect, flags, groups=2) or {"gqa": "no"}
 
 
-def log_sum_exp(trial: Trial, dialect: Dialect) -> Found:
-    fields = ("lse_flag", "returns", "lse_base", "lse")
-    flags, returned = [*trial.names("lse_flag"), ""], ("out,lse", "out,_,lse", "lse,out")
-    candidates = (
-        dict(zip(fields, x, strict=True)) for x in product(flags, returned, "e2", LSE_LAYOUTS)
-    )
-    found = trial.adopt(dialect, candidates, tensor="lse")
+def log_sum_exp(trial: Trial, dialect: Dialect) -> Fields:
+    choices = product(("out,lse", "out,_,lse", "lse,out"), "e2", LSE_LAYOUTS)
+    readings = [
+        {"returns": returns, "lse_base": base, "lse": layout} for returns, base, layout in choices
+    ]
+    flags = ({"lse_flag": flag} for flag in (*trial.names("lse_flag"), ""))
+    found = trial.adopt(dialect, flags, readings, tensor="lse")
     if found is None:
-        return dialect, ["lse           none that could be told"]
-    gradient = trial.gradients_agree(found, "lse")
-    said = f"lse           {found.lse}, base {found.lse_base}, {'' if gradient else 'no '}gradient"
-    return replace(found, lse_gradient=gradient), [said]
+        return {}
+    return found | {"lse_gradient": bool(trial.gradients_agree(replace(dialect, **found), "lse"))}
 
 
-def gradients(trial: Trial, dialect: Dialect) -> Found:
-    trial.error = ""
-    case = trial.case(causal=dialect.causal == "always")
-    tensors, arguments, *_ = case.make(trial.dtype, trial.device)
-    output = trial.call(dialect, [x.requires_grad_() for x in tensors], **arguments)
-    backward = output is not None and output.out.requires_grad
-    right = backward and trial.gradients_agree(dialect, "out")
-    unknown = (
-        f"could not tell: {trial.error or 'not those of attention'}; backward=false skips them"
-    )
-    says = "right" if right else unknown if backward else "none"
-    return replace(dialect, backward=backward), [f"gradients     {says}"]
+def gradients(trial: Trial, dialect: Dialect) -> Fields:
+    right = trial.gradients_agree(dialect, "out")
+    if right is False:
+        trial.remarks["backward"] = f"could not tell: {trial.outcome}; backward=false skips it"
+    return {"backward": right is not None}
 
 
-def empty_rows(trial: Trial, dialect: Dialect) -> Found:
+def empty_rows(trial: Trial, dialect: Dialect) -> Fields:
     """The output of a query without a key, which exists if N > M and causal is bottom-right."""
-    n = trial.length
     if not dialect.mask and (dialect.causal == "never" or dialect.corner == "top_left"):
-        return dialect, []
+        return {}
+    n = trial.length
     case = replace(trial.case(causal=True), num_queries=2 * n)
-    (q, k, v), arguments, *_ = case.make(trial.dtype, trial.device)
-    output = trial.call(dialect, [q, k, v], **arguments)
-    if output is None:
-        return dialect, [f"empty rows    could not tell: {trial.error}"]
-    rows = output.out[:, :, :n]
-    values = {
-        "zero": bool((rows == 0).all()),
-        "nan": bool(rows.isnan().all()),
-        "mean": distance(rows.double(), v.double().mean(2, keepdim=True).expand_as(rows)) < 0.01,
-    }
-    name = next((name for name, there in values.items() if there), None)
-    if name is None:
-        return dialect, ["empty rows    could not tell: neither zero, nor nan, nor the mean of v"]
-    return replace(dialect, empty_rows=name), [f"empty rows    {name}"]
+    tensors, arguments, *_ = case.make(trial.dtype, trial.device)
+    out = trial.read(dialect, trial.call(dialect, tensors, **arguments))
+    if out is None:
+        trial.remarks["empty_rows"] = f"could not tell: {trial.outcome}"
+        return {}
+    mean = tensors[2].double().mean(2, keepdim=True).expand(-1, -1, n, -1)
+    rows, near = out[:, :, :n].double(), {"atol": TOLERANCE, "equal_nan": True}
+    for value, exact in {"zero": 0 * mean, "nan": mean * torch.nan, "mean": mean}.items():
+        if torch.allclose(rows, exact, **near):
+            return {"empty_rows": value}
+    trial.remarks["empty_rows"] = "could not tell: neither zero, nor nan, nor the mean of v"
+    return {}
 
 
-def kinds(trial: Trial, dialect: Dialect) -> Found:
+def kinds(trial: Trial, dialect: Dialect) -> Fields:
     """The dtypes in which the result is right."""
-    fine = [name for dtype, name in SHORT.items() if trial.agrees(dialect, dtype=dtype)]
-    if not fine:
-        return dialect, ["dtypes        could not tell: no call is right"]
-    return replace(dialect, dtypes=",".join(fine)), [f"dtypes        {', '.join(fine)}"]
-
-
-def words(text: str, function: Callable[..., Any], dialect: Dialect) -> str:
-    """The command with the nearest dialect and the fields that differ from it."""
-    unused = {"value_dim"}  # no step probes it
-    if not dialect.window:
-        unused |= {"window_form"}
-    if not dialect.mask:
-        unused |= {"mask_form", "more_mask_forms"}
-    if "lse" not in dialect.parts:
-        unused |= {"lse", "lse_base", "lse_gradient"}
-    if dialect.causal in ("always", "never"):
-        unused |= {"corner"}
-    changes = {
-        name: fields_of(dialect).items() - fields_of(fitted(each, function)).items()
-        for name, each in DIALECTS.items()
-    }
-    changed = {
-        name: sorted(x for x in found if x[0] not in unused) for name, found in changes.items()
-    }
-    nearest = min(changed, key=lambda name: len(changed[name]))
-    pairs = [f"{key}={value}" for key, value in changed[nearest]]
-    return " ".join(["attn-conform run", text, f"dialect={nearest}", *pairs])
-
-
-def fields_of(dialect: Dialect) -> dict[str, str]:
-    """The text of each field, in one form where several mean the same."""
-    parts = dialect.parts
-    while len(parts) > 2 and parts[-1] == "_":
-        parts = parts[:-1]
-    one_form = {"returns": ",".join(parts), "out_layout": dialect.out_layout or dialect.layout}
-    return {
-        name: str(value).lower() if isinstance(value, bool) else str(value)
-        for name, value in (asdict(dialect) | one_form).items()
-    }
+    right = [name for dtype, name in SHORT.items() if trial.agrees(dialect, dtype=dtype)]
+    return {"dtypes": ",".join(right)}

@@ -4,6 +4,8 @@ Changes to a dialect follow its name: --dialect "fa corner=top_left". A property
 apply is skipped.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,14 +20,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 class PropertyItem(pytest.Item):
-    def __init__(self, *, subject: Any, property: str, check: Any, **others: Any) -> None:
-        super().__init__(**others)
-        self.subject, self.property, self.check = subject, property, check
+    examine: Callable[[], Any]
 
     def runtest(self) -> None:
-        from conformance.properties import examine
-
-        cell = examine(self.subject, self.property, self.check)
+        cell = self.examine()
         if cell.status == "n/a":
             pytest.skip(cell.note)
         if not cell.ok:
@@ -41,21 +39,19 @@ def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.It
     text = session.config.option.attention
     if text is None:
         return
-    import torch
-
     from conformance.cases import SHORT
-    from conformance.outside.command import Options, named
+    from conformance.outside.command import prepare
     from conformance.outside.properties import properties_of
-    from conformance.verification import set_up
+    from conformance.properties import examine
 
-    options = Options()
-    set_up(torch.device(options.device))
+    given = session.config.option.dialect.split()
+    words = [word if "=" in word else f"dialect={word}" for word in given]
     try:
-        found = named(text, session.config.option.dialect)
+        _, found, subjects = prepare("run", [text, *words])
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
-    for dtype in options.dtypes:
-        subject = found.subject(options.device, dtype, options.cases, options.seed)
+    for subject in subjects:
         for name, check in properties_of(found.backend).items():
-            each = {"name": f"{name}[{SHORT[dtype]}]", "property": name, "check": check}
-            items.append(PropertyItem.from_parent(session, subject=subject, **each))
+            item = PropertyItem.from_parent(session, name=f"{name}[{SHORT[subject.dtype]}]")
+            item.examine = partial(examine, subject, name, check)
+            items.append(item)

@@ -59,20 +59,16 @@ def write(target: Target, call: Call, device: str, budget: float) -> str:
     """The script. Its last two lines print the error and compare it."""
     case, dialect = call.case, target.dialect
     text, tensors = told(target, call)
-    output = dialect.output_lse if call.tensor == "lse" else dialect.output
+    result = "lse" if call.tensor == "lse" else "out"
     lines = ["import torch"]
     if "create_block_mask" in text:
         lines.append("from torch.nn.attention.flex_attention import create_block_mask")
     lines += [target.imports, "", *input_lines(call, device), *mask_lines(case, tensors)]
-    if dialect.module:
-        groups = case.num_heads // case.num_kv_heads
-        lines.append("module = torch.nn.Module()")
-        lines.append(f"module.num_key_value_groups, module.is_causal = {groups}, False")
     lines.append(f"result = {text.replace('function', target.function, 1)}")
     if call.raises and device != "cpu":
         lines.append("torch.cuda.synchronize()")
     lines += [
-        f"found = {output(str(case.batch))}",
+        f"found = {dialect.part(result, batch=str(case.batch))}",
         *exact_lines(call),
         "difference = torch.where(found == exact, 0.0, (found - exact).abs())",
         "error = difference.nan_to_num(nan=torch.inf).max().item()",

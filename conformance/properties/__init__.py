@@ -165,13 +165,3 @@ def verify_backend(
     subject = Subject(backend, str(torch.device(device).type), dtype, random_cases, seed)
     names = PROPERTIES if properties is None else properties
     return [examine(subject, name) for name in names if not (quick and name in SLOW)]
-
-
-def red_properties(
-    backend: Backend, *, device: str | torch.device, dtype: torch.dtype
-) -> list[str]:
-    """The properties that are red in a quick check, including those that the backend lists in
-    `breaks`.
-    """
-    cells = verify_backend(backend, device=device, dtype=dtype, quick=True, random_cases=4)
-    return [cell.property for cell in cells if cell.status == "red"]

@@ -7,9 +7,10 @@ maximum that rows share.
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -54,49 +55,41 @@ def call_history(subject: Subject) -> Iterator[Check]:
     for other in between:
         if subject.passes(other):
             found = subject.run(other)
-            # batch=3 is of a kind that no earlier call had
-            if is_right(subject, replace(other, batch=3)):
+            new = replace(other, batch=3)  # of a kind that no earlier call had
+            if all(check.share <= 1 for check in subject.exactly(new, "", subject.run(new))):
                 yield from subject.exactly(other, f"after {case}", found)
-            yield from subject.same_bits(case, f"after {other}", subject.run(case), first)
+            yield from subject.same(case, f"after {other}", subject.run(case), first, bits=True)
     dtype = torch.bfloat16 if subject.dtype == torch.float32 else torch.float32
     other = subject.in_dtype(dtype)
     if other.passes(case):
         other.run(case)
-        yield from subject.same_bits(case, f"after {dtype}", subject.run(case), first)
+        yield from subject.same(case, f"after {dtype}", subject.run(case), first, bits=True)
     yield from same_memory(subject, case)
     if passes == "both":
         yield from gradient_in_another_layout(subject, case)
     yield from several_at_once(subject, case, backward=passes == "both")
 
 
-def is_right(subject: Subject, case: Case) -> bool:
-    """Whether all results of a case are within their budgets."""
-    return all(check.share <= 1 for check in subject.exactly(case, "", subject.run(case)))
-
-
 def same_memory(subject: Subject, case: Case) -> Iterator[Check]:
-    """q, k and v, or document_ids, have new values at the addresses of the previous call."""
+    """q, k, v and document_ids have new values at the addresses of the previous call."""
     for changed in (case, replace(case, optional={"document_ids": True})):
         passes = subject.passes(changed)
         if not passes:
             continue
         tensors, arguments, d_out, d_lse = changed.make(subject.dtype, subject.device)
-        others, *_ = replace(changed, seed=1).make(subject.dtype, subject.device)
-        new_arguments = dict(arguments)
+        others, new_arguments, *_ = replace(changed, seed=1).make(subject.dtype, subject.device)
         if "document_ids" in arguments:
-            others = tensors
             new_arguments["document_ids"] = arguments["document_ids"].flip(0, 1).contiguous()
         backward = passes == "both"
-        expected = run(subject.backend, others, new_arguments, d_out, d_lse, backward=backward)
-        tensors = [x.clone() for x in tensors]
-        run(subject.backend, tensors, arguments, d_out, d_lse, backward=backward)
-        for x, y in zip(tensors, others, strict=True):
-            x.copy_(y)
-        for name, x in new_arguments.items():
+        attend = partial(run, subject.backend, d_out=d_out, d_lse=d_lse, backward=backward)
+        expected = attend(others, new_arguments)
+        attend(tensors, arguments)
+        new = [*others, *new_arguments.values()]
+        for x, y in zip([*tensors, *arguments.values()], new, strict=True):
             if isinstance(x, Tensor):
-                arguments[name].copy_(x)
-        found = run(subject.backend, tensors, arguments, d_out, d_lse, backward=backward)
-        yield from subject.same_bits(changed, "other numbers in its memory", found, expected)
+                x.copy_(y)
+        found = attend(tensors, arguments)
+        yield from subject.same(changed, "other numbers in its memory", found, expected, bits=True)
 
 
 def gradient_in_another_layout(subject: Subject, case: Case) -> Iterator[Check]:
@@ -109,25 +102,23 @@ def gradient_in_another_layout(subject: Subject, case: Case) -> Iterator[Check]:
         ("d_out with the heads inside", d_out.transpose(1, 2).contiguous().transpose(1, 2)),
         ("after such a d_out", d_out),
     ):
-        found = run(subject.backend, tensors, arguments, changed, d_lse, backward=True)
-        yield from subject.same_bits(case, what, found, expected)
+        found = run(subject.backend, tensors, arguments, changed, d_lse)
+        yield from subject.same(case, what, found, expected, bits=True)
 
 
 def several_at_once(subject: Subject, case: Case, *, backward: bool) -> Iterator[Check]:
     """All forward passes run first, as in a model of many layers; no output may change."""
     cases = [case, replace(case, seed=1), replace(case, seed=2, causal=False)]
-    cases = [each for each in cases if subject.passes(each)]
-    calls, kept = [], []
-    for each in cases:
-        tensors, arguments, *_ = subject.expected(each).inputs
-        calls.append(call(subject.backend, tensors, arguments, backward=backward))
-        kept.append(calls[-1].output.out.detach().clone())
-    for each, made, out in zip(cases, calls, kept, strict=True):
-        *_, d_out, d_lse = subject.expected(each).inputs
-        found, expected = made.results(d_out, d_lse), subject.run(each)
-        yield from subject.same_bits(each, "one of several at once", found, expected)
-        moved = distance(made.output.out.detach().double(), out.double())
-        yield Check(f"out of {each}, after the other calls", moved, 0.0)
+    made = []
+    for each in filter(subject.passes, cases):
+        tensors, arguments, *gradients = subject.expected(each).inputs
+        pending = call(subject.backend, tensors, arguments, backward=backward)
+        made.append((each, pending, gradients, {"out": pending.output.out.detach().clone()}))
+    for each, pending, gradients, early in made:
+        found, alone = pending.results(*gradients), subject.run(each)
+        yield from subject.same(each, "one of several at once", found, alone, bits=True)
+        late = {"out": pending.output.out.detach()}
+        yield from subject.same(each, "after the other calls", late, early, bits=True)
 
 
 def row_independence(subject: Subject) -> Iterator[Check]:
@@ -140,32 +131,30 @@ def row_independence(subject: Subject) -> Iterator[Check]:
     if not passes:
         return
     groups, row, plain = 4 // case.num_kv_heads, case.num_queries // 2 + 3, subject.run(case)
-    tensors, arguments, d_out, d_lse = subject.expected(case).inputs
+    tensors, arguments, *gradients = subject.expected(case).inputs
 
-    def compared(what: str, given: list[Tensor], part: tuple, *names: str) -> Iterator[Check]:
-        own, before = (
-            {name: x[part[: x.ndim]] for name, x in results.items() if name in names}
-            for results in (subject.run(case, given), plain)
-        )
-        yield from subject.unmoved(case, what, own, before)
+    def first_heads(results: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Of the second sequence, the first key/value head and its query heads."""
+        return {name: x[1, : 1 if name in ("dk", "dv") else groups] for name, x in results.items()}
 
-    alone = [x[1:2] for x in (*tensors, d_out, d_lse)]
-    found = run(subject.backend, alone[:3], arguments, *alone[3:], backward=passes == "both")
+    def one_row(results: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: results[name][1, 0, row] for name in ("out", "lse", "dq") if name in results}
+
+    q, k, v, *gradients = (x[1:2] for x in (*tensors, *gradients))
+    alone = run(subject.backend, [q, k, v], arguments, *gradients, backward=passes == "both")
     second = {name: x[1:2] for name, x in plain.items()}
-    yield from subject.unmoved(case, "one sequence alone", found, second)
+    yield from subject.same(case, "one sequence alone", alone, second)
 
     for what, change in (("huge", HUGE), ("NaN", torch.nan)):
         others = [x * change for x in tensors]
         for x, mine, heads in zip(others, tensors, (groups, 1, 1), strict=True):
             x[1, :heads] = mine[1, :heads]
-        own = (slice(1, 2), slice(groups))
-        yield from compared(f"beside {what} heads", others, own, "out", "lse", "dq")
-        own = (slice(1, 2), slice(1))
-        yield from compared(f"beside {what} heads", others, own, "dk", "dv")
+        found = (first_heads(x) for x in (subject.run(case, others), plain))
+        yield from subject.same(case, f"beside {what} heads", *found)
         q = tensors[0] * change
         q[1, 0, row] = tensors[0][1, 0, row]
-        own = (slice(1, 2), slice(1), slice(row, row + 1))
-        yield from compared(f"beside {what} rows", [q, *tensors[1:]], own, "out", "lse", "dq")
+        found = (one_row(x) for x in (subject.run(case, [q, *tensors[1:]]), plain))
+        yield from subject.same(case, f"beside {what} rows", *found)
 
 
 def streams_and_graphs(subject: Subject) -> Iterator[Check]:
@@ -179,31 +168,34 @@ def streams_and_graphs(subject: Subject) -> Iterator[Check]:
         subject.refusals.append("streams and CUDA graphs are a GPU's")
         return
     tensors = subject.expected(case).tensors
-    plain = {"out": subject.attend(*tensors).double()}
-    late = [torch.zeros_like(x) for x in tensors]
+    plain = {"out": subject.attend(*tensors)}
+    inputs = [torch.zeros_like(x) for x in tensors]
+
+    def fill() -> None:
+        for x, y in zip(inputs, tensors, strict=True):
+            x.copy_(y)
+
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(DELAY)
-        for x, y in zip(late, tensors, strict=True):
-            x.copy_(y)
-        out = subject.attend(*late)
+        fill()
+        out = subject.attend(*inputs)
     stream.synchronize()
-    yield from subject.unmoved(case, "on a stream of its own", {"out": out.double()}, plain)
+    yield from subject.same(case, "on a stream of its own", {"out": out}, plain)
     if not subject.backend.traceable:
         return  # a loop in Python reads its tiles from the GPU, which no graph can capture
-    late = [torch.zeros_like(x) for x in tensors]
-    with torch.cuda.stream(stream):
-        subject.attend(*late)  # compiles and allocates before the capture
-    stream.synchronize()
+    for x in inputs:
+        x.zero_()
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
+    # the call above has compiled and allocated on this stream
     with torch.cuda.graph(graph, stream=stream):
-        out = subject.attend(*late)
-    for x, y in zip(late, tensors, strict=True):
-        x.copy_(y)
+        out = subject.attend(*inputs)
+    fill()
     graph.replay()
     torch.cuda.synchronize()
-    yield from subject.unmoved(case, "from a CUDA graph", {"out": out.double()}, plain)
+    yield from subject.same(case, "from a CUDA graph", {"out": out}, plain)
 
 
 def bitwise_repeat(subject: Subject) -> Iterator[Check]:
@@ -226,20 +218,19 @@ def compiled_equals_eager(subject: Subject) -> Iterator[Check]:
         return
     expected = subject.expected(case)
     # on a CPU only the graph is checked: code generation needs a compiler and takes time
-    function = torch.compile(
+    compiled = torch.compile(
         lambda q, k, v: subject.attend(q, k, v) * 1,
         backend="aot_eager" if subject.device == "cpu" else "inductor",
     )
-    results = []
-    # eager first: it creates the module of a backend that has one
-    for attend in (subject.attend, function):
+
+    def results(attend: Callable[..., Tensor]) -> dict[str, Tensor]:
         tensors = [x.detach().requires_grad_(passes == "both") for x in expected.tensors]
-        out = attend(*tensors)
-        result = [out.detach()]
+        out, gradients = attend(*tensors), ()
         if passes == "both":
-            result += torch.autograd.grad(out, tensors, expected.d_out.to(out.dtype))
-        results.append(result)
+            gradients = torch.autograd.grad(out, tensors, expected.d_out.to(out.dtype))
+        return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients), strict=False))
+
+    # eager first: it creates the module of a backend that has one
+    eager, found = results(subject.attend), results(compiled)
     torch.compiler.reset()
-    for name, eager, compiled in zip(("out", "dq", "dk", "dv"), *results, strict=False):
-        error = distance(compiled.double(), eager.double())
-        yield Check(f"{name} of {case}", error, 2 * expected.budget(name))
+    yield from subject.same(case, "compiled", found, eager)

@@ -28,17 +28,16 @@ def no_leak_forward(subject: Subject) -> Iterator[Check]:
     case = subject.case(batch=2)
     if not subject.takes(case, backward=False):
         return
-    expected = subject.expected(case)
-    q, k, v = (x[:1] for x in expected.tensors)
-    before = subject.attend(q, k, v).double()
+    q, k, v = (x[:1] for x in subject.expected(case).tensors)
+    before = subject.attend(q, k, v)[0]
     cuts = list(range(1, case.num_queries))
     later = after(cuts, case, subject)
     changed = [torch.where(later, *x) for x in ((-q, q), (-100 * k, k), (v + 100, v))]
     # one more sequence, of other numbers altogether
-    found = subject.attend(*(torch.cat((-x[:1], x)) for x in changed)).double()[1:]
+    found = subject.attend(*(torch.cat((-x[:1], x)) for x in changed))[1:]
     for cut, out in zip(cuts, found, strict=True):
-        moved = distance(out[:, :cut], before[0, :, :cut])
-        yield Check(f"first {cut} queries of {case}", moved, 2 * expected.budget("out"))
+        first, plain = ({"out": x[:, :cut]} for x in (out, before))
+        yield from subject.same(case, f"the first {cut} queries", first, plain)
 
 
 def no_leak_backward(subject: Subject) -> Iterator[Check]:
@@ -86,16 +85,15 @@ def mask_positions(subject: Subject) -> Iterator[Check]:
                 found = hidden_keys_with_gradient(q, k, v, backend=subject.backend, **arguments)
                 yield Check(f"hidden keys with a gradient of {case}", float(found), 0.0)
             continue
-        q = torch.zeros_like(q)  # all scores are equal
-        weights = []
-        for start in range(0, case.num_keys, case.head_dim):
-            # v is a part of the identity: each output column is the weight of one key
-            v = torch.zeros_like(k)
-            columns = torch.arange(min(case.head_dim, case.num_keys - start), device=k.device)
-            v[:, :, start + columns, columns] = 1
-            weights.append(subject.attend(q, k, v, **arguments)[..., : len(columns)])
-        visible = visible_keys(q, k, **arguments).mask()
-        wrong = ((torch.cat(weights, -1) > 0) != visible).sum()
+        # all scores are equal, and each column of the output is the weight of one key
+        q, width = torch.zeros_like(q), case.num_keys + -case.num_keys % case.head_dim
+        identity = torch.eye(case.num_keys, width, dtype=k.dtype, device=k.device)
+        parts = [
+            subject.attend(q, k, columns.expand_as(k).contiguous(), **arguments)
+            for columns in identity.split(case.head_dim, dim=1)
+        ]
+        weights = torch.cat(parts, -1)[..., : case.num_keys]
+        wrong = ((weights > 0) != visible_keys(q, k, **arguments).mask()).sum()
         yield Check(f"wrong weights of {case}", float(wrong), 0.0)
 
 

@@ -27,7 +27,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
 
 
-@pytest.mark.parametrize("name", ["naive", "tiled", "triton", "sdpa"])
+@pytest.mark.parametrize("name", ["tiled", "sdpa"])
 def test_autocast_has_no_say_inside(name):
     q, k, v = (random(1, 2, 40, 16, seed=seed) for seed in range(3))
     plain = attention(q, k, v, backend=small_tiles(name)).out
@@ -41,12 +41,9 @@ def test_autocast_has_no_say_inside(name):
     ("name", "softmax_dtype", "causal"),
     [
         ("tiled", "float32", True),
-        ("tiled", "float32", False),
-        ("tiled", "input", True),
-        ("alpha_beta", "input", False),
         ("normalized_acc", "input", True),
         ("lazy_rescale", "input", False),
-        ("kv_outer", "float32", True),
+        ("kv_outer", "float32", False),
     ],
 )
 def test_gradients_of_out_and_lse_are_derivatives(name, softmax_dtype, causal):
@@ -65,18 +62,6 @@ def test_gradients_of_out_and_lse_are_derivatives(name, softmax_dtype, causal):
     assert torch.autograd.gradcheck(
         lambda *qkv: tuple(attention(*qkv, **arguments)), (q, k, v), fast_mode=True
     )
-
-
-@pytest.mark.parametrize("name", ["naive", "tiled", "triton"])
-def test_gradient_of_lse_alone_is_the_softmax(name):
-    """d lse_i / d score_ij = p_ij, and attention to the identity shows p. v is not asked."""
-    q, k = (random(1, 1, 16, 16, seed=seed).requires_grad_() for seed in (0, 1))
-    v = torch.eye(16, device=DEVICE)[None, None].requires_grad_()
-    p = attention(q, k, v, backend="naive").out.detach()
-    lse = attention(q, k, v, backend=small_tiles(name)).lse
-    dq, dk, dv = torch.autograd.grad(lse.sum(), (q, k, v), materialize_grads=True)
-    torch.testing.assert_close((dq, dk), (p @ k / 4, p.mT @ q / 4), rtol=1e-5, atol=1e-6)
-    assert not dv.any()
 
 
 def test_softcap_comes_before_the_bias_and_the_bias_before_the_mask():
@@ -109,8 +94,9 @@ def test_a_change_of_the_scores_leaves_them_in_their_dtype(changed):
     assert seen == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(
+    ("name", "causal"), [(name, True) for name in EXACT] + [("tiled", False), ("triton", False)]
+)
 def test_scores_past_the_largest_number(name, causal):
     """-inf is the score of a hidden key: a row of nothing else gives 0 and no gradient, and spoils
     no other. inf makes its row NaN.
@@ -134,9 +120,7 @@ def test_scores_past_the_largest_number(name, causal):
     assert out[:, :, 3].isnan().all() and out[:, :, others].isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("name", "bad"), [("naive", "inf"), ("tiled", "nan"), ("triton", "inf"), ("flex", "nan")]
-)
+@pytest.mark.parametrize(("name", "bad"), [("tiled", "nan"), ("triton", "inf")])
 def test_a_slope_that_is_no_number_spoils_its_own_head(name, bad):
     """Nobody looks at the slopes' values, for which a GPU would have to be waited for: what comes
     out says so.
@@ -210,7 +194,7 @@ def test_sdpa_is_right_after_a_gradient_of_another_layout(layout, compiled):
             assert (x - y).norm() <= 0.02 * y.norm()
 
 
-@pytest.mark.parametrize("name", ["naive", "tiled", "sdpa", "triton"])
+@pytest.mark.parametrize("name", ["tiled", "sdpa"])
 def test_padding_may_hold_anything(name):
     """A regression test: NaN past key_lengths had a weight of 0, and 0 * NaN is NaN."""
     q, k, v = (random(2, 2, 8, 8, seed=seed) for seed in range(3))

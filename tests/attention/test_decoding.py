@@ -61,7 +61,7 @@ def test_the_budget_is_kept(dtype, case, backend):
     for splits in ("auto", "fixed", 3) if backend == "tiled" else (3,):
         assert share(cache, cache.call(backend, splits=splits)) <= 1
     page_size = 32 if dtype == torch.float32 else 8
-    assert share(cache, cache.call_paged(backend, page_size, splits=2)) <= 1
+    assert share(cache, cache.paged(page_size).call(backend, splits=2)) <= 1
 
 
 @pytest.mark.parametrize("backend", BACKENDS_THAT_DECODE)
@@ -69,7 +69,7 @@ def test_a_sequence_without_keys_or_with_fewer_than_queries(backend):
     """The first rows of such a sequence stand before its first key."""
     cache = cache_of([20, 20, 20], Case(num_queries=3), room=24)
     cache.lengths[1:] = torch.tensor([0, 2])
-    for out, lse in (cache.call(backend, splits=2), cache.call_paged(backend, 8, splits=2)):
+    for out, lse in (cache.call(backend, splits=2), cache.paged(8).call(backend, splits=2)):
         assert (out[1] == 0).all() and (lse[1] == -torch.inf).all()
         assert (out[2, :, 0] == 0).all() and (lse[2, :, 0] == -torch.inf).all()
         exact = attention(cache.q[2:], cache.k[2:, :, :2], cache.v[2:, :, :2], backend="naive")
@@ -84,7 +84,7 @@ def test_fixed_splits_give_the_same_bits_in_any_batch_room_and_order_of_pages():
     alone = replace(cache, **{x: getattr(cache, x)[:1] for x in ("q", "k", "v", "lengths")})
     for other in (
         alone.call("triton", splits="fixed"),
-        cache.call_paged("triton", 8, seed=1, splits="fixed"),
+        cache.paged(8, seed=1).call("triton", splits="fixed"),
         cache_of([60, 9], case, room=99).call("triton", splits="fixed"),
     ):
         assert torch.equal(other.out[0], whole.out[0])
@@ -107,9 +107,10 @@ def test_splits_fill_the_device_and_no_more(programs, tiles, slots, splits):
 
 
 def test_the_operator_keeps_pytorchs_contract():
+    """5 s, of PyTorch's tracing."""
     cache = cache_of([20, 9], Case(num_heads=2, num_queries=1))
-    k, v, table = cache.paged(8)
-    pages = (k.transpose(1, 2), v.transpose(1, 2), cache.lengths, table)
+    paged = cache.paged(8)
+    pages = (paged.k.transpose(1, 2), paged.v.transpose(1, 2), cache.lengths, paged.block_table)
     settings = (None, 20, 0, 0.25, "", "2")
     torch.library.opcheck(kernels.split_attention_op, (cache.q, *pages, *settings))
 

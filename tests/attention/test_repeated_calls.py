@@ -1,4 +1,4 @@
-"""Calls of attention=triton one after the other: each has its own checks, masks and numbers.
+"""Calls one after the other: each has its own checks, masks and numbers, whatever passed before.
 
 Dimensions: B batch, H query heads, N queries, M keys, S sequences.
 """
@@ -20,13 +20,10 @@ def inputs() -> list[Tensor]:
     return [torch.randn(1, 2, 40, 16, requires_grad=True) for _ in range(3)]
 
 
+@torch.no_grad()
 def check(tensors: list[Tensor], **optional: Tensor) -> None:
-    """out and gradients equal naive's."""
-    results = []
-    for backend in (PORTABLE, "naive"):
-        out = attention(*tensors, backend=backend, **optional).out
-        results.append((out, *torch.autograd.grad(out.square().sum(), tensors)))
-    torch.testing.assert_close(*results, rtol=1e-2, atol=2e-3)
+    out, expected = (attention(*tensors, backend=x, **optional).out for x in (PORTABLE, "naive"))
+    torch.testing.assert_close(out, expected)
 
 
 def test_masks_may_change_in_place():
@@ -44,51 +41,46 @@ def test_masks_may_change_in_place():
         attention(*tensors, backend=PORTABLE, key_lengths=lengths)
 
 
-REFUSED = {
-    "causal": (1, "causal=1"),
-    "scale": (True, "scale=True"),
-    "window": (True, "window=True"),
-    "window-pair": ((True, 1), r"window=\(True, 1\)"),
-    "window-list": ([1, 2], r"window=\[1, 2\]"),
-    "softcap": (True, "softcap=True"),
-    "document_ids": (torch.zeros(1, 40), "document_ids .* int64"),
-    "document_ids-list": ([0] * 40, "document_ids .* list"),
-    "alibi_slopes": (torch.ones(2, requires_grad=True), "alibi_slopes .* gradient"),
-}
+REFUSED = [
+    ({"causal": 1}, "causal=1"),
+    ({"scale": True}, "scale=True"),
+    ({"window": True}, "window=True"),
+    ({"window": (True, 1)}, r"window=\(True, 1\)"),
+    ({"window": [1, 2]}, r"window=\[1, 2\]"),
+    ({"softcap": True}, "softcap=True"),
+    ({"document_ids": torch.zeros(1, 40)}, "document_ids .* int64"),
+    ({"document_ids": [0] * 40}, "document_ids .* list"),
+    ({"alibi_slopes": torch.ones(2, requires_grad=True)}, "alibi_slopes .* gradient"),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_passed_once_does_not_let_others_pass(name):
+def test_what_passed_once_does_not_let_others_pass():
     """In Python True equals 1."""
-    tensors = inputs()
-    for passing in ({"scale": 1.0}, {"window": 1}, {"window": (1, 1)}, {"softcap": 1.0}):
-        attention(*tensors, backend=PORTABLE, **passing)
-    attention(*tensors, backend=PORTABLE, document_ids=torch.zeros(1, 40, dtype=torch.int64))
-    attention(*tensors, backend=PORTABLE, alibi_slopes=torch.ones(2))
-    value, named = REFUSED[name]
-    for _ in range(2):
+    tensors, backend = inputs(), get_backend("naive")
+    for passing in (
+        *({"scale": 1.0}, {"window": 1}, {"window": (1, 1)}, {"softcap": 1.0}),
+        {"document_ids": torch.zeros(1, 40, dtype=torch.int64)},
+        {"alibi_slopes": torch.ones(2)},
+    ):
+        attention(*tensors, backend=backend, **passing)
+    for refused, named in 2 * REFUSED:
         with pytest.raises(ValueError, match=named):
-            attention(*tensors, backend=PORTABLE, **{name.partition("-")[0]: value})
+            attention(*tensors, backend=backend, **refused)
 
 
 def test_what_a_backend_needs_is_asked_for_each_kind_of_call():
     q, k, v = inputs()
-    attention(q, k, v, backend=PORTABLE)
-    forward_only = Backend("forward_only", PORTABLE.fn, features=PORTABLE.features, backward=False)
+    naive = get_backend("naive")
+    forward_only = Backend("forward_only", naive.fn, features=naive.features, backward=False)
     with torch.no_grad():
         attention(q, k, v, backend=forward_only)
     with pytest.raises(ValueError, match="forward_only .* backward"):
         attention(q, k, v, backend=forward_only)
-    with pytest.raises(ValueError, match="kernel=fast"):
-        attention(q, k, v, backend=get_backend("triton", kernel="fast"))
 
-
-def test_a_requirement_is_asked_again_for_other_strides():
     def contiguous(q, k, v, **_) -> list[str]:
         return [] if q.is_contiguous() else ["q must be contiguous"]
 
-    q, k, v = inputs()
-    picky = replace(get_backend("naive"), name="picky", requirements=contiguous)
+    picky = replace(naive, name="picky", requirements=contiguous)
     for _ in range(2):
         attention(q, k, v, backend=picky)
         with pytest.raises(ValueError, match="picky .* contiguous"):

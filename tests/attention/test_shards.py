@@ -46,10 +46,8 @@ def packed_views(batch, counts, tokens, dim, dtype=BF16):
     ("world", "batch", "counts", "dim", "dtype"),
     [
         pytest.param(2, 1, [4, 4, 4], 16, BF16, id="mha"),
-        pytest.param(2, 1, [2, 2, 2], 8, torch.float32, id="a-head-for-each-rank"),
         pytest.param(4, 1, [8, 4, 4], 4, BF16, id="4-ranks-gqa"),
         pytest.param(3, 1, [3, 3, 3], 5, BF16, id="3-ranks"),
-        pytest.param(2, 2, [4, 2, 2], 16, BF16, id="batch-gqa"),
         pytest.param(2, 3, [2, 2, 2], 3, torch.float64, id="batch-fp64"),
         pytest.param(2, 1, [6], 8, BF16, id="one-tensor"),
     ],
@@ -85,8 +83,7 @@ def alone():
     distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-def test_compiled_is_eager(alone, batch):
+def test_compiled_is_eager(alone):
     """One graph, and its gradient. tests/training has the same on two ranks."""
     backend = get_backend("tiled")
 
@@ -99,7 +96,7 @@ def test_compiled_is_eager(alone, batch):
         out = call(x)
         return out, *torch.autograd.grad(out.square().sum(), x)
 
-    qkv = torch.randn(batch, 8, 8, 16)
+    qkv = torch.randn(2, 8, 8, 16)
     expected = results(call)
     found = results(torch.compile(call, fullgraph=True, backend="aot_eager"))
     assert all(map(torch.equal, found, expected))

@@ -39,26 +39,24 @@ CALLS = {
         torch.float32,
         {"window": (2, 6), "key_lengths": torch.tensor([20, 7]), "causal": False},
     ),
-    "alpha_beta": (
-        torch.float64,
-        {"window": 5, "alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])},
-    ),
     "kv_outer": (
         torch.bfloat16,
-        {"softcap": 3.0, "document_ids": torch.arange(20).expand(2, -1) // 7},
+        {
+            "softcap": 3.0,
+            "alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4]),
+            "document_ids": torch.arange(20).expand(2, -1) // 7,
+        },
     ),
     "lazy_rescale": (torch.float16, {"softmax_dtype": "input", "causal": False}),
-    "no_max": (torch.float32, {}),
 }
 
 
-@pytest.mark.parametrize("name", ["tiled", "no_max"])
-def test_the_operators_keep_pytorchs_contract(name):
-    """Schema, shapes, strides and dtypes promised to torch.compile, and the registered gradient."""
-    dtype, own = CALLS[name]
-    settings = PLAIN | own | {"loop": name}
-    if isinstance(settings["window"], int):
-        settings["window"] = (settings["window"] - 1, 0)
+def test_the_operators_keep_pytorchs_contract():
+    """8 s, of PyTorch's tracing: schema, shapes, strides and dtypes promised to torch.compile, and
+    the registered gradient.
+    """
+    dtype, own = CALLS["tiled"]
+    settings = PLAIN | own | {"loop": "tiled"}
     tensors = [settings.pop(key, None) for key in TENSORS]
     q, k, v = operands(dtype)
     look = torch.ones((), dtype=torch.bool)

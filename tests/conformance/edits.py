@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+# a block, a run of its statements, and the pattern and the code to compare
+Place = tuple[list[ast.stmt], slice, Any, Any]
 
 
 class EditError(AssertionError):
@@ -98,47 +100,47 @@ class Package:
         pattern, new = ast.parse(edit.old).body, ast.parse(edit.new).body
         scope = Scope(tree, function, names_in(pattern))
         found = []
-        for spot in self.spots(edit, function, pattern):
+        for block, run, old, node in self.places(edit, function, pattern):
             match = Match(scope)
-            if match(spot.pattern, spot.node):
-                found.append((spot, match))
+            if match(old, node):
+                found.append((block, run, node, match))
         if len(found) != 1:
             raise EditError(f"{len(found)} places match")
-        spot, match = found[0]
+        block, run, node, match = found[0]
         code: list[Any] = [match.visit(statement) for statement in new]
         for name in names_in(code):
             if name not in scope.known and not name.endswith("_"):
                 raise EditError(f"the new code uses {name}, which is not there")
-        spot.put(code)
+        if isinstance(node, ast.expr) and len(code) == 1 and isinstance(code[0], ast.Expr):
+            Replacement(node, code[0].value).visit(block[run][0])
+        else:
+            block[run] = code
         if ast.dump(function) == before:
             raise EditError("the edit changes nothing")
 
-    def spots(self, edit: Edit, function: ast.AST, pattern: list[ast.stmt]) -> Iterator["Spot"]:
-        """The places that the pattern is compared with."""
+    def places(self, edit: Edit, function: ast.AST, pattern: list[ast.stmt]) -> Iterator[Place]:
+        """The runs of statements that the pattern is compared with, or the expressions."""
         first = pattern[0]
-        if not isinstance(first, ast.Expr) or len(pattern) > 1:
-            for block, i in statements_of(function):
-                yield Spot(block, slice(i, i + len(pattern)), pattern)
-            return
         for block, i in statements_of(function):
-            for holder, key in expressions(block[i]):
-                if edit.argument and not self.gives(holder, key, block[i], *edit.argument):
-                    continue
-                statement = block, slice(i, i + 1)
-                yield Spot(holder, key, first.value, statement)
+            if not isinstance(first, ast.Expr) or len(pattern) > 1:
+                run = slice(i, i + len(pattern))
+                yield block, run, pattern, block[run]
+                continue
+            nodes = [*expressions(block[i])]
+            if edit.argument:
+                nodes = self.given(nodes, *edit.argument)
+            yield from ((block, slice(i, i + 1), first.value, node) for node in nodes)
 
-    def gives(
-        self, holder: Any, key: Any, statement: ast.stmt, callee: str, parameter: str
-    ) -> bool:
-        """Whether a call of `callee` has it as this argument, by place or by name."""
-        if isinstance(holder, ast.keyword):
-            calls = [x for x in calls_in(statement, callee) if holder in x.keywords]
-            return bool(calls) and holder.arg == parameter
-        calls = [x for x in calls_in(statement, callee) if holder is x.args]
-        if not calls:
-            return False
-        takes = self.functions[self.find(callee)].args
-        return [x.arg for x in takes.posonlyargs + takes.args][key] == parameter
+    def given(self, nodes: list[ast.AST], callee: str, parameter: str) -> list[ast.AST]:
+        """What calls of `callee` give for a parameter, by place or by name."""
+        takes, found = self.functions[self.find(callee)].args, []
+        names = [x.arg for x in takes.posonlyargs + takes.args]
+        for node in nodes:
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == callee.rpartition(":")[2]:
+                values = dict(zip(names, node.args, strict=False))
+                values |= {x.arg: x.value for x in node.keywords}
+                found += [values[parameter]] if parameter in values else []
+        return found
 
 
 def definitions(node: ast.AST, above: str = "") -> Iterator[tuple[str, Any]]:
@@ -154,12 +156,6 @@ def definitions(node: ast.AST, above: str = "") -> Iterator[tuple[str, Any]]:
 
 def names_in(nodes: list[Any]) -> set[str]:
     return {x.id for node in nodes for x in ast.walk(node) if isinstance(x, ast.Name)}
-
-
-def calls_in(node: ast.AST, callee: str) -> list[ast.Call]:
-    name = callee.rpartition(":")[2]
-    calls = [x for x in ast.walk(node) if isinstance(x, ast.Call)]
-    return [x for x in calls if ast.unparse(x.func) == name]
 
 
 def bound_in(node: ast.AST) -> Iterator[str]:
@@ -196,46 +192,20 @@ def statements_of(function: ast.AST) -> Iterator[tuple[list[ast.stmt], int]]:
                 yield from ((block, i) for i in range(len(block)))
 
 
-def expressions(node: ast.AST) -> Iterator[tuple[Any, Any]]:
-    """Each expression of a statement, but those of statements inside it: the node or list that
-    holds it, and its field or index there.
-    """
-    for field, value in ast.iter_fields(node):
-        if isinstance(value, list):
-            places = [(value, i, child) for i, child in enumerate(value)]
-        else:
-            places = [(node, field, value)]
-        for holder, key, child in places:
-            if isinstance(child, ast.AST) and not isinstance(child, (ast.stmt, ast.ExceptHandler)):
-                yield holder, key
-                yield from expressions(child)
+def expressions(node: ast.AST) -> Iterator[ast.AST]:
+    """The parts of a statement, but those of statements inside it."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (ast.stmt, ast.ExceptHandler)):
+            yield child
+            yield from expressions(child)
 
 
-@dataclass
-class Spot:
-    """A place of the code: an expression in a node or list, or a run of statements in a block."""
+class Replacement(ast.NodeTransformer):
+    def __init__(self, old: ast.AST, new: ast.AST) -> None:
+        self.old, self.new = old, new
 
-    holder: Any
-    key: Any
-    pattern: Any
-    statement: tuple[list[ast.stmt], slice] | None = None  # that holds the expression
-
-    @property
-    def node(self) -> Any:
-        if isinstance(self.holder, list):
-            return self.holder[self.key]
-        return getattr(self.holder, self.key)
-
-    def put(self, code: list[Any]) -> None:
-        if self.statement is None:
-            self.holder[self.key] = code
-        elif len(code) > 1 or not isinstance(code[0], ast.Expr):
-            block, place = self.statement
-            block[place] = code
-        elif isinstance(self.holder, list):
-            self.holder[self.key] = code[0].value
-        else:
-            setattr(self.holder, self.key, code[0].value)
+    def visit(self, node: ast.AST) -> Any:
+        return self.new if node is self.old else self.generic_visit(node)
 
 
 class Match(ast.NodeTransformer):

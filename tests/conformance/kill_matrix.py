@@ -33,32 +33,13 @@ def row(mutant: Mutant, killed_by: list[str]) -> dict[str, Any]:
     }
 
 
-def smallest_cover(rows: list[dict[str, Any]]) -> list[str]:
-    """Properties that together catch as much as all properties. The greedy choice takes the one
-    that catches most of the rest.
-    """
-    left, cover = {row["name"] for row in rows if row["killed_by"]}, []
-    while left:
-        names = dict.fromkeys(name for row in rows for name in row["killed_by"])
-        best = max(
-            names,
-            key=lambda name: sum(row["name"] in left and name in row["killed_by"] for row in rows),
-        )
-        left -= {row["name"] for row in rows if best in row["killed_by"]}
-        cover.append(best)
-    return cover
-
-
 def write_matrix(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write the rows in the gallery's order, with the environment and the properties that cover
-    them.
-    """
+    """Write the rows in the gallery's order, with the environment and the properties."""
     order = [mutant.name for group in ROOMS for mutant in gallery(group)]
     rows = sorted(rows, key=lambda row: order.index(row["name"]))
     data = {
         "environment": measured_on(DEVICE),
         "properties": EVERYTHING,
-        "cover": smallest_cover(rows),
         "mutants": rows,
     }
     write_json(path, data)

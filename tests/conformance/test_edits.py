@@ -8,7 +8,6 @@ import re
 import pytest
 
 from tests.conformance.edits import EditError, Package, argument, drop, swap
-from tests.conformance.gallery import read
 
 MEANS = '''
 """Two means."""
@@ -105,38 +104,3 @@ def test_a_function_of_two_modules_needs_its_module(tmp_path):
     with pytest.raises(EditError, match="weight is defined 2"):
         twice.edited((swap("weight", "max(_x, ...)", "_x"),))
     assert twice.edited((swap("others:weight", "max(_x, ...)", "_x"),)).keys() == {"others"}
-
-
-GALLERY = """
-# means
-quick no_weights [forward, no leak (outputs)]: All values count alike.
-    Mean.of: decay of weight: 2 -> 1
-    Mean.of:
-        - if w > 2:
-        -     pass
-        + pass
-no_total [lse]: The total is 0.
-    means:Mean.of: drop total
-# others
-rounded [nothing]: Weights are rounded.
-    weight: max(_x, ...) -> round(_x)
-    survives: they are integers
-    dtype: bfloat16
-"""
-
-
-def test_the_gallery_is_read():
-    first, second, third = read(GALLERY, "tiny")
-    assert first.quick
-    assert first.red == ("forward", "no leak (outputs)")
-    assert first.edits == (
-        argument("Mean.of", "weight", "decay", "2", "1"),
-        swap("Mean.of", "if w > 2:\n    pass", "pass"),
-    )
-    assert not second.quick
-    assert second.edits == (drop("means:Mean.of", "total"),)
-    assert [each.section for each in (first, second, third)] == ["tiny: means"] * 2 + [
-        "tiny: others"
-    ]
-    assert third.survives == "they are integers"
-    assert third.red == ()

@@ -18,7 +18,6 @@ from conformance.properties import (
     SLOW,
     Cell,
     examine,
-    red_properties,
     verify_backend,
 )
 from tests import user_backends
@@ -80,14 +79,6 @@ def test_in_other_dtypes(name, dtype):
 def test_the_slow_properties(name):
     cells = assert_as_documented(get_backend(name), properties=SLOW)
     assert {cell.property for cell in cells if cell.status != "n/a"} == SLOW
-
-
-def test_triton_refuses_without_its_interpreter(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    cells = verify_backend(get_backend("triton"), quick=True, random_cases=2)
-    assert {cell.status for cell in cells} == {"n/a"}
-    notes = [cell.note for cell in cells if cell.property != "block sizes"]
-    assert all("TRITON_INTERPRET=1" in note for note in notes)
 
 
 @pytest.mark.parametrize("name", ["triton", "flex"])
@@ -171,7 +162,6 @@ def test_a_backend_that_passes_on_ordinary_inputs_is_caught():
     found = column(backend, quick=True)
     expected = [name for name in PROPERTIES if name in get_backend("no_max").breaks]
     assert [name for name, status in found.items() if status == "red"] == expected
-    assert red_properties(backend, device="cpu", dtype=torch.float32) == expected
     # what it does not declare is not asked of it
     for name in ("lse", "N != M", "grouped heads", "optional arguments", "prefill = decode"):
         assert found[name] == "n/a"
@@ -265,6 +255,18 @@ def test_a_backend_that_raises_is_red_with_its_words():
         assert "KeyError" in cell.note and "my kernel's table" in cell.note
 
 
+def test_a_call_that_raises_is_red_in_each_property_that_makes_it():
+    """A regression test: only the first of them was red, and the others left the call out."""
+
+    def fails_at_300(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
+        if q.shape[2] == 300:
+            raise RuntimeError("300 is too long")
+        return naive(q, k, v, **arguments)
+
+    backend = Backend("fails", fails_at_300, features=frozenset({"lse"}))
+    assert red(backend, "forward", "gradients", "lse") == {"forward", "gradients", "lse"}
+
+
 def test_a_kernel_that_leaves_the_gpu_unusable_is_red_and_nothing_after_it_runs(monkeypatch):
     """The error appears at the end of the property that launched the kernel, and ever after."""
     subject = Subject(get_backend("naive"), "cuda", torch.float32, 0, 0)
@@ -282,11 +284,6 @@ def test_a_kernel_that_leaves_the_gpu_unusable_is_red_and_nothing_after_it_runs(
     assert second.status == "red" and "not examined" in second.note
 
 
-def test_a_backend_of_wrong_shapes_is_red_with_the_shapes():
-    (cell,) = verify_backend(user_backends.WRONG_SHAPE, properties=["forward"])
-    assert cell.status == "red" and "(2, 4, 70, 16)" in cell.note
-
-
 def test_a_backend_for_one_head_dim_is_asked_for_no_other():
     backend = Backend("one", naive, head_dims=(24,), features=ALL)
     found = column(backend, quick=True)
@@ -299,12 +296,6 @@ def test_refusals_say_why():
     narrow = {"properties": ["forward"], "dtype": torch.bfloat16}
     (cell,) = verify_backend(user_backends.RIGHT_IN_FP32, **narrow)
     assert cell.status == "n/a" and "float32" in cell.note and "bfloat16" in cell.note
-
-
-def test_documented_and_green_is_a_mistake_too():
-    backend = replace(user_backends.RIGHT, breaks=frozenset({"forward"}))
-    (cell,) = verify_backend(backend, properties=["forward"])
-    assert cell.status == "green" and cell.documented and not cell.ok
 
 
 def test_breaks_names_properties():

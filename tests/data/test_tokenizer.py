@@ -154,10 +154,3 @@ def test_a_failed_download_names_the_way_out(tmp_path, monkeypatch, answers):
     with pytest.raises(ValueError, match=f"{reason}.*tokenizer=bpe"):
         build_tokenizer(TokenizerConfig("gpt2"))
     assert tiktoken.load.read_file is download
-
-
-def raising(error):
-    def function(*_, **__):
-        raise error
-
-    return function

@@ -2,9 +2,6 @@
 results by hand.
 """
 
-import ast
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention import attention, attention_varlen, get_backend
-from examples import numpy_attention
 from examples.numpy_attention import (
     Mask,
     flash_attention,
@@ -23,6 +19,7 @@ from examples.numpy_attention import (
     standard_attention,
     tiled_attention,
 )
+from tests.test_imports import imports
 
 # head dim 4, scores of the first query already divided by sqrt(4)
 WORKED_SCORES = np.array([0.8, 0.3, -0.1, 0.5, 1.2, -0.4, 0.6, 0.1])
@@ -253,12 +250,5 @@ def test_a_block_holds_at_least_one_key(function):
 
 
 def test_shares_nothing_with_what_it_judges():
-    tree = ast.parse(Path(numpy_attention.__file__).read_text())
-    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    modules |= {
-        alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import)
-        for alias in node.names
-    }
-    assert {name.partition(".")[0] for name in modules} == {"numpy", "collections", "typing"}
+    own = [x for x in imports("examples") if x.importer == "examples.numpy_attention"]
+    assert {x.top for x in own} == {"numpy", "collections", "typing"}

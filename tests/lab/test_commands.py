@@ -68,6 +68,6 @@ def test_the_headline_and_the_tables_are_written(tmp_path, monkeypatch):
     for picture in ("headline.png", "headline_dark.png"):
         (folder / picture).unlink()
     headline.main([])
-    assert all((folder / f"headline{x}.png").stat().st_size > 5e4 for x in ("", "_dark"))
+    assert all((folder / f"headline{x}.png").stat().st_size > 2e4 for x in ("", "_dark"))
     results.main([])
     assert (folder / "README.md").read_text().count("<!-- end -->") == len(results.TABLES)

@@ -40,6 +40,7 @@ def arguments(tmp_path, monkeypatch):
     return [*SMALL, *files]
 
 
+@pytest.mark.slow
 def test_whole_runs_of_both_programs(tmp_path, arguments):
     nanogpt_wall.main(arguments)
     found = json.loads((tmp_path / "out.json").read_text())

@@ -55,7 +55,6 @@ def loss_and_gradients(
 PAIRS = [
     ("gpt2", "none", "eager", torch.bfloat16),
     ("modern", "none", "compiled", torch.float32),
-    ("dropout", "none", "eager", torch.float32),
     ("gpt2", "block", "compiled", torch.bfloat16),
     ("modern", "attention", "compiled", torch.bfloat16),
     ("dropout", "attention", "eager", torch.bfloat16),

@@ -13,14 +13,12 @@ from config import AttentionConfig, ModelConfig
 from model import GPT, generate
 from model.fast import FastGPT
 from model.layer_function import alibi_slopes
-from model.seam import LOOKING
 from tests.weights import with_weights
 from training.loop.evaluate import evaluate_under, exact_attention
 from training.loop.flops import flops_per_token
 from training.loop.health import compare_layers, diagnose
 
 LENGTH = 40
-INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter")
 
 
 def flattened(score, b, h, i, j, params):
@@ -76,31 +74,22 @@ def functions(*keys: str) -> pytest.MarkDecorator:
 
 
 @pytest.mark.parametrize(
-    ("name", "key"),
-    [("tiled", key) for key in FUNCTIONS]
-    + [("kv_outer", "all"), ("kv_outer", "score_mod"), ("flex", "all"), ("flex", "zero sinks")]
-    + [pytest.param("triton", key, marks=INTERPRETED) for key in ("all", "sinks")],
-)
-def test_every_backend_computes_the_function_of_the_layers(name, key, batch):
-    function = FUNCTIONS[key]
-    found, expected = (logits(build(each, **function), batch[0]) for each in (name, "naive"))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(expected, logits(build(), batch[0]), atol=1e-2)
-
-
-@pytest.mark.parametrize(
     ("key", "checkpoint"),
     [(key, ("none", "attention", "block")[i % 3]) for i, key in enumerate(FUNCTIONS)]
     + [("all", "block")],
 )
-def test_gradients(key, checkpoint, batch):
-    """The model for training computes it too, and its recomputation."""
+def test_every_function_and_its_gradients(key, checkpoint, batch):
+    """The model for training computes it too, and its recomputation. That every backend computes it
+    is the part of tests/attention.
+    """
     function = FUNCTIONS[key]
-    model = build("tiled", **function)
+    plain, model = build(**function), build("tiled", **function)
+    found = logits(plain, batch[0])
+    torch.testing.assert_close(logits(model, batch[0]), found, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(found, logits(build(), batch[0]), atol=1e-2)
     model.config.checkpoint = checkpoint
-    expected = gradients(build(**function), batch)
-    found = gradients(FastGPT(model), batch)
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
+    trained = gradients(FastGPT(model), batch)
+    torch.testing.assert_close(trained, gradients(plain, batch), rtol=1e-3, atol=1e-6)
 
 
 @functions("second", "sinks", "all", "score_mod")
@@ -155,20 +144,6 @@ def test_a_backend_that_ignores_an_argument_is_seen(ignored, batch):
     assert compare_layers(model, *batch, document_ids)["attention/out_error"] > 0.1
 
 
-@functions("second", "sinks", "all", "score_mod")
-def test_the_largest_score_is_that_of_the_function(function, batch):
-    """From the call itself, and beside a backend that does not return it."""
-
-    def largest(name: str) -> torch.Tensor:
-        model = build(name, **function)
-        with torch.no_grad(), model.using(look=LOOKING):
-            model(batch[0])
-        return model.max_scores()
-
-    torch.testing.assert_close(largest("tiled"), largest("naive"))
-    torch.testing.assert_close(largest("flex"), largest("naive"))
-
-
 @functions("pattern", "sinks", "alibi", "score_mod")
 def test_a_divergence_is_found_under_the_function(function, batch):
     model = build("no_max", **function)
@@ -213,17 +188,9 @@ def test_alibi_adds_no_weight_and_no_entry_of_a_checkpoint():
     assert model.to("meta").blocks[0].attention.function["alibi_slopes"].device.type == "meta"
 
 
-@pytest.mark.parametrize(
-    "name, key",
-    [
-        ("tiled", "all"),
-        pytest.param("triton", "all", marks=[INTERPRETED, pytest.mark.slow]),
-        pytest.param("naive", "second", marks=pytest.mark.slow),
-    ],
-)
-def test_compiled(name, key, batch):
+def test_compiled(batch):
     torch.compiler.reset()
-    model = build(name, **FUNCTIONS[key])
+    model = build("tiled", **FUNCTIONS["all"])
     compiled = FastGPT(model, compiled=True, backend="aot_eager", fullgraph=True)
     for _ in range(2):  # the second step tries the last layer's graph first
         torch.testing.assert_close(compiled(*batch).loss, model(*batch).loss)

@@ -7,11 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import model.loss
+from conformance.memory_growth import LiveTensors
 from model import cross_entropy, linear_cross_entropy
 
 
@@ -138,17 +137,20 @@ def test_loss_and_its_gradients_in_float64(settings, request):
     torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_loss_compiles_in_one_graph(kernel, several_chunks, padded):
-    """10 s: the kernel is interpreted four times, and two chunks take 128 rows or more."""
+@pytest.mark.parametrize(("settings", "tokens"), [("kernel", 20), ("several_chunks padded", 90)])
+def test_loss_compiles_in_one_graph(settings, tokens, request):
+    for setting in settings.split():
+        request.getfixturevalue(setting)
     torch._dynamo.reset()
     compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    inputs = example(tokens=tokens, ignored=slice(5, 12))
     found, expected = (
-        step(function, *example(), autocast=torch.bfloat16)
+        step(function, *inputs, autocast=torch.bfloat16)
         for function in (compiled, linear_cross_entropy)
     )
     torch.testing.assert_close(found, expected)
     with torch.no_grad():
-        torch.testing.assert_close(compiled(*example()), linear_cross_entropy(*example()))
+        torch.testing.assert_close(compiled(*inputs), linear_cross_entropy(*inputs))
 
 
 def test_the_kernel_where_a_row_is_sure_of_its_target_or_hopeless(kernel, padded):
@@ -216,29 +218,17 @@ def test_float16_gradients_neither_overflow_nor_vanish():
         assert (gradient.double() - reference).norm() < 2e-3 * reference.norm()
 
 
-class Largest(TorchDispatchMode):
-    """Counts the elements of the largest tensor that an operator makes."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        made = [x.numel() for x in tree_leaves(result) if isinstance(x, Tensor)]
-        self.elements = max(self.elements, *made, 0)
-        return result
-
-
 def test_never_makes_the_logits_of_all_tokens(monkeypatch, build_gpt):
     monkeypatch.setitem(model.loss.CHUNK_LOGITS, "cpu", 128 * 2000)
     gpt, tokens = build_gpt("sdpa", vocab_size=2000), torch.randint(2000, (16, 32))
-    with Largest() as whole:
+    with LiveTensors() as whole:
         cross_entropy(gpt(tokens).logits, tokens).backward()
-    with Largest() as chunked:
+    with LiveTensors() as chunked:
         gpt(tokens, tokens).loss.backward()
-    with Largest() as evaluated, torch.no_grad():
+    with LiveTensors() as evaluated, torch.no_grad():
         gpt(tokens, tokens)
-    assert whole.elements == 512 * 2000
-    assert chunked.elements == evaluated.elements == 128 * 2000
+    logits = 512 * 2000 * 4  # bytes
+    assert whole.largest == logits and chunked.largest == evaluated.largest == logits / 4
 
 
 def test_chunks_of_gpt2_on_a_gpu():

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from attention import BACKENDS, attention, find_breakdown, get_backend
+from attention import BACKENDS, Recorder, attention, get_backend
 from attention.look.trace import Trace
 from config import AttentionConfig, DataConfig, ModelConfig, RunConfig
 from data import build_data
@@ -141,7 +141,9 @@ def test_fates_and_the_first_tile(arguments, fates):
     if cause == "row_sum = 0":
         assert (queries, keys) == (range(16), (0, 16)) and score < -104
         return
-    other = find_breakdown(*call[:3], backend=backend, **call.arguments)
+    recorder = Recorder(backend)
+    recorder.backend.fn(*call[:3], **call.arguments, **backend.options)
+    other = recorder.breakdowns[0]
     assert (other.queries, other.keys) == ((queries.start, queries.stop), keys)
     assert other.max_score == pytest.approx(score) or cause == "row_sum"
 

@@ -2,13 +2,12 @@
 
 import logging
 import re
-import subprocess
-import sys
 import time
 
 import pytest
 
-from tests.command import ROOT, environment, run, summary, tiny
+from tests import processes
+from tests.command import environment, run, summary, tiny
 from training.record import clock as clocks
 from training.record.clock import Phases, in_words, phase
 
@@ -115,19 +114,10 @@ def test_a_run_counts_its_imports_and_loads_no_compiler(tmp_path):
     """A regression test: the optimizer loaded torch.compile, only to keep itself out of it. Muon
     has AdamW beside it. 5 s: a process that has imported nothing.
     """
-    code = (
-        "import runpy, sys, time; began = time.time(); sys.path.insert(0, ''); "
-        "runpy.run_path('train.py', run_name='__main__'); "
-        "assert 'torch._dynamo' not in sys.modules and 'torch._inductor' not in sys.modules; "
-        "print('took', time.time() - began)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *tiny(tmp_path, "optim=muon", "steps=1")],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    took = float(done.stdout.split()[-1])
-    assert 0.7 * took < summary(tmp_path)["wall_seconds"] < took
+    program = "import runpy, sys; sys.path.insert(0, ''); "
+    program += "runpy.run_path('train.py', run_name='__main__'); "
+    program += "assert not {'torch._dynamo', 'torch._inductor'} & sys.modules.keys()"
+    asked, began = tiny(tmp_path, "optim=muon", "steps=1"), time.time()
+    processes.run("-c", program, *asked, check=True, env=environment())
+    took = time.time() - began
+    assert 0.5 * took < summary(tmp_path)["wall_seconds"] < took

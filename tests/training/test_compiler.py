@@ -1,26 +1,11 @@
 """torch.compile's import and caches."""
 
 import os
-import subprocess
-import sys
-from contextlib import nullcontext
 
 import pytest
 
+from tests import processes
 from training.loop import compiler
-
-
-@pytest.mark.parametrize("wanted", [True, False])
-def test_torch_compile_is_loaded_only_where_it_is_wanted(monkeypatch, wanted):
-    """An error of the import, which another thread does, is the block's."""
-
-    def fail(name: str) -> None:
-        raise ImportError(f"{name} is broken")
-
-    monkeypatch.setattr(compiler, "import_module", fail)
-    broken = pytest.raises(ImportError, match="broken") if wanted else nullcontext()
-    with broken, compiler.importing_torch_compile(wanted):
-        pass
 
 
 def test_triton_has_one_cache_and_a_users_own_stays(monkeypatch):
@@ -78,9 +63,8 @@ def test_a_later_process_finds_the_graph(tmp_path, device):
     variables = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
 
     def run(**more: str) -> str:
-        program = [sys.executable, "-c", PROGRAM.replace("DEVICE", device)]
-        where = {"env": variables | more, "cwd": compiler.ROOT}
-        return subprocess.run(program, **where, capture_output=True, text=True, check=True).stdout
+        program = PROGRAM.replace("DEVICE", device)
+        return processes.run("-c", program, check=True, env=variables | more).stdout
 
     assert "'autograd_cache_miss': 1" in run()
     assert "'autograd_cache_hit': 1" in run()

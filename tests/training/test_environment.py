@@ -22,12 +22,7 @@ def test_environment_says_where_the_run_ran():
 
 def git(folder, *arguments):
     identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
-    return subprocess.run(
-        ["git", "-C", str(folder), *identity, *arguments],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
+    return subprocess.check_output(["git", "-C", folder, *identity, *arguments], text=True).strip()
 
 
 def test_commit_and_uncommitted_changes(tmp_path, monkeypatch):

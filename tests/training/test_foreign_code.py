@@ -48,8 +48,9 @@ def write(run: Path, attention: str, module: Path) -> None:
     module.write_text(CODE)
 
 
-@pytest.mark.parametrize("command", READERS)
-@pytest.mark.parametrize("job", ["", "0", "a/0"], ids=["run", "sweep", "subdir"])
+@pytest.mark.parametrize(
+    "command, job", [(each, "") for each in READERS] + [("sample", "0"), ("agree", "a/0")]
+)
 def test_code_in_the_folder_is_not_run(folder, capsys, command, job):
     own = f"{command}_{len(job)}"  # Python imports a module once
     run, module = folder / own / job, folder / own / "payload.py"

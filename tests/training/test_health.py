@@ -10,12 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attention import (
-    BACKENDS,
-    Recorder,
-    compare_with_exact,
-    get_backend,
-)
+from attention import BACKENDS, Recorder, compare_with_exact, get_backend
 from config import AttentionConfig, Due, ModelConfig
 from data.prefetch import Pass
 from model import GPT
@@ -84,19 +79,16 @@ def test_exact_attention_is_near_exact_in_every_layer(name, sinks):
 
 
 def test_the_gradients_are_those_of_the_loss_in_its_worst_layer():
-    """By hand: the backward pass of the whole model, with what came in at each attention kept by a
-    hook.
-    """
-    model, d_outs = build("no_rescale"), {}
+    model = build("no_rescale")
     recorder = Recorder(model.backend, keep_calls=True)
     with model.using(backend=recorder.backend):
         loss = model(*batch(1)).loss
-    for i, call in enumerate(recorder.calls):
-        call.out.register_hook(lambda grad, i=i: d_outs.__setitem__(i, grad))
+    for call in recorder.calls:
+        call.out.retain_grad()
     loss.backward()
     first, second = (
-        compare_with_exact(call.q, call.k, call.v, d_outs[i], backend=model.backend)
-        for i, call in enumerate(recorder.calls)
+        compare_with_exact(call.q, call.k, call.v, call.out.grad, backend=model.backend)
+        for call in recorder.calls
     )
     worst = {name: (max if "error" in name else min)(x, second[name]) for name, x in first.items()}
     expected = {f"attention/{name}": x for name, x in worst.items()}
@@ -191,14 +183,14 @@ def test_a_kernel_that_cannot_be_watched_is_diagnosed_by_the_loop(monkeypatch, w
     model = breaking(0, 1)
     expected, _ = diagnose(model, [batch()])
 
-    def fn(*tensors, impl, **arguments):
+    def fn(*tensors, kernel, **arguments):
         return BACKENDS["no_max"].fn(*tensors, **arguments)
 
     options, name = (
-        {"impl": "triton", **model.backend.options},
+        {"kernel": "portable", **model.backend.options},
         "mine" if why == "own" else "no_max",
     )
-    changed = {"observable": False, "implementations": {}, "options": options}
+    changed = {"observable": False, "on_gpu": None, "options": options}
     model.backend = replace(model.backend, name=name, fn=fn, **changed)
     if why == "long":
         monkeypatch.setattr(health, "MAX_INSPECTED", batch()[0].shape[1] - 1)

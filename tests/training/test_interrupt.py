@@ -2,36 +2,19 @@
 
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 
-from tests.command import ROOT, environment
+from tests import processes
+from tests.command import environment
 from training.launch.interrupt import Ending, Interrupt
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["train.py"],
-        ["-m", "scripts.verify"],
-        ["-c", "from conformance.outside.command import main; main()"],
-    ],
-    ids=["train", "script", "attn-conform"],
-)
-def test_a_reader_of_the_help_that_has_read_enough(command):
+def test_a_reader_of_the_help_that_has_read_enough():
     """A regression test: `python train.py --help | head` ended with a traceback."""
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(
-        [sys.executable, *command, "--help"],
-        cwd=ROOT,
-        env=environment(PYTHONUNBUFFERED=""),
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    done = processes.run("train.py", "--help", stdout=writer, env=environment(PYTHONUNBUFFERED=""))
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
 

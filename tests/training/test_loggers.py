@@ -1,8 +1,8 @@
 """Loggers: what arrives at wandb equals what was logged, and nothing that wandb does can stop or
 prompt a training.
 
-Each wandb case runs in a process of its own: wandb keeps settings, credentials and a service
-process for as long as one lives.
+Each wandb case takes 2 to 4 s, in a process of its own: wandb keeps settings, credentials and a
+service process for as long as one lives.
 """
 
 import contextlib
@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -26,8 +25,6 @@ from tests import processes
 from tests.processes import ROOT, python_path
 from training.record import loggers
 from training.record.loggers import Logger
-
-KEY = "a" * 40
 
 needs_wandb = pytest.mark.skipif(
     importlib.util.find_spec("wandb") is None, reason="wandb is not installed"
@@ -69,7 +66,7 @@ if last < 40:
     os.kill(os.getpid(), 9)
 row = {"step": 99, "tokens": 10_000, "train/loss": float("nan"), "grad_norm": float("inf")}
 logger.log(row | {"tokens_per_sec": 2.0})
-logger.finish({"status": "diverged", "val/loss": 1.5, "tokens_per_sec": 7.0}, [], None)
+logger.finish({"status": "diverged", "val/loss": 1.5, "tokens_per_sec": 7.0})
 assert logger.active
 """
 
@@ -156,22 +153,6 @@ def test_a_killed_and_resumed_run_keeps_its_id(tmp_path):
     assert [item["_step"] for item in history] == [*range(15, 40), 99]
 
 
-NO_HOST = "https://nosuch.invalid"
-
-
-@needs_wandb
-@pytest.mark.parametrize(
-    ("variables", "said"),
-    [({}, "API key"), ({"WANDB_API_KEY": KEY, "WANDB_BASE_URL": NO_HOST}, NO_HOST)],
-    ids=["no-key", "no-such-host"],
-)
-def test_falls_back_to_offline_within_seconds_with_one_line(tmp_path, variables, said):
-    result, stderr = run_program(tmp_path, **variables)
-    assert folder_of(result).name.startswith("offline-run-") and result["seconds"] < 30
-    (line,) = stderr.splitlines()
-    assert line.startswith("WARNING wandb") and said in line and "offline" in line
-
-
 class WandbServer(http.server.BaseHTTPRequestHandler):
     """Knows the account, and refuses everything else."""
 
@@ -190,22 +171,26 @@ class WandbServer(http.server.BaseHTTPRequestHandler):
 
 
 @needs_wandb
-def test_a_refusing_server_means_offline(tmp_path):
-    """wandb's service keeps the id of the refused run, which the offline run must get."""
+@pytest.mark.parametrize("refuses", [True, False], ids=["refusing", "no-such-host"])
+def test_without_a_server_a_run_is_offline_within_seconds_with_one_line(tmp_path, refuses):
+    """wandb's service keeps the id of the refused run, which a resumed one needs again."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/wandb_id.txt").write_text("resumed\n")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), WandbServer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        result, stderr = run_program(tmp_path, WANDB_BASE_URL=url, WANDB_API_KEY=KEY)
+        url = f"http://127.0.0.1:{server.server_port}" if refuses else "https://nosuch.invalid"
+        account = {"WANDB_BASE_URL": url, "WANDB_API_KEY": "a" * 40}
+        result, stderr = run_program(tmp_path, rows=(1, 40), **account)
         server.shutdown()
     (line,) = stderr.splitlines()
-    assert line.startswith("WARNING wandb") and "permission denied" in line
-    assert result["seconds"] < 30
-    assert folder_of(result).name.endswith((tmp_path / "run/wandb_id.txt").read_text().strip())
+    assert line.startswith("WARNING wandb") and "offline" in line
+    assert ("permission denied" if refuses else url) in line
+    assert folder_of(result).match("offline-run-*-resumed") and result["seconds"] < 30
 
 
 @needs_wandb
 def test_never_prompts_at_a_terminal(tmp_path):
-    """At a terminal wandb would ask for a key and wait."""
+    """There wandb would ask for a key and wait."""
     leader, terminal = pty.openpty()
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), "wandb", "0", "40"]
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
@@ -217,7 +202,7 @@ def test_never_prompts_at_a_terminal(tmp_path):
             printed += chunk
     os.close(leader)
     assert process.wait(processes.SECONDS) == 0, printed.decode()
-    assert b"wandb sync" in printed and b"account" not in printed
+    assert b"WARNING wandb: no API key" in printed and b"account" not in printed
 
 
 class Failing(Logger):
@@ -241,16 +226,16 @@ def test_the_first_failure_is_a_warning_and_the_last_call(caplog):
 
 def test_a_silent_network_costs_no_more_than_the_probe(monkeypatch):
     """A look-up that hangs, as behind a dropped VPN."""
+    ended, leave = [], threading.Event()
 
     def hang(address, timeout):
-        time.sleep(1)
+        ended.append(leave.wait(60))
         raise TimeoutError
 
     monkeypatch.setattr(socket, "create_connection", hang)
     monkeypatch.delenv("https_proxy", raising=False)
-    start = time.perf_counter()
-    assert not answers("https://api.example.com", timeout=0.2)
-    assert time.perf_counter() - start < 0.8
+    assert not answers("https://api.example.com", timeout=0.2) and not ended
+    leave.set()
 
 
 def test_a_proxy_is_what_must_answer(monkeypatch):

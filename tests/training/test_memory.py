@@ -2,7 +2,6 @@
 error.
 """
 
-import contextlib
 import resource
 import sys
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.command import checkpoint, computed, index, metrics, run, same, summary, tiny, tiny_sweep
+from tests.command import index, metrics, run, summary, tiny, tiny_sweep
 from training.record import memory
 from training.record.memory import (
     MemoryMeter,
@@ -72,20 +71,34 @@ def test_a_measured_step_counts_tensors_as_they_come_and_go():
     assert c.numel() == 2**20
 
 
+def test_a_block_of_before_is_no_gain():
+    """A regression test: PyTorch tells of its free, with the size of what it last profiled there.
+    Peaks were some bytes smaller where the step before had left a tensor at such an address.
+    """
+    with MemoryMeter("cpu").measured():
+        profiled = [torch.ones(2**10) for _ in range(9)]
+    del profiled
+    again = [torch.ones(2**10) for _ in range(9)]  # most at the same addresses
+    meter = MemoryMeter("cpu")
+    with meter.measured():
+        del again
+        new = torch.ones(2**12)
+    assert meter.row()["memory/peak_gib"] == new.nbytes / 2**30
+
+
 @limited
 def test_limit_makes_an_oversized_tensor_an_error_and_the_process_lives_on():
     before = resource.getrlimit(resource.RLIMIT_AS)
     # more than the machine has, less than the addresses Linux would hand out without the limit
-    numel = memory.machine_memory()[1] // 4
+    numel = (memory.free_memory() + 2**32) // 4
     with cpu_memory_limit():
         with pytest.raises(RuntimeError) as caught:
             torch.empty(numel)
         assert is_out_of_memory(caught.value)
         assert torch.ones(1000).sum() == 1000
     assert resource.getrlimit(resource.RLIMIT_AS) == before
-    described = describe_out_of_memory(caught.value, "cpu")
+    described = describe_out_of_memory(caught.value)
     assert described["asked_gib"] == pytest.approx(numel * 4 / 1024**3)
-    assert 0 < described["free_gib"] < described["total_gib"]
     assert "can't allocate memory" in described["message"]
 
 
@@ -106,14 +119,14 @@ def test_a_lower_limit_counts():
 @linux
 def test_the_limit_of_a_container_counts(tmp_path, monkeypatch):
     """Less what it holds that cannot be reclaimed."""
-    machine = memory.machine_memory()
+    machine = memory.free_memory()
     monkeypatch.setattr(memory, "CONTAINER", tmp_path)
     (tmp_path / "memory.max").write_text(f"{3 * 2**20}\n")
     (tmp_path / "memory.current").write_text(f"{2**20}\n")
     (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {2**19}\nfile 7\n")
-    assert memory.machine_memory() == (3 * 2**20 - 2**20 + 2**19, 3 * 2**20)
+    assert memory.free_memory() == 3 * 2**20 - 2**20 + 2**19
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory.machine_memory()[1] == machine[1]
+    assert memory.free_memory() == pytest.approx(machine, rel=0.5)
 
 
 @pytest.mark.parametrize(
@@ -133,16 +146,14 @@ def test_what_counts_as_out_of_memory(error, is_out):
     assert is_out_of_memory(error) is is_out
 
 
-def test_the_sizes_of_an_error(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**29, 139 * 2**30))
-    described = describe_out_of_memory(torch.OutOfMemoryError(CUDA_MESSAGE), "cuda")
-    sizes = [described[f"{name}_gib"] for name in ("asked", "free", "total")]
-    assert sizes == [2560.0, 0.5, 139.0]
+def test_the_size_that_was_asked_for():
+    described = describe_out_of_memory(torch.OutOfMemoryError(CUDA_MESSAGE))
+    assert described["asked_gib"] == 2560.0
     assert "2.50 TiB" in described["message"] and "\n" not in described["message"]
     with pytest.raises(MemoryError) as caught:
         np.zeros(2**50)
-    assert describe_out_of_memory(caught.value, "cpu")["asked_gib"] == 8 * 2**20
-    wordless = describe_out_of_memory(MemoryError(), "cpu")
+    assert describe_out_of_memory(caught.value)["asked_gib"] == 8 * 2**20
+    wordless = describe_out_of_memory(MemoryError())
     assert wordless["asked_gib"] is None and wordless["message"] == "MemoryError"
 
 
@@ -159,7 +170,7 @@ def test_gpu_meter_and_release():
     assert meter.row()["memory/peak_gib"] - before == pytest.approx(0.0, abs=0.01)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         torch.empty(2**42, device="cuda", dtype=torch.uint8)
-    assert describe_out_of_memory(caught.value, "cuda")["asked_gib"] == 4096.0
+    assert describe_out_of_memory(caught.value)["asked_gib"] == 4096.0
 
 
 def test_memory_is_that_of_the_code_in_any_order_of_a_sweep(tmp_path):
@@ -167,27 +178,13 @@ def test_memory_is_that_of_the_code_in_any_order_of_a_sweep(tmp_path):
     used more than naive. Long enough for the scores to be most of the memory.
     """
     shape = ("seq_len=384", "batch_size=1", "steps=3", "eval_every=0", "diagnose_every=0")
-    # no row in the second step, which is measured: beside sdpa it would need scores
-    jobs = ("seed=0,1", "attention=tiled,naive,sdpa")
+    jobs = ("seed=0,1", "attention=tiled,naive")
     done = run(*tiny_sweep(tmp_path, *shape, "log_every=3", *jobs))
     assert done.code == 0, done.output
-    tiled, naive, sdpa, again, *_ = index(tmp_path)
+    tiled, naive, again, _ = index(tmp_path)
     assert tiled["memory/peak_gib"] == again["memory/peak_gib"]
     # two heads of 384 x 384 scores, in float32 and as probabilities: what tiled does without
     assert naive["memory/peak_gib"] - tiled["memory/peak_gib"] > 2 * 384 * 384 * 4 / 2**30
-    assert sdpa["memory/peak_gib"] < naive["memory/peak_gib"]
-
-
-def test_the_measure_changes_no_number(tmp_path, monkeypatch):
-    """Muon has AdamW beside it."""
-    measured, plain = (tiny(tmp_path / name, "optim=muon") for name in ("on", "off"))
-    assert run(*measured).code == 0
-    monkeypatch.setattr(MemoryMeter, "measured", lambda *_: contextlib.nullcontext())
-    assert run(*plain).code == 0
-    assert summary(tmp_path / "on")["memory/peak_gib"] > 0
-    assert summary(tmp_path / "off")["memory/peak_gib"] is None
-    assert computed(tmp_path / "on") == computed(tmp_path / "off")
-    assert same(checkpoint(tmp_path / "on"), checkpoint(tmp_path / "off"))
 
 
 def test_each_attention_of_a_run_is_measured(tmp_path):
@@ -199,9 +196,7 @@ def test_each_attention_of_a_run_is_measured(tmp_path):
     assert run(*tiny(tmp_path / "up", *shape, *back, "steps=6")).code == 0
     rows = [row["memory/peak_gib"] for row in metrics(tmp_path / "up")]
     assert rows[0] is None and rows[1] == rows[3] < rows[4] == rows[5]
-    # garbage of the step before, a scalar or two, may still be there
-    scalars = pytest.approx(rows[5], abs=64 / 2**30)
-    assert summary(tmp_path / "down")["memory/peak_gib"] == scalars
+    assert summary(tmp_path / "down")["memory/peak_gib"] == rows[5]
     assert run(*tiny(tmp_path / "one", *shape, "steps=1")).code == 0
     assert summary(tmp_path / "one")["memory/peak_gib"] > 0
 

@@ -3,40 +3,27 @@
 import pytest
 
 from attention import BACKENDS
-from config import BACKEND_OPTIONS
-from training.launch.command_line import compose
+from config import BACKEND_OPTIONS, AttentionConfig
 from training.record.names import attention_in_words, attention_names, belies_exact, name_runs
 
 
 @pytest.mark.parametrize(
-    ("overrides", "names"),
+    ("name", "settings", "names"),
     [
-        (["attention=tiled", "attention.block_kv=64"], [(0, "tiled")]),
-        (["attention=no_rescale", "attention.block_kv=16"], [(0, "no_rescale block_kv=16")]),
+        ("tiled", {"block_kv": 64, "softmax_dtype": "float32"}, [(0, "tiled")]),
+        ("no_rescale", {"block_kv": 16}, [(0, "no_rescale block_kv=16")]),
+        ("naive", {"window": 16, "softcap": 50.0}, [(0, "naive window=16 softcap=50")]),
         (
-            ["attention=naive", "attention.window=16", "attention.softcap=50"],
-            [(0, "naive window=16 softcap=50")],
+            "tiled",
+            {"window": 8, "switch_at": 4, "switch_to": "naive:block_kv=16"},
+            [(0, "tiled window=8"), (4, "naive block_kv=16 window=8")],
         ),
-        (
-            ["attention.window=8", "attention.switch_at=4", "attention.switch_to=naive"],
-            [(0, "tiled window=8"), (4, "naive window=8")],
-        ),
-        # defaults that are written out
-        (["attention=no_max", "attention.softmax_dtype=float32"], [(0, "no_max")]),
         # a user's attention may have another default
-        (
-            ["attention=my_attention:BACKEND", "attention.block_kv=64"],
-            [(0, "my_attention:BACKEND block_kv=64")],
-        ),
-        (["attention=a.b:C", "+attention.options.cap=2.5"], [(0, "a.b:C cap=2.5")]),
-        (
-            ["experiment=rescue", "attention=no_rescale", "attention.switch_at=400"],
-            [(0, "no_rescale block_kv=8"), (400, "tiled block_kv=8")],
-        ),
+        ("a.b:C", {"block_kv": 64, "options": {"cap": 2.5}}, [(0, "a.b:C cap=2.5 block_kv=64")]),
     ],
 )
-def test_an_attention_is_named_by_what_is_not_at_its_default(overrides, names):
-    assert attention_names(compose(*overrides).attention) == names
+def test_an_attention_is_named_by_what_is_not_at_its_default(name, settings, names):
+    assert attention_names(AttentionConfig(name, **settings)) == names
 
 
 def test_the_defaults_are_those_of_the_backends():
@@ -94,11 +81,8 @@ def test_runs_that_are_the_same_are_told_apart_by_their_folders():
 
 def test_a_name_is_as_a_person_writes_it():
     """A regression test: sweepers put a backslash before each colon."""
-    rows = [row("my_attention:BACKEND", r"data.path=a\,b"), row("tiled", "data.path=c")]
-    assert [name.run for name in name_runs(rows)] == [
-        "my_attention:BACKEND path=a,b",
-        "tiled path=c",
-    ]
+    rows = [row("mine:BACKEND", r"data.path=a\,b"), row("tiled", "data.path=c")]
+    assert [name.run for name in name_runs(rows)] == ["mine:BACKEND path=a,b", "tiled path=c"]
 
 
 def start(step: int, *attention: tuple[int, str]) -> dict:

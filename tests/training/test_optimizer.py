@@ -42,18 +42,16 @@ def test_warmup_then_cosine_to_min_lr():
     )
     assert rates[:20] == sorted(rates[:20]) and rates[19:] == sorted(rates[19:], reverse=True)
 
-
-def test_constant_schedule_warms_up_too():
-    config = OptimConfig(lr=1.0, schedule="constant")
-    assert [learning_rate(step, 40, config) for step in (0, 3, 4, 39)] == [0.25, 1.0, 1.0, 1.0]
+    constant = OptimConfig(lr=1.0, schedule="constant")
+    assert [learning_rate(step, 40, constant) for step in (0, 3, 4, 39)] == [0.25, 1.0, 1.0, 1.0]
     assert learning_rate(4, 10_000, OptimConfig(lr=1.0, warmup_steps=10)) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 100])
-@pytest.mark.parametrize("steps", [1, 2, 11])
-def test_short_runs_never_stand_still(warmup_steps, steps):
+def test_short_runs_never_stand_still(warmup_steps):
     config = OptimConfig(lr=1.0, min_lr=0.1, warmup_steps=warmup_steps)
-    assert all(0.1 <= learning_rate(step, steps, config) <= 1.0 for step in range(steps))
+    for steps in (1, 2, 11):
+        assert all(0.1 <= learning_rate(step, steps, config) <= 1.0 for step in range(steps))
 
 
 def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest():
@@ -88,7 +86,7 @@ def test_a_stack_is_updated_as_the_matrices_that_it_stacks():
 
 
 def test_a_run_with_muon_goes_on_to_the_bit(tmp_path):
-    """The command, with two passes a step and the loss scale of float16."""
+    """With two passes a step and the loss scale of float16. Its state is Muon's alone."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     options = ("optim=muon", "optim.schedule=constant", "tokens_per_step=256", "dtype=fp16")
     assert run(*tiny(whole, *options, "steps=4")).code == 0
@@ -98,12 +96,8 @@ def test_a_run_with_muon_goes_on_to_the_bit(tmp_path):
     assert saved["step"] == 4 and saved["optimizer"]["state"]["muon"] and saved["scaler"]
     assert same(saved, checkpoint(parts))
     assert summary(whole)["val/loss"] == summary(parts)["val/loss"]
-
-
-@pytest.mark.parametrize(("saved", "now"), [("muon", "adamw"), ("adamw", "muon")])
-def test_the_state_of_another_optimizer_is_refused_in_one_line(tmp_path, saved, now):
-    assert run(*tiny(tmp_path, f"optim={saved}", "eval_every=0")).code == 0
-    assert f"optim={saved}" in run(f"resume={tmp_path}", f"optim={now}", "steps=6").complaint()
+    refused = run(f"resume={parts}", "optim=adamw", "steps=6")
+    assert "optim=muon" in refused.complaint()
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

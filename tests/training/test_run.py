@@ -1,6 +1,5 @@
 """A run as an object and as a call: from any folder, with the refusals of train.py."""
 
-import json
 import math
 import re
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import processes
-from tests.command import TINY
+from tests.command import TINY, summary
 from training import build_run, compose, run
 
 CALLS = """
@@ -48,20 +47,18 @@ def test_it_runs_beside_a_config_and_data_of_the_user(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "refused: " in done.stdout and "attention/nope" in done.stdout
     assert "status: completed" in done.stdout and "step     4/4" in done.stdout
-    for folder in ("first", "second"):
-        assert json.loads((tmp_path / folder / "summary.json").read_text())["status"] == "completed"
+    assert all(summary(tmp_path / name)["status"] == "completed" for name in ("first", "second"))
 
 
 def test_the_summary_is_that_of_the_file(here, capsys):
-    summary = run(*TINY, "hydra.run.dir=one")
-    assert summary == json.loads((here / "one/summary.json").read_text())
+    assert run(*TINY, "hydra.run.dir=one") == summary(here / "one")
     lines = capsys.readouterr().out
     assert lines == (here / "one/train.log").read_text()
     assert re.search(r"step +4/4 .*train/loss", lines)
     with pytest.raises(ValueError, match="one .*run"):
         run(*TINY, "hydra.run.dir=one")
-    summary = run("resume=one", "steps=6")
-    assert summary["steps_done"] == 6 and [start["step"] for start in summary["starts"]] == [0, 4]
+    resumed = run("resume=one", "steps=6")
+    assert resumed["steps_done"] == 6 and [start["step"] for start in resumed["starts"]] == [0, 4]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +66,6 @@ def test_the_summary_is_that_of_the_file(here, capsys):
     [
         (["attention=naive", "attention.block_kv=8"], "attention.block_kv=8"),
         # what only the command has, or only a call may get wrong
-        (["-m"], "-m"),
         (["--help"], "run()"),
         (["experiment=break_it"], "experiment=break_it"),
         (["attention=tiled steps=3"], "attention=tiled steps=3"),
@@ -82,15 +78,15 @@ def test_what_train_refuses_is_a_value_error(here, overrides, named):
 
 
 def test_divergence_is_a_result(here):
-    summary = run(*TINY, "attention=no_max", "dtype=fp16", "optim.lr=100", "hydra.run.dir=one")
-    assert summary["status"] == "diverged" and summary["diagnosis"]["message"]
+    ended = run(*TINY, "attention=no_max", "dtype=fp16", "optim.lr=100", "hydra.run.dir=one")
+    assert ended["status"] == "diverged" and ended["diagnosis"]["message"]
 
 
 def test_a_run_is_built_without_a_folder(here):
-    summary = {}
-    built = build_run(compose(*TINY, "attention=naive"), summary)
+    noted = {}
+    built = build_run(compose(*TINY, "attention=naive"), noted)
     assert built.tokens_per_step == 4 * 32 and built.schedule[0].name == "naive"
-    assert summary["device"] == "cpu" and summary["parameters"] > 0
+    assert noted["device"] == "cpu" and noted["parameters"] > 0
     row = built.evaluate()
     assert list(row) == ["val/loss", "val/bpb", "val/loss_exact", "val/bpb_exact"]
     assert row["val/bpb"] == row["val/loss"] / math.log(2)  # a token is a byte

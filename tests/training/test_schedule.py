@@ -16,13 +16,13 @@ def on_gpu(*overrides: str) -> dict:
 
 def test_a_gpu_runs_a_defect_by_its_kernels():
     tiles = {"block_q": 128, "block_kv": 32}
-    expected = get_backend("no_rescale", impl="triton", **tiles).options
+    expected = get_backend("no_rescale").on_gpu.configured(**tiles).options
     assert on_gpu("attention=no_rescale", "attention.block_kv=32") == expected
 
 
 @pytest.mark.parametrize("asked", ["attention.softmax_dtype=input", "attention.sinks=true"])
 def test_it_stays_with_the_loop_that_alone_has_what_is_asked_for(asked):
-    assert "impl" not in on_gpu("attention=no_max", asked)
+    assert "kernel" not in on_gpu("attention=no_max", asked)
 
 
 @pytest.mark.parametrize("name", ["tiled", "kv_outer"])

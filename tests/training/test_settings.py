@@ -2,14 +2,10 @@
 never ignored.
 """
 
-from dataclasses import fields
-from operator import attrgetter
-
 import pytest
 
-from attention import BACKENDS
-from config import BACKEND_OPTIONS, AttentionConfig, DataConfig, ModelConfig, RunConfig
-from training.launch.settings import READ_UNDER, settle, unread_settings
+from config import AttentionConfig, DataConfig, RunConfig
+from training.launch.settings import settle, unread_settings
 
 
 def test_a_setting_is_read_under_some_choices_alone():
@@ -22,9 +18,7 @@ def test_a_setting_is_read_under_some_choices_alone():
 
 def test_what_was_asked_for_is_refused_and_what_a_recipe_sets_is_left_out():
     def config() -> RunConfig:
-        return RunConfig(
-            attention=AttentionConfig("sdpa", block_kv=16), data=DataConfig(num_pairs=5)
-        )
+        return RunConfig(AttentionConfig("sdpa", block_kv=16), data=DataConfig(num_pairs=5))
 
     for asked, named in (
         (["attention", "attention.block_kv"], "attention.block_kv=16 .*attention=sdpa"),
@@ -38,12 +32,9 @@ def test_what_was_asked_for_is_refused_and_what_a_recipe_sets_is_left_out():
 
 
 def test_options_of_ones_own():
-    settled = RunConfig(
-        attention=AttentionConfig("tests.user_backends:WITH_AN_OPTION", options={"a": 2.0, "b": 1})
-    )
-    assert list(settle(settled, asked=[])) == [
-        "attention.options.b"
-    ] and settled.attention.options == {"a": 2.0}
+    own = AttentionConfig("tests.user_backends:WITH_AN_OPTION", options={"a": 2.0, "b": 1})
+    assert list(settle(RunConfig(own), asked=[])) == ["attention.options.b"]
+    assert own.options == {"a": 2.0}
 
 
 def test_a_tokenizer_is_asked_for_by_its_group():
@@ -51,15 +42,3 @@ def test_a_tokenizer_is_asked_for_by_its_group():
     config.tokenizer.name = "gpt2"
     with pytest.raises(ValueError, match="tokenizer.name=gpt2 .*data=last_write"):
         settle(config, asked=["tokenizer"])
-
-
-def test_the_tables_name_settings_that_exist():
-    assert set(BACKEND_OPTIONS) <= {field.name for field in fields(AttentionConfig)}
-    # each option belongs to some backend
-    assert set(BACKEND_OPTIONS) == {
-        name for backend in BACKENDS.values() for name in backend.options
-    }
-    config = RunConfig(model=ModelConfig(positions="rope"))
-    for key, (decider, readers) in READ_UNDER.items():
-        attrgetter(key)(config)
-        assert isinstance(attrgetter(decider)(config), str) and readers

@@ -1,13 +1,14 @@
 """The speed of the steps alone, and its share of a GPU's peak."""
 
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
 
 from tests.training.test_clock import Clock
 from training.record.speed import Throughput, peak_flops
+
+WARM_UP = Throughput.WARM_UP
 
 
 @pytest.fixture
@@ -18,19 +19,8 @@ def clock(monkeypatch) -> Clock:
     return clock
 
 
-@pytest.fixture
-def throughput_after(monkeypatch) -> Callable[..., Throughput]:
-    """Throughput after some steps of warm-up."""
-
-    def build(warm_up: int, device: str = "cpu", *, peak: float | None = None, **flops: float):
-        monkeypatch.setattr(Throughput, "WARM_UP", warm_up)
-        return Throughput(torch.device(device), flops_per_token=flops, peak=peak)
-
-    return build
-
-
-def test_throughput_leaves_out_warm_up_and_pauses(clock, throughput_after):
-    throughput = throughput_after(2)
+def test_throughput_leaves_out_warm_up_and_pauses(clock):
+    throughput = Throughput(torch.device("cpu"), flops_per_token={}, peak=None)
 
     def steps(count: int, seconds: float) -> None:
         throughput.resume()
@@ -45,7 +35,7 @@ def test_throughput_leaves_out_warm_up_and_pauses(clock, throughput_after):
     steps(1, 9.0)
     throughput.pause()
     clock.now += 100  # a look before the clock has started
-    steps(1, 9.0)
+    steps(WARM_UP - 1, 9.0)
     assert throughput.step_tokens_per_sec is None and since_the_last_row() is None
     steps(4, 1.0)
     assert throughput.step_tokens_per_sec == 50.0
@@ -57,16 +47,17 @@ def test_throughput_leaves_out_warm_up_and_pauses(clock, throughput_after):
     assert throughput.step_tokens_per_sec == pytest.approx(6 * 50 / 14)
     assert since_the_last_row() is None  # no step since the last row
     throughput.warm_up()  # another attention compiles a second time
-    steps(2, 60.0)
+    steps(WARM_UP, 60.0)
     steps(1, 1.0)
     assert since_the_last_row() == 50.0
 
 
-def test_a_row_has_every_share_of_the_peak_by_its_name(clock, throughput_after):
-    throughput = throughput_after(1, peak=8000.0, mfu=40.0, mfu_causal=30.0)
-    unknown = throughput_after(1, mfu=40.0)
+def test_a_row_has_every_share_of_the_peak_by_its_name(clock):
+    cpu, flops = torch.device("cpu"), {"mfu": 40.0, "mfu_causal": 30.0}
+    throughput = Throughput(cpu, flops_per_token=flops, peak=8000.0)
+    unknown = Throughput(cpu, flops_per_token={"mfu": 40.0}, peak=None)
     assert throughput.row() == {"step_tokens_per_sec": None, "mfu": None, "mfu_causal": None}
-    for _ in range(2):
+    for _ in range(WARM_UP + 1):
         clock.now += 1
         throughput.step(100)
         unknown.step(10)
@@ -75,11 +66,11 @@ def test_a_row_has_every_share_of_the_peak_by_its_name(clock, throughput_after):
 
 
 @pytest.mark.gpu
-def test_the_clock_of_a_gpu_runs_with_it_and_waits_for_nothing(throughput_after):
+def test_the_clock_of_a_gpu_runs_with_it_and_waits_for_nothing():
     """Four steps of a known time on the GPU, none waited for, with work of the GPU and of the host
     in between that does not count.
     """
-    throughput = throughput_after(1, "cuda")
+    throughput = Throughput(torch.device("cuda"), flops_per_token={}, peak=None)
     cycles = 50_000_000
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(cycles)
@@ -91,7 +82,7 @@ def test_the_clock_of_a_gpu_runs_with_it_and_waits_for_nothing(throughput_after)
     torch.cuda.set_sync_debug_mode("error")
     try:
         began = time.perf_counter()
-        for _ in range(5):
+        for _ in range(WARM_UP + 4):
             torch.cuda._sleep(cycles)
             throughput.step(1000)
             throughput.pause()
@@ -114,7 +105,6 @@ def test_the_clock_of_a_gpu_runs_with_it_and_waits_for_nothing(throughput_after)
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA L4", 121e12),
         ("NVIDIA L40", None),
-        ("NVIDIA RTX A1000", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
     ],
 )

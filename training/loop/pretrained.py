@@ -1,8 +1,8 @@
 """init_from=: the weights that a run begins with.
 
 init_from=gpt2                      a name on the Hugging Face hub, or in this machine's cache
-init_from=FOLDER                    model.safetensors, shards with their index, or
-                                    pytorch_model.bin; and config.json
+init_from=FOLDER                    model.safetensors or pytorch_model.bin, or the shards of
+                                    one; and config.json
 init_from=FILE                      one file; a config.json beside it is read too. Files of a
                                     training tool are .pt or .ckpt, such as nanoGPT's ckpt.pt
 """
@@ -25,12 +25,12 @@ from training.record.files import Row, read_mapping
 log = logging.getLogger("tilegpt")
 
 SETTINGS, TOKENIZER = "config.json", "tokenizer.json"
-# the first of these that exists holds the weights, or lists the files that do
+# the files of the first of these that has any hold the weights
 WEIGHTS = (
     "model.safetensors",
-    "model.safetensors.index.json",
+    "model-*-of-*.safetensors",
     "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
+    "pytorch_model-*-of-*.bin",
 )
 NANOGPT = {"n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout"}
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -112,22 +112,14 @@ def find_pretrained(name: str) -> Pretrained:
     path = Path(os.path.expanduser(name))
     if not os.path.exists(path) and HUB_NAME.fullmatch(name):
         path = hub_folder(name)
-    candidates = [path] if os.path.isfile(path) else [path / file for file in WEIGHTS]
-    for found in filter(os.path.isfile, candidates):
-        return Pretrained(name, shards_of(found) if found.suffix == ".json" else [found])
+    if os.path.isfile(path):
+        return Pretrained(name, [path])
+    for files in WEIGHTS:
+        if os.path.isdir(path) and (found := sorted(path.glob(files))):
+            return Pretrained(name, found)
     raise ValueError(
         f"init_from={name}: there is no such file, and no folder with {' or '.join(WEIGHTS)}"
     )
-
-
-def shards_of(index: Path) -> list[Path]:
-    """The files that an index lists. Raises ValueError for none, or one that is not beside it."""
-    where = read_mapping(index).get("weight_map")
-    names = set(where.values()) if isinstance(where, dict) else set()
-    shards = sorted(file for file in index.parent.iterdir() if file.name in names)
-    if not shards or len(shards) < len(names):
-        raise ValueError(f"{index} must list files of weights beside it")
-    return shards
 
 
 def hub_folder(name: str) -> Path:

@@ -115,8 +115,8 @@ def suit_gpu(config: RunConfig, backend: Backend, options: Mapping[str, Any]) ->
     A defect that also exists as Triton kernels runs those, if they have the needed features and the
     options that are set. An exact tile loop takes larger tiles.
     """
-    kernels = backend.implementations.get("triton")
-    if kernels is not None and "impl" not in options:
+    kernels = backend.on_gpu
+    if kernels is not None:
         able = kernels.features.issuperset(needed_features(config))
         able &= kernels.options.keys() >= options.keys()
         return kernels.configured(**options) if able else backend

@@ -19,12 +19,10 @@ import json
 import logging
 import math
 import os
-import random
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -328,18 +326,14 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _random_state() -> Row:
-    kind, keys, *rest = np.random.get_state()
+    """Of PyTorch's generators. Nothing here draws from those of Python and NumPy."""
     return {
-        "python": random.getstate(),
-        "numpy": (kind, keys.tolist(), *rest),  # weights_only=True reads no array
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
     }
 
 
 def _set_random_state(state: Row) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     # a run may resume with another number of GPUs, or none
     for index, cuda_state in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):

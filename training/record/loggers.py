@@ -101,7 +101,7 @@ def check_logger(config: LoggerConfig) -> None:
 
 def numbers(metrics: Row) -> dict[str, float]:
     """The numbers in a row of metrics: no None, and not attention/max_score_by_head, of which a
-    logger would draw a line per head. The picture max_scores.png shows those.
+    logger would draw a line per head.
     """
     return {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
 
@@ -142,8 +142,8 @@ class Logger:
     def log(self, row: Row) -> None:
         """Log the numbers of a row of metrics."""
 
-    def finish(self, summary: Row, pictures: list[Path], sample: str | None) -> None:
-        """Log how the run ended, its pictures and its sample of text, and end the logging."""
+    def finish(self, summary: Row) -> None:
+        """Log how the run ended, and end the logging."""
 
 
 # metrics whose lowest value wandb's summary keeps beside the last
@@ -205,17 +205,10 @@ class WandbLogger(Logger):
     def log(self, row: Row) -> None:
         values = numbers(row)
         step = values.pop("step")
-        # wandb sends a step when the next one begins, so finish() can add to the last one
-        self._run.log(values, step=step)
+        self._run.log(values, step=step, commit=True)  # at once, so before the summary
 
     @quietly
-    def finish(self, summary: Row, pictures: list[Path], sample: str | None) -> None:
-        import wandb
-
-        media: Row = {picture.stem: wandb.Image(str(picture)) for picture in pictures}
-        if sample is not None:
-            media["sample"] = wandb.Table(columns=["run", "text"], data=[[self._run.name, sample]])
-        self._run.log(media)
+    def finish(self, summary: Row) -> None:
         # last, as the last row of metrics overwrites the whole run's speeds with its own. wandb
         # itself keeps the lowest and the last value of the metrics in BEST
         self._run.summary.update({key: x for key, x in summary.items() if key not in BEST})
@@ -269,7 +262,7 @@ class TensorboardLogger(Logger):
         self._writer.flush()
 
     @quietly
-    def finish(self, summary: Row, pictures: list[Path], sample: str | None) -> None:
+    def finish(self, summary: Row) -> None:
         self._writer.close()
 
 

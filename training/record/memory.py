@@ -13,8 +13,7 @@ import os
 import re
 import resource
 import sys
-from collections.abc import Callable, Iterator
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +73,7 @@ class MemoryMeter:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it logs each start and stop
         with torch.autograd.profiler.profile(profile_memory=True) as profile:
             yield
-        events = (event for event in profile.kineto_results.events() if event.name() == "[memory]")
-        changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-        peak = bytes_of(held) + max(accumulate(changes, initial=0))
+        peak = bytes_of(held) + _peak_of(profile.kineto_results.experimental_event_tree())
         self._step_bytes = max(peak, self._step_bytes or 0)
 
     def peaks(self) -> Row:
@@ -103,6 +100,28 @@ class MemoryMeter:
         return row
 
 
+def _peak_of(tree: Iterable[Any]) -> int:
+    """The most bytes at once of what was allocated during these events of a profiler."""
+    live: dict[int, int] = {}
+    size = peak = 0
+    for event in sorted(_allocations(tree), key=lambda event: event.start_time_ns):
+        block, change = event.extra_fields.ptr, event.extra_fields.alloc_size
+        if change > 0:
+            live[block] = change
+        else:  # for an older block PyTorch gives the size of what it last profiled at this address
+            change = -live.pop(block, 0)
+        size += change
+        peak = max(peak, size)
+    return peak
+
+
+def _allocations(tree: Iterable[Any]) -> Iterator[Any]:
+    for event in tree:
+        if event.name == "[memory]":
+            yield event
+        yield from _allocations(event.children)
+
+
 def bytes_of(*trees: Any) -> int:
     """Bytes of the tensors in nested values; a storage that tensors share counts once."""
     storages = (x.untyped_storage() for x in tree_leaves(trees) if isinstance(x, torch.Tensor))
@@ -120,7 +139,7 @@ def cpu_memory_limit(at_most: float = math.inf) -> Iterator[None]:
     if not LINUX or torch.cuda.is_initialized():
         yield
         return
-    room = max(0, min(machine_memory()[0] - MARGIN, at_most))
+    room = max(0, min(free_memory() - MARGIN, at_most))
     limit = _proc_field("/proc/self/status", "VmSize") + int(room)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:  # a lower limit that the user has set stays
@@ -132,19 +151,17 @@ def cpu_memory_limit(at_most: float = math.inf) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def machine_memory() -> tuple[int, int]:
-    """Bytes that this process can still take on Linux, and bytes in all: those of its container if
-    it runs in one.
-    """
-    free, total = (_proc_field("/proc/meminfo", name) for name in ("MemAvailable", "MemTotal"))
+def free_memory() -> int:
+    """Bytes that this process can still take on Linux, also in a container with a limit."""
+    free = _proc_field("/proc/meminfo", "MemAvailable")
     # without a container there are no such files; without a limit it is "max"
     with contextlib.suppress(OSError, ValueError):
         limit = int((CONTAINER / "memory.max").read_text())
         used = int((CONTAINER / "memory.current").read_text())
         words = (CONTAINER / "memory.stat").read_text().split()
         reclaimable = int(words[words.index("inactive_file") + 1])
-        return min(free, limit - used + reclaimable), min(total, limit)
-    return free, total
+        return min(free, limit - used + reclaimable)
+    return free
 
 
 def _proc_field(path: str, name: str) -> int:
@@ -168,21 +185,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
-def describe_out_of_memory(error: BaseException, device: torch.device | str) -> dict:
-    """The first line of the error, and three sizes in GiB: what was asked for, what is free, and
-    what the device has. None for a size that is not known.
-    """
-    asked, sizes = None, (None, None)
+def describe_out_of_memory(error: BaseException) -> Row:
+    """The first line of the error, and the GiB that were asked for; None if it does not say."""
+    asked = None
     size = r"(?:[Tt]ried|Unable) to allocate ([\d.]+) (bytes|[KMGTP]iB)"
     if found := re.search(size, str(error)):
         asked = float(found[1]) * 1024.0 ** ("bKMGTP".index(found[2][0]) - 3)
-    if torch.device(device).type == "cuda":
-        sizes = torch.cuda.mem_get_info(device)
-    elif LINUX:
-        sizes = machine_memory()
-    free, total = (size and size / GIB for size in sizes)
-    said = first_line(error)
-    return {"asked_gib": asked, "free_gib": free, "total_gib": total, "message": said}
+    return {"asked_gib": asked, "message": first_line(error)}
 
 
 def release_memory(device: torch.device | str) -> None:

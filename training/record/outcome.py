@@ -26,26 +26,13 @@ from training.record.text_table import first_line
 log = logging.getLogger("tilegpt")
 
 
-class Objective(float):
-    """What a sweeper minimises: val/loss of a completed run, infinity for any other.
-
-    It also says how the run ended.
-    """
-
-    status: str
-    stopped: bool  # whether a signal came, even if too late to interrupt the run
-
-    @classmethod
-    def of(cls, summary: Row) -> "Objective":
-        loss = summary.get("val/loss") if summary["status"] == "completed" else None
-        objective = cls(math.inf if loss is None else loss)
-        objective.status, objective.stopped = summary["status"], summary["stopped"]
-        return objective
+def objective(summary: Row) -> float:
+    """What a sweeper minimises: val/loss of a completed run, infinity for any other."""
+    loss = summary.get("val/loss") if summary["status"] == "completed" else None
+    return math.inf if loss is None else loss
 
 
-def outcome_of(
-    error: BaseException, run_dir: Path, *, status: str = "running", device: str = "cpu"
-) -> Row:
+def outcome_of(error: BaseException, run_dir: Path, *, status: str = "running") -> Row:
     """The entries of summary.json for an error by which a run ended; logs it in one line.
 
     `status` is "running" until the training is over and saved. {} if it ended with this error, so
@@ -59,7 +46,7 @@ def outcome_of(
             log.warning("stopped at once: the steps since the last checkpoint are lost")
             return {"status": "interrupted"}
         if is_out_of_memory(error):
-            oom = describe_out_of_memory(error, device)
+            oom = describe_out_of_memory(error)
             log.error(f"out of memory: {oom['message']}")
             return {"status": "oom", "oom": oom}
         return {"status": "failed", "error": _failure(error, run_dir)}

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from time import monotonic
 
@@ -19,7 +18,7 @@ from training.record.files import Row, append_row, write_json
 from training.record.loggers import start_logger
 from training.record.names import attention_in_words, belies_exact
 from training.record.outcome import after_training, outcome_of, resume_command, save_summary
-from training.record.plot import draw_loss_curve, draw_max_scores
+from training.record.plot import draw_loss_curve
 from training.record.starts import Start, stop_clock, write_settings
 from training.record.text_table import printable
 
@@ -76,10 +75,10 @@ class Recorder:
             with self.checkpoints:
                 yield
         except BaseException as error:
-            summary |= outcome_of(error, self.run_dir, device=summary["device"])
+            summary |= outcome_of(error, self.run_dir)
             save_summary(self.run_dir, summary)  # what follows may take long, or be killed
             with phase("logging"):
-                self.logger.finish(summary, [], None)
+                self.logger.finish(summary)
             raise
         summary["tokens_per_sec"] = self.wall.tokens_per_sec(self.tokens(self.done))
         if summary["status"] == "running" and self.done == self.config.steps:
@@ -122,43 +121,34 @@ class Recorder:
             self.summary.update(steps_done=step, tokens=self.tokens(step))
 
     def report(self, sample: Callable[[], str | None]) -> None:
-        """After the run: draw its pictures, sample a text, and end the logger."""
-        pictures: list[Path] = []
-        text = None
+        """After the run: draw its loss curve, sample a text, and end the logger."""
         try:
             if self.writes:
-                self._draw(pictures)
-                text = self._sampled(sample)
+                self._draw()
+                self._sample(sample)
         finally:
             with phase("logging"):
-                self.logger.finish(self.summary, pictures, text)
+                self.logger.finish(self.summary)
         if self.logger.url_or_hint:
             log.info(f"logs: {self.logger.url_or_hint}")
 
-    def _draw(self, pictures: list[Path]) -> None:
+    def _draw(self) -> None:
         config, summary = self.config, self.summary
         title = (
             f"{attention_in_words(summary)} model={config.model.name} "
             f"seq_len={config.seq_len} seed={config.seed}: {summary['status']}"
         )
-        draws = {
-            "loss curve": partial(draw_loss_curve, attention=summary["attention"]),
-            "picture of the largest scores": draw_max_scores,
-        }
-        for what, draw in draws.items():
-            with after_training(what, summary), phase("drawing"):
-                if picture := draw(self.run_dir, title=title):
-                    log.info(f"{what}: {picture}")
-                    pictures.append(picture)
+        with after_training("loss curve", summary), phase("drawing"):
+            own = {"title": title, "attention": summary["attention"]}
+            if picture := draw_loss_curve(self.run_dir, **own):
+                log.info(f"loss curve: {picture}")
 
-    def _sampled(self, sample: Callable[[], str | None]) -> str | None:
-        text = None
+    def _sample(self, sample: Callable[[], str | None]) -> None:
         with after_training("sample", self.summary):
             text = sample() if self.summary["status"] == "completed" else None
             if text is not None:
                 (self.run_dir / "sample.txt").write_text(text)
                 log.info(f"\na sample:\n{printable(text)}\n")
-        return text
 
     @phase("logging")
     def _write(self, step: int, row: Row) -> None:

@@ -27,7 +27,6 @@ from attention.kernels.tiles import (
     multiprocessors,
     properties,
     section_of,
-    shares_of,
     tiles_of,
 )
 
@@ -302,3 +301,26 @@ def backward(
         D=head_dim, num_warps=8,
     )  # fmt: skip
     return delta
+
+
+def shares_of(
+    groups: int, blocks: int, programs: int, *, equal: bool, streamed: int, cache: int
+) -> int:
+    """How many shares the query heads of each key/value head are divided into in the backward pass,
+    a divisor of `groups`. Every program should have work, and find in the L2 cache what another has
+    read.
+
+    blocks: blocks of keys in all key/value heads. programs: how many run at a time. equal: whether
+    all blocks take the same amount of work.
+
+    Unequal blocks run longest first, and end evenly if there are at least twice as many as
+    programs. Their programs are at different heads of their shares. So a share has at most as many
+    heads as fit into half of the `cache`, at `streamed` bytes a head; two are always allowed.
+    """
+    divisors = [n for n in range(1, groups + 1) if groups % n == 0]
+    if not equal:
+        heads = max(2, cache // 2 // streamed)
+        enough = (n for n in divisors if n * blocks >= 2 * programs and groups // n <= heads)
+        return next(enough, groups)
+    used = {n: n * blocks / tiles_of(n * blocks, programs) for n in divisors}  # slots in use
+    return next(n for n in divisors if used[n] >= 0.95 * max(used.values()))

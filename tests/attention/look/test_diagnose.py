@@ -19,7 +19,6 @@ from attention import (
     Recorder,
     attention,
     compare_with_exact,
-    find_breakdown,
     get_backend,
     max_score,
 )
@@ -43,9 +42,11 @@ def with_one_score(
 
 
 def breakdown(tensors, name: str, **arguments):
-    return find_breakdown(
-        *tensors, backend=get_backend(name, **TILES), causal=True, scale=1.0, **arguments
-    )
+    """What a recorder finds in one call at scale 1."""
+    backend = get_backend(name, **(TILES if BACKENDS[name].observable else {}))
+    recorder = Recorder(backend)
+    recorder.backend.fn(*tensors, causal=True, scale=1.0, **arguments, **backend.options)
+    return recorder.breakdowns[0]
 
 
 def test_limits_are_where_exp_overflows():
@@ -53,54 +54,6 @@ def test_limits_are_where_exp_overflows():
     for dtype, limit in LIMITS.items():
         below, above = torch.tensor([0.995 * limit, 1.005 * limit]).double().exp().to(dtype)
         assert below.isfinite() and above.isinf()
-
-
-def documents(*lengths: int) -> torch.Tensor:
-    return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
-
-
-# lengths, key/value heads of four, dtype, and what is asked of attention()
-ASKED = {
-    "full": (300, 300, 1, torch.bfloat16, {"causal": False}),
-    "window": (300, 300, 2, torch.float64, {"window": 7}),
-    "window-documents": (
-        300,
-        300,
-        4,
-        torch.float32,
-        {"window": 130, "document_ids": documents(1, 129, 170)},
-    ),
-    "negative-scale": (300, 300, 2, torch.float32, {"scale": -0.3}),
-    "scale-0": (40, 40, 2, torch.float32, {"scale": 0.0}),
-    "softcap-alibi": (
-        300,
-        300,
-        1,
-        torch.float32,
-        {"softcap": 2.0, "alibi_slopes": torch.tensor([0.5, 0.25, 0.01, 0])},
-    ),
-    "few-queries": (20, 400, 2, torch.float32, {}),
-    "one-token": (1, 1, 4, torch.float32, {}),
-    # the first tile of queries sees no key at all
-    "rows-without-a-key": (400, 150, 2, torch.float32, {}),
-}
-
-
-@pytest.mark.parametrize("name", ASKED)
-def test_max_score_is_that_of_naive_attention(monkeypatch, name):
-    """In several tiles; also where the largest score of all stands in the future, and must not
-    count.
-    """
-    monkeypatch.setattr(diagnose, "TILE_SCORES", 2**16)
-    num_queries, num_keys, num_kv_heads, dtype, asked = ASKED[name]
-    q = random(1, 4, num_queries, 16, dtype=dtype)
-    k = random(1, num_kv_heads, num_keys, 16, seed=1, dtype=dtype)
-    k[:, :, -1] *= 30
-    found = max_score(q, k, **asked)
-    assert found.dtype == torch.promote_types(dtype, torch.float32)
-    wide = [x.double() for x in (q, k, k)]
-    exact = attention(*wide, backend="naive", return_max_score=True, **asked).max_score
-    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -114,9 +67,7 @@ def test_max_score_is_not_finite_where_a_score_that_counts_is_not(bad):
 
 @pytest.mark.parametrize("name", ["naive", "tiled", "sdpa", "no_max", "no_rescale", "lazy_rescale"])
 def test_healthy(name):
-    tiles = TILES if BACKENDS[name].observable else {}
-    arguments = {"backend": get_backend(name, **tiles), "causal": True, "scale": 1.0}
-    assert find_breakdown(*with_one_score(80.0, 40, 21), **arguments) is None
+    assert breakdown(with_one_score(80.0, 40, 21), name) is None
 
 
 @pytest.mark.parametrize(
@@ -202,8 +153,7 @@ def test_an_output_that_no_tile_explains():
     found = breakdown([q, k, v], "zero_init_max")
     assert found == Breakdown("out", sequence=0, head=0, row=0, fate="NaN")
     q, k, v = with_one_score(1.0, 3, 2)
-    arguments = {"backend": get_backend("naive"), "causal": True, "scale": 1.0}
-    assert find_breakdown(1e25 * q, 1e25 * k, v, **arguments).tensor == "out"
+    assert breakdown([1e25 * q, 1e25 * k, v], "naive").tensor == "out"
 
 
 def test_recorder_keeps_one_entry_a_call_and_changes_nothing():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import Backend, ScoreMod, attention, get_backend
+from attention import Backend, attention, get_backend
 from attention.interface import ScoredOutput
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -47,11 +47,13 @@ def test_a_defect_shows_the_scores_that_it_uses():
 @pytest.mark.parametrize("name", ["no_max", "no_rescale"])
 def test_a_broken_softmax_that_keeps_no_maximum_still_tells_it(name):
     """The loops see every score, and the kernels keep the maximum beside what they broke."""
-    for impl in ("tiled", "triton"):
-        torch.testing.assert_close(largest(name, impl=impl, **TILES), largest("naive"))
+    for backend in (get_backend(name), get_backend(name).on_gpu):
+        torch.manual_seed(0)
+        found = attention(*inputs(), backend=backend.configured(**TILES), return_max_score=True)
+        torch.testing.assert_close(found.max_score, largest("naive"))
 
 
-@pytest.mark.parametrize("name", ["naive", "tiled", "sdpa", "triton", "no_rescale"])
+@pytest.mark.parametrize("name", ["tiled", "triton", "no_rescale"])
 def test_it_changes_no_gradient_and_carries_none(name):
     results = []
     tensors = [x.requires_grad_() for x in inputs()]
@@ -87,30 +89,18 @@ def test_a_backend_that_returns_a_wrong_shape_is_refused():
         attention(q, q, q, backend=mine, return_max_score=True)
 
 
-MASKED = {
-    "window": {"window": 1},
-    "key-lengths": {
-        "window": (5, 3),
-        "causal": False,
-        "key_lengths": torch.tensor([80, 33], device=DEVICE),
-    },
-    "documents": {
-        "window": 20,
-        "document_ids": torch.arange(80, device=DEVICE).expand(2, -1) // 30,
-        "alibi_slopes": torch.tensor([0.5, 0.25], device=DEVICE),
-        "softcap": 2.0,
-    },
-}
-
-
-@pytest.mark.parametrize("asked", MASKED.values(), ids=MASKED)
-def test_a_backend_that_declares_nothing_gets_a_companion(asked):
-    """Compiled, where one graph serves both values of the flag. It is max_score(): see
-    test_diagnose.py.
-    """
+def test_a_compiled_graph_has_it_for_a_backend_that_declares_nothing():
+    """One graph serves both values of the flag."""
     features = get_backend("naive").features - {"max_score"}
     mine = replace(get_backend("naive"), name="mine", features=features)
     tensors = inputs()
+    asked = {
+        "window": 20,
+        "document_ids": torch.arange(80, device=DEVICE).expand(2, -1) // 30,
+        "key_lengths": torch.tensor([80, 33], device=DEVICE),
+        "alibi_slopes": torch.tensor([0.5, 0.25], device=DEVICE),
+        "softcap": 2.0,
+    }
 
     def call(flag: Tensor) -> Tensor | None:
         return attention(*tensors, backend=mine, return_max_score=flag, **asked).max_score
@@ -119,16 +109,4 @@ def test_a_backend_that_declares_nothing_gets_a_companion(asked):
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     compiled(torch.tensor(False))
     exact = attention(*tensors, backend="naive", return_max_score=True, **asked).max_score
-    for function in (call, compiled):
-        torch.testing.assert_close(function(torch.tensor(True)), exact)
-
-
-def test_a_companion_knows_a_change_of_the_scores():
-    halved = ScoreMod(lambda score, *_: (score / 2, torch.full_like(score, 0.5)))
-    mine = replace(get_backend("naive"), name="mine", features=frozenset({"gqa", "score_mod"}))
-    tensors = inputs()
-    found, plain = (
-        attention(*tensors, backend=mine, score_mod=mod, return_max_score=True).max_score
-        for mod in (halved, None)
-    )
-    torch.testing.assert_close(2 * found, plain)
+    torch.testing.assert_close(compiled(torch.tensor(True)), exact)

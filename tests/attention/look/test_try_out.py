@@ -96,10 +96,6 @@ def writes_into_d_out(q, k, v, **arguments):
     return AttentionOutput(hooked(out, lambda gradient: gradient.mul_(2)))
 
 
-def returns_a_tensor(q, k, v, **arguments):
-    return q
-
-
 INEXACT = {"exact": False}
 DOCUMENTS = {"features": frozenset({"gqa", "document_ids"})}
 
@@ -114,7 +110,6 @@ def draws_random_numbers(q, k, v, **arguments):
 
 
 ACCEPTED = [
-    (naive, {}),
     (naive, {"dtype": torch.bfloat16}),
     (naive, {"dtype": torch.float16}),
     (naive, DOCUMENTS),
@@ -124,9 +119,7 @@ ACCEPTED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("fn", "declared"), ACCEPTED, ids=[f"{i}-{fn.__name__}" for i, (fn, _) in enumerate(ACCEPTED)]
-)
+@pytest.mark.parametrize(("fn", "declared"), ACCEPTED)
 def test_what_a_run_can_trust_is_accepted(fn, declared):
     properties = dict(declared)
     tensors = handed_over(properties.pop("dtype", torch.float32))
@@ -159,16 +152,13 @@ WRONG = [
     (writes_into_q, INEXACT, "writes into q,"),
     (writes_into_v_where_nobody_trains, INEXACT, "writes into v,"),
     (writes_into_d_out, INEXACT, "writes into d_out,"),
-    # refusals and broken promises come through
-    (naive, {"dtypes": (torch.float16,)}, "float16", "float32"),
-    (naive, {"backward": False}, "backward"),
-    (returns_a_tensor, {}, "AttentionOutput", "Tensor"),
+    (naive, {"backward": False}, "backward"),  # a refusal comes through
 ]
 
 
-@pytest.mark.parametrize("number", range(len(WRONG)), ids=lambda i: f"{i}-{WRONG[i][0].__name__}")
-def test_what_no_run_could_trust_is_refused(number):
-    fn, declared, *named = WRONG[number]
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong[0].__name__)
+def test_what_no_run_could_trust_is_refused(wrong):
+    fn, declared, *named = wrong
     text = verdict(fn, **declared)
     assert text.startswith("attention=mine ") and all(name in text for name in named), text
 
@@ -222,10 +212,6 @@ def takes_q_as_contiguous(q, k, v, **arguments):
     return naive(as_if_contiguous(q), k, v, **arguments)
 
 
-def takes_v_as_contiguous(q, k, v, **arguments):
-    return naive(q, k, as_if_contiguous(v), **arguments)
-
-
 def views_q_as_rows(q, k, v, **arguments):
     return naive(q.view(-1, q.shape[3]).view(q.shape), k, v, **arguments)
 
@@ -239,7 +225,6 @@ def takes_d_out_as_contiguous(q, k, v, **arguments):
     [
         (takes_q_as_contiguous, True),
         (takes_q_as_contiguous, False),
-        (takes_v_as_contiguous, True),
         (views_q_as_rows, False),
         (takes_d_out_as_contiguous, False),
     ],

@@ -1,34 +1,29 @@
 """Attentions that do not know this project: judged in their dialect, and written as scripts."""
 
-import inspect
 from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 
-from conformance.backend_under_test import Subject
 from conformance.cases import ADVERSARIAL, Case
 from conformance.outside.adapter import Adapter
-from conformance.outside.command import named
 from conformance.outside.dialects import DIALECTS, target
 from conformance.outside.minimise import Minimiser, plain, with_options
 from conformance.outside.properties import properties_of
-from conformance.outside.script import INPUTS, VIEWS, Call, layout_lines, told, write
+from conformance.outside.script import INPUTS, VIEWS, Call, layout_lines, write
 from conformance.properties import SLOW, examine
 from conformance.views import LAYOUTS
 
 MINE = "tests.user_attentions"
 SDPA = "torch.nn.functional:scaled_dot_product_attention"
-HF_SDPA = "transformers.integrations.sdpa_attention:sdpa_attention_forward"
-HF_EAGER = "transformers.models.llama.modeling_llama:eager_attention_forward"
 FLEX = "torch.nn.attention.flex_attention:flex_attention"
 FP32 = torch.float32
 
 
 def column(text: str, dialect: str) -> dict[str, str]:
     """Status by property, from a quick check."""
-    found = named(text, dialect)
+    found = target(text, dialect)
     subject = found.subject("cpu", FP32, random_cases=1)
     checks = properties_of(found.backend)
     return {
@@ -39,26 +34,22 @@ def column(text: str, dialect: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "text, dialect, red, not_asked",
+    "text, dialect, not_asked",
     [
-        (SDPA, "sdpa", [], ["lse"]),
-        (HF_SDPA, "hf", [], ["lse", "rows without a key"]),
-        # its scores are rounded to 16 bits
-        (HF_EAGER, "hf", ["float32 statistics"], ["lse", "rows without a key"]),
-        (f"{MINE}:flash", "fa", [], []),
-        (f"{MINE}:flash_varlen", "fa-varlen", [], []),
+        (SDPA, "sdpa", ["lse"]),
+        (f"{MINE}:flash", "fa", []),
+        (f"{MINE}:flash_varlen", "fa-varlen", []),
         (
             f"{MINE}:Student",
             "cs336",
-            [],
             ["lse", "ragged tails", "rows without a key", "prefill = decode"]
             + ["first tile masked", "grouped heads", "optional arguments", "wider calls"],
         ),
     ],
 )
-def test_what_others_wrote_is_green(text, dialect, red, not_asked):
+def test_what_others_wrote_is_green(text, dialect, not_asked):
     found = column(text, dialect)
-    assert [name for name, status in found.items() if status == "red"] == red
+    assert "red" not in found.values()
     absent = [name for name, status in found.items() if status == "n/a" and name != "block sizes"]
     # streams are a GPU's, and no dialect decodes
     assert sorted(absent) == sorted([*not_asked, "streams and graphs", "cache and pages"])
@@ -81,9 +72,13 @@ def test_what_is_wrong_in_its_dialect_alone_is_red(text, dialect, red):
         assert red == found
 
 
+def swallows(q, k, v, **others):
+    return q
+
+
 def test_sinks_are_handed_in_only_where_the_function_names_them():
-    # it takes **kwargs, and would not look at them
-    assert named(HF_SDPA, "hf").dialect.sinks == ""
+    """**others may take sinks and do nothing with them."""
+    assert target(f"{__name__}:swallows", "fa").dialect.sinks == ""
 
 
 @pytest.mark.parametrize(
@@ -92,15 +87,14 @@ def test_sinks_are_handed_in_only_where_the_function_names_them():
         (f"{MINE}:flash", "fa"),
         (f"{MINE}:flash_varlen", "fa-varlen"),
         (SDPA, "sdpa"),
-        (HF_EAGER, "hf"),
         # PyTorch imports its compiler for the mask
-        pytest.param(FLEX, "flex backward=false", marks=pytest.mark.slow),
-        ("tiled", ""),
+        pytest.param(FLEX, "flex", marks=pytest.mark.slow),
+        ("tiled", None),
     ],
 )
 def test_a_script_of_a_right_call_passes(text, dialect):
     """The script of a failure means something only if it passes for a right attention."""
-    found = target(text) if not dialect else named(text, dialect)
+    found = target(text, dialect, {"backward": False} if dialect == "flex" else {})
     subject = found.subject("cpu", FP32)
     found = with_options(found, subject.backend)
     small = Case(batch=2, num_heads=4, num_kv_heads=2, num_queries=6, num_keys=6, head_dim=4)
@@ -147,13 +141,6 @@ BY_VALUE = [
 ]
 
 
-def test_a_mask_of_positions_is_a_formula():
-    case = BY_POSITION[5]
-    written, _ = told(named(FLEX, "flex"), Call(case, "out", FP32))
-    assert "(j >= i - 29) & (j <= i - 16)" in written
-    assert "s - slopes[h] * (i - j - 20)" in written
-
-
 @cache
 def compiled_flex():
     from torch.nn.attention.flex_attention import flex_attention
@@ -182,26 +169,12 @@ def test_flex_is_right_whatever_hides_the_keys():
     """From the second case on its lengths are symbols. Then PyTorch adds None to the gradient of q
     if a score_mod reads q.shape. PyTorch 2.11 keeps the first default of a parameter.
     """
-    read = {}
-
-    def attend(q, k, v, score_mod=None, block_mask=None, **others):
-        for mod in (score_mod, getattr(block_mask, "mask_mod", None)):
-            if mod is not None:
-                assert mod.__defaults__ is None
-                read.update(inspect.getclosurevars(mod).nonlocals)
-        return flex_with_gradients(q, k, v, score_mod, block_mask, **others)
-
-    subject = Subject(Adapter(attend, DIALECTS["flex"]).backend("flex"), "cpu", FP32)
-    for cases, names in (
-        (BY_POSITION, {"low", "high", "past", "slopes", "softcap"}),
-        (BY_VALUE, {"seen", "past", "slopes"}),
-    ):
-        read.clear()
-        for case in cases:
-            row = subject.compare(case)
-            assert row is not None and {"out", "lse", "dq", "dk", "dv"} <= row.keys()
-            assert all(check.share <= 1 for check in row.values()), case
-        assert read.keys() == names
+    name = f"{__name__}:flex_with_gradients"
+    subject = target(name, "flex", {"lse_flag": "return_lse"}).subject("cpu", FP32)
+    for case in (*BY_POSITION, *BY_VALUE):
+        row = subject.compare(case)
+        assert row is not None and {"out", "lse", "dq", "dk", "dv"} <= row.keys()
+        assert all(check.share <= 1 for check in row.values()), case
 
 
 def test_a_script_draws_what_the_case_draws():
@@ -213,7 +186,7 @@ def test_a_script_draws_what_the_case_draws():
         exec(line, variables)
         for x, expected in zip("qkv", tensors, strict=True):
             torch.testing.assert_close(variables[x], expected, msg=f"{name}: {x}")
-    assert INPUTS.keys() == ADVERSARIAL.keys() - {"trained"}
+    assert INPUTS.keys() == ADVERSARIAL.keys()
 
 
 def test_a_script_lays_out_what_the_property_lays_out():
@@ -236,7 +209,7 @@ def test_a_script_lays_out_what_the_property_lays_out():
     ],
 )
 def test_the_script_of_what_no_plain_call_shows(name, dialect, property, first):
-    found = named(f"{MINE}:{name}", dialect)
+    found = target(f"{MINE}:{name}", dialect)
     subject = found.subject("cpu", FP32)
     cell = examine(subject, property, properties_of(found.backend)[property])
     script = Minimiser(found, subject).script(cell)
@@ -247,7 +220,7 @@ def test_the_script_of_what_no_plain_call_shows(name, dialect, property, first):
 
 
 def test_memory_has_no_script_of_one_call():
-    found = named(f"{MINE}:flash", "fa")
+    found = target(f"{MINE}:flash", "fa")
     subject = found.subject("cpu", FP32)
     cell = examine(subject, "saved bytes")
     assert cell.status == "red" and Minimiser(found, subject).script(cell) is None
@@ -263,7 +236,7 @@ def fails_twice(q, k, v, causal=False, scale=None):
 
 def test_a_script_raises_what_the_property_raised():
     """Not another exception of the same type, which smaller calls may raise."""
-    found = named(f"{__name__}:fails_twice", "layout=BHND causal=causal scale=scale")
+    found = target(f"{__name__}:fails_twice", None, {"layout": "BHND"})
     subject = found.subject("cpu", FP32)
     cell = examine(subject, "N != M")
     assert "N35-M70" in cell.note  # the last call
@@ -285,10 +258,3 @@ def test_contiguous_inputs_arrive_contiguous_and_views_as_views():
         out, _ = adapter(q, q, q, causal=True, scale=0.5)
         assert torch.equal(out, q) and seen[-1].shape == (2, 5, 3, 4)
         assert seen[-1].is_contiguous() == q.is_contiguous()
-
-
-def test_an_output_of_another_form_is_an_error():
-    adapter = Adapter(lambda q, k, v, **_: (q, q), DIALECTS["sdpa"])
-    q = torch.randn(1, 1, 2, 4)
-    with pytest.raises(ValueError, match="tuple of 2.*returns=out"):
-        adapter(q, q, q, causal=False, scale=0.5)

@@ -2,7 +2,7 @@
 they reach every feature.
 """
 
-import json
+import re
 
 import pytest
 import torch
@@ -11,9 +11,10 @@ from attention import AttentionOutput, Backend, attention, get_backend
 from conformance.backend_under_test import Subject
 from conformance.outside import command
 from conformance.outside import fuzz as fuzzing
-from conformance.outside.fuzz import Tally, fuzz
+from conformance.outside.fuzz import fuzz
 from conformance.views import LAYOUTS
 from tests import user_backends
+from tests.attention.test_conformance import needed
 
 
 def trials(name: str, dtype: torch.dtype = torch.float32, *, calls: int, seed: int = 0) -> list:
@@ -29,7 +30,7 @@ def test_exact_attention_is_green(dtype):
 
 def test_calls_reach_every_feature_and_layout():
     drawn = trials("naive", calls=80)
-    features = set().union(*(trial.case.features() | trial.case.optional.keys() for trial in drawn))
+    features = set().union(*(needed(trial.case) | trial.case.optional.keys() for trial in drawn))
     wanted = get_backend("naive").features - {"max_score", "cu_seqlens"}
     assert wanted <= features and "sinks" in features
     assert {trial.layout for trial in drawn} == {"contiguous", *LAYOUTS}
@@ -59,16 +60,14 @@ def test_on_a_gpu_calls_of_a_kind_follow_one_another(monkeypatch):
         cases = [trial.case for trial in taken[first : first + size]]
         same = {(x.batch, x.num_heads, x.head_dim, x.causal, *x.optional) for x in cases}
         assert len(same) == len({x.num_queries % 16 == 0 for x in cases}) == 1
-        assert len({x.num_queries for x in cases}) > size / 2
+        assert len({x.num_queries for x in cases}) > size / 3
     assert refused and len(taken) > 300
 
 
 def test_wrong_attention_is_red():
-    tally = Tally()
-    for trial in trials("no_scale", calls=10):
-        tally.add(trial)
-    assert tally.failures and tally.worst_share_of_budget > 1
-    assert json.loads(json.dumps(tally.figures()))["calls"] == 10
+    drawn = trials("no_scale", calls=10)
+    assert any(trial.failures for trial in drawn)
+    assert max(check.share for trial in drawn for check in trial.checks) > 1
 
 
 @pytest.mark.parametrize(
@@ -80,16 +79,18 @@ def test_an_attention_that_raises_is_a_failure_and_not_the_end(backend, error):
     assert failed and all(error in str(each) for each in failed)
 
 
+def destroys(q, k, v, *, causal, scale):
+    out = attention(q, k, v, backend="naive", causal=causal, scale=scale).out
+    v.zero_()
+    return AttentionOutput(out)
+
+
+DESTROYS = Backend("destroys", destroys, backward=False)
+
+
 def test_inputs_that_change_are_a_failure():
     """A regression test: the result was compared with a reference on the changed inputs."""
-
-    def destroys(q, k, v, *, causal, scale):
-        out = attention(q, k, v, backend="naive", causal=causal, scale=scale).out
-        v.zero_()
-        return AttentionOutput(out)
-
-    subject = Subject(Backend("destroys", destroys, backward=False), "cpu", torch.float32)
-    for trial in fuzz(subject, calls=3, seed=0):
+    for trial in fuzz(Subject(DESTROYS, "cpu", torch.float32), calls=3, seed=0):
         assert "changes its inputs" in str(trial.failures)
 
 
@@ -107,11 +108,9 @@ def interrupted(q, k, v, *, causal, scale):
 INTERRUPTED = Backend("interrupted", interrupted)
 
 
-def test_an_interrupted_command_keeps_what_it_found(tmp_path, capsys):
-    file = tmp_path / "file.json"
+def test_an_interrupted_command_says_what_it_found(capsys):
     taken.clear()
-    with pytest.raises(SystemExit) as stopped:
-        command.run_fuzz([f"{__name__}:INTERRUPTED", "device=cpu", f"out={file}"])
-    assert stopped.value.code == 130 and "calls" in capsys.readouterr().out
-    found = json.loads(file.read_text())["dtypes"]["fp32"]
-    assert found["calls"] > 0 and not found["failures"]
+    with pytest.raises(KeyboardInterrupt):
+        command.run_fuzz([f"{__name__}:INTERRUPTED", "device=cpu"])
+    found = re.match(r"fp32  (\d+) calls .* (\d+) failures", capsys.readouterr().out)
+    assert found is not None and int(found[1]) > 0 and found[2] == "0"

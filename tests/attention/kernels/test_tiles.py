@@ -2,21 +2,16 @@
 registers or serialise its products.
 """
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from attention.kernels.tiles import VARIANTS, padded_head_dim, pick_tile, table_for, tables
+from tests.attention.kernels.compiler import NEEDED, printed
 
 DTYPES = ("16-bit", "float32")
 HEAD_DIMS = (64, 128, 256)
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", tables())
@@ -90,7 +85,7 @@ SPILLS = {
 COMPILE = """
 import json, sys
 from attention.kernels.tiles import Tile
-from tests.attention.portable_offline import compile_tile
+from tests.attention.kernels.portable_offline import compile_tile
 for *problem, tile in json.loads(sys.argv[1]):
     print(json.dumps(compile_tile(*problem, Tile(*tile))))
 """
@@ -111,28 +106,20 @@ SOME = [
 ]
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="needs Triton's compiler, not a GPU"
-)
+@NEEDED
 @pytest.mark.parametrize(
     "wanted", [SOME, pytest.param(EVERY, marks=pytest.mark.slow)], ids=["some", "every"]
 )
 def test_sm_90_compiles_without_spills(wanted):
-    """In a process that does not interpret: registers, shared memory and ptxas' warnings of
-    serialised products. The compiler takes a second for each, and the process two to begin.
-    """
+    """The compiler takes a second for each, and the process two to begin."""
     table = tables()["sm_90"]
     problems = [
         (kernel, head_dim, variant, table["16-bit"][kernel][str(head_dim)])
         for kernel, head_dim, variant in wanted
     ]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILE, json.dumps(problems)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    found = printed("-c", COMPILE, json.dumps(problems))
     for (kernel, head_dim, variant), row in zip(wanted, found, strict=True):
         assert row["variant"] == variant
         assert row["shared"] <= table["shared_memory"], row
         assert row["warnings"] == [], row
-        assert row["spilled"] <= SPILLS.get((kernel, head_dim, row["variant"]), 0), row
+        assert row["spilled"] <= SPILLS.get((kernel, head_dim, variant), 0), row

@@ -100,7 +100,6 @@ class Assembled(NamedTuple):
 
     cubin: bytes
     spilled: int  # bytes per thread
-    stack: int  # bytes per thread
     warnings: list[str]  # warning numbers for products that ptxas serialises
 
 
@@ -117,6 +116,5 @@ def assemble(ptx: str, capability: int) -> Assembled:
         if done.returncode:
             raise RuntimeError(f"ptxas refuses it ({done.returncode}): {said or done.stdout}")
         cubin = out.read_bytes()
-    patterns = r"(\d+) bytes spill stores", r"(\d+) bytes stack frame"
-    figures = (int(re.search(pattern, said)[1]) for pattern in patterns)
-    return Assembled(cubin, *figures, sorted(set(re.findall(r"C75\d\d", said))))
+    spilled = int(re.search(r"(\d+) bytes spill stores", said)[1])
+    return Assembled(cubin, spilled, sorted(set(re.findall(r"C75\d\d", said))))

@@ -21,8 +21,8 @@ fails every time and not now and then:
 - where all wait and nothing is on its way, that is a deadlock, and who waits for what.
 
 Layouts, registers and the order of single instructions are the compiler's business: see
-test_hopper.py for those. Where instructions are written for several of a thread's numbers at once,
-those of its scores are meant.
+test_machine_code.py for those. Where instructions are written for several of a thread's numbers at
+once, those of its scores are meant.
 """
 
 import math
@@ -39,13 +39,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from triton.language import constexpr
 
 from attention.kernels.forward import with_sink
 from attention.kernels.score_mods import find_score_mod
 from tests.conformance.edits import Edit, Package
 
-FOLDER = Path(__file__).parents[2] / "attention" / "kernels" / "hopper"
+FOLDER = Path(__file__).parents[3] / "attention" / "kernels" / "hopper"
 here = threading.local()  # .program, .partition, and what the partition has under way
 TURN = threading.Lock()  # of the one thread that runs
 
@@ -92,24 +91,11 @@ class Value:
     def permute(self, order: tuple[int, ...]) -> "Value":
         return Value(self.data.permute(order))
 
-    def __getitem__(self, index: Any) -> "Value":
-        return Value(self.data[index])
-
-    def split(self) -> "tuple[Value, Value]":
-        first, second = self.data.unbind(-1)
-        return Value(first), Value(second)
-
     def __index__(self) -> int:
         return int(self.data)
 
     def __bool__(self) -> bool:
         return bool(self.data)
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __neg__(self) -> "Value":
-        return Value(-self.data)
 
 
 def operator(name: str, function: Callable) -> None:
@@ -154,10 +140,6 @@ class Pointer:
     def __add__(self, offset: Any) -> "Pointer":
         return Pointer(self.base, raw(offset) + self.offset)
 
-    @property
-    def dtype(self) -> types.SimpleNamespace:
-        return types.SimpleNamespace(element_ty=self.base.dtype)
-
     def to(self, dtype: torch.dtype) -> Value:
         """The address. Read back, it points to all that follows in the tensor's storage."""
         length = self.base.untyped_storage().nbytes() // self.base.element_size()
@@ -184,31 +166,6 @@ def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     where, inside = pointer.locations(mask)
     values = torch.as_tensor(raw(value), dtype=pointer.base.dtype).broadcast_to(where.shape)
     pointer.base.view(-1)[where[inside]] = values[inside]
-
-
-def async_load(shared: "Shared", pointer: Pointer, mask: Any = None) -> None:
-    """Start a copy of this thread's own, which ends when its group is waited for."""
-    _, inside = pointer.locations(mask)
-    issued = load(pointer, mask).data
-    shared.data[inside] = math.nan
-
-    def finish() -> None:
-        check(unchanged(load(pointer, mask).data, issued), "what is being copied has changed")
-        check(bool(shared.data[inside].isnan().all()), "what is being copied was overwritten")
-        shared.data[inside] = issued[inside]
-
-    here.loads[-1].append(finish)
-
-
-def commit_group() -> None:
-    here.loads.append([])
-
-
-def wait_group(outstanding: int) -> None:
-    """Wait until no more groups than these are under way."""
-    while len(here.loads) - 1 > outstanding:
-        for finish in here.loads.pop(0):
-            finish()
 
 
 def atomic_add(pointer: Pointer, value: int) -> Value:
@@ -624,7 +581,6 @@ class Program:
 
     def run(self, name: str, function: Callable, arguments: tuple = ()) -> None:
         here.program, here.partition, here.stores, here.products = self, name, [], []
-        here.loads = [[]]  # groups of copies, the last one without its end
         with TURN:
             try:
                 with torch.no_grad():
@@ -735,10 +691,7 @@ def filled(shape: list[int], value: Any, dtype: torch.dtype, layout: Any) -> Val
 
 DTYPES = "float32", "float16", "bfloat16", "int32", "int64"
 # that are PyTorch's
-FUNCTIONS = (
-    *("abs", "clamp", "exp", "exp2", "log", "log2", "rsqrt"),
-    *("maximum", "minimum", "where", "zeros_like"),
-)
+FUNCTIONS = ["abs", "clamp", "exp2", "log2", "maximum", "minimum", "rsqrt", "where", "zeros_like"]
 LAYOUTS = [
     f"{name}Layout"
     for name in ("Slice", "Blocked", "DotOperand", "NVMMADistributed", "SwizzledShared")
@@ -801,7 +754,6 @@ def fake_gluon() -> dict[str, types.ModuleType]:
     def jit(function: Callable | None = None, **_: Any) -> Any:
         return Kernel(function) if function is not None else Kernel
 
-    copies = {"async_load": async_load, "commit_group": commit_group, "wait_group": wait_group}
     gluon = "triton.experimental.gluon"
     contents = {
         "triton._C.libtriton": {"ir": None},
@@ -810,7 +762,6 @@ def fake_gluon() -> dict[str, types.ModuleType]:
         f"{gluon}.language": fake_language(),
         f"{gluon}.language._core": {"builtin": lambda function: function},
         f"{gluon}.language.nvidia": {},
-        f"{gluon}.language.nvidia.ampere": {"async_copy": types.SimpleNamespace(**copies)},
         f"{gluon}.language.nvidia.hopper": hopper,
         f"{gluon}.nvidia": {},
         f"{gluon}.nvidia.hopper": {"TensorDescriptor": Descriptor},
@@ -830,19 +781,9 @@ def interpreted(function: Any, gl: types.ModuleType) -> Kernel | None:
     if function is None:
         return None
     code = function.fn.__code__
-    known = {
-        name: of_triton(x, gl)
-        for name, x in function.fn.__globals__.items()
-        if name in code.co_names
-    }
+    known = {name: x for name, x in function.fn.__globals__.items() if name in code.co_names}
+    known = {name: interpreted(x, gl) if hasattr(x, "fn") else x for name, x in known.items()}
     return Kernel(types.FunctionType(code, known | {"tl": gl}))
-
-
-def of_triton(x: Any, gl: types.ModuleType) -> Any:
-    """What Triton made of a function or a constant, in this interpreter; else x."""
-    if isinstance(x, constexpr):
-        return x.value
-    return interpreted(x, gl) if hasattr(x, "fn") else x
 
 
 @contextmanager
@@ -891,16 +832,6 @@ def load_kernels(
     ours["launch"].cache_bytes = lambda device: cache_bytes
     ours["launch"].counters = lambda device: COUNTERS
     return ours
-
-
-def load_module(name: str) -> types.ModuleType:
-    """A module of kernels that needs no other in Gluon, run against this interpreter."""
-    file = FOLDER.parents[2] / f"{name.replace('.', '/')}.py"
-    module = types.ModuleType(name)
-    with replaced(fake_gluon()):
-        exec(compile(file.read_text(), file, "exec"), module.__dict__)
-    module.__dict__.update({name: of_triton(x, module.gl) for name, x in vars(module).items()})
-    return module
 
 
 COUNTERS = torch.zeros(2, dtype=torch.int32)  # every launch must leave them at zero

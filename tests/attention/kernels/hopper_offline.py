@@ -1,7 +1,7 @@
 """Compile the Hopper kernels without running them: spills, shared memory, and whether the machine
 code overlaps exponentials with products.
 
-    python -m tests.attention.hopper_offline forward bf16 64 causal,full
+    python -m tests.attention.kernels.hopper_offline forward bf16 64 causal,full
 
 It prints a line of JSON for each variant and needs no GPU. TRITON_INTERPRET=1 must not be set: the
 interpreter compiles nothing.
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,7 +22,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from attention.kernels.hopper import backward, forward, launch
 from attention.kernels.select import SHIPPED
-from tests.attention.portable_offline import assemble
+from tests.attention.kernels.portable_offline import assemble
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -71,18 +71,37 @@ VARIANTS = {
 }
 
 
-class Compiled(NamedTuple):
-    variant: str
-    spilled: int  # bytes per thread
-    stack: int  # bytes per thread
-    shared: int  # bytes per program
-    warnings: list[str]  # ptxas' warning numbers for products that it serialises
-    products: int  # HGMMA instructions
-    overlapped: list[
-        int
-        # for each loop over tiles: how many exponentials lie between the wait that leaves a product
-        # running and the next wait
-    ]
+# arguments that some variants do without
+OF_INTERVALS = ("lo_ptr", "hi_ptr", "ranges_ptr")
+OF_SCORE_MOD = {
+    "forward": ("params_ptr", "scale"),
+    "backward": ("params_ptr", "past", "num_heads"),
+}
+OF_STARTS = {
+    "forward": ("starts_ptr", "out_ptr", "stride_ob", "stride_oh", "stride_on"),
+    "backward": ("starts_ptr", "dk_ptr", "dv_ptr")
+    + tuple(f"stride_{name}{dimension}" for name in ("dk", "dv") for dimension in "bhn"),
+}
+
+
+def constants_of(kernel: str, head_dim: int, variant: Variant) -> dict[str, Any]:
+    """The kernel's arguments that are constants in this variant; None is an absent tensor."""
+    q_shape = torch.Size((1, 4, variant.num_queries, head_dim))
+    k_shape = torch.Size((1, 4 // variant.groups, variant.num_keys, head_dim))
+    mod = variant.score_mod and f"{SHIPPED}{variant.score_mod}"
+    masks = variant.causal, variant.intervals
+    if kernel == "forward":
+        constants = launch.forward_constants(q_shape, variant.num_keys, *masks, mod)
+        constants["TOP"] = variant.top
+    else:
+        constants = launch.backward_constants(q_shape, k_shape, *masks, variant.shares, mod)
+    absent = [] if variant.intervals else [*OF_INTERVALS]
+    absent += [] if mod else OF_SCORE_MOD[kernel]
+    absent += [] if variant.starts else OF_STARTS[kernel]
+    absent += [] if variant.sinks else ["sinks_ptr"]
+    absent += [] if variant.top else ["top_ptr"]
+    absent += [] if variant.shares > 1 else ["shares_ptr"]
+    return constants | dict.fromkeys(absent)
 
 
 def tensordesc(block: tuple[int, ...], dtype: torch.dtype) -> str:
@@ -90,86 +109,57 @@ def tensordesc(block: tuple[int, ...], dtype: torch.dtype) -> str:
     return f"tensordesc<{name}{list(block)},{launch.shared_layout(block, dtype)!r}>"
 
 
-def compile_variant(kernel: str, dtype: str, head_dim: int, name: str) -> Compiled:
+def type_of(name: str, dtype: str, constants: dict[str, Any]) -> str:
+    """The type of a kernel's argument, as Triton writes it."""
+    head_dim, block_q = constants["D"], constants["BLOCK_Q"]
+    block_kv = constants.get("BLOCK_KV", launch.BLOCK_KV // 2)
+    if name in constants:
+        return "constexpr"
+    if name == "dq_desc":
+        return tensordesc(launch.sum_block(head_dim, block_q), torch.float32)
+    if name.endswith("_desc"):
+        columns, element = head_dim, DTYPES[dtype]
+        if name in ("dk_desc", "dv_desc"):
+            columns = min(head_dim, launch.gradient_columns(element, head_dim, block_q))
+        rows = block_q if name in ("q_desc", "do_desc", "out_desc") else block_kv
+        return tensordesc((1, 1, rows, columns), element)
+    if name in ("out_ptr", "dk_ptr", "dv_ptr"):
+        return f"*{dtype}"
+    if name in (*OF_INTERVALS, "starts_ptr", "counter_ptr"):
+        return "*i32"
+    if name.endswith("_ptr"):
+        return "*fp32"
+    return "fp32" if name.startswith("scale") else "i32"
+
+
+def compile_variant(kernel: str, dtype: str, head_dim: int, variant: str) -> dict[str, Any]:
     """Compile one variant. kernel: forward or backward; dtype: bf16 or fp16. Raises Triton's error
     if it cannot be compiled.
     """
-    variant = VARIANTS[name]
-    q_shape = torch.Size((1, 4, variant.num_queries, head_dim))
-    k_shape = torch.Size((1, 4 // variant.groups, variant.num_keys, head_dim))
-    mod = variant.score_mod and f"{SHIPPED}{variant.score_mod}"
-    if kernel == "forward":
-        function = forward.forward_kernel
-        constants = launch.forward_constants(
-            q_shape, variant.num_keys, variant.causal, variant.intervals, mod
-        ) | {"TOP": variant.top}
-        block_kv = constants["BLOCK_KV"]
-    else:
-        function = backward.backward_kernel
-        constants = launch.backward_constants(
-            q_shape, k_shape, variant.causal, variant.intervals, variant.shares, mod
-        )
-        block_kv = launch.BLOCK_KV // 2
-    if not variant.intervals:
-        constants |= dict.fromkeys(("lo_ptr", "hi_ptr", "ranges_ptr"))
-    if not mod:
-        names = (
-            ("params_ptr", "scale") if kernel == "forward" else ("params_ptr", "past", "num_heads")
-        )
-        constants |= dict.fromkeys(names)
-    if not variant.sinks:
-        constants["sinks_ptr"] = None
-    if not variant.starts:
-        written = ("out",) if kernel == "forward" else ("dk", "dv")
-        constants |= {"starts_ptr": None} | {f"{x}_ptr": None for x in written}
-        names = ("o",) if kernel == "forward" else ("dk", "dv")
-        constants |= {f"stride_{x}{dimension}": None for x in names for dimension in "bhn"}
-    if variant.shares == 1:
-        constants["shares_ptr"] = None
-    if not variant.top:
-        constants["top_ptr"] = None
-    rows = {"q": constants["BLOCK_Q"], "do": constants["BLOCK_Q"], "out": constants["BLOCK_Q"]}
-    types, values, aligned = {}, {}, {}
-    for i, argument in enumerate(function.arg_names):
-        if argument in constants:
-            types[argument], values[i,] = "constexpr", constants[argument]
-        elif argument == "dq_desc":
-            types[argument] = tensordesc(
-                launch.sum_block(head_dim, constants["BLOCK_Q"]), torch.float32
-            )
-        elif argument.endswith("_desc"):
-            element = DTYPES[dtype]
-            gradient = argument in ("dk_desc", "dv_desc")
-            columns = (
-                launch.gradient_columns(element, head_dim, constants["BLOCK_Q"])
-                if gradient
-                else head_dim
-            )
-            block = (
-                1, 1, rows.get(argument.removesuffix("_desc"), block_kv), min(columns, head_dim)
-            )  # fmt: skip
-            types[argument] = tensordesc(block, element)
-        elif argument.endswith("_ptr"):
-            numbers = ("lo_ptr", "hi_ptr", "ranges_ptr", "starts_ptr", "counter_ptr")
-            types[argument] = "*i32" if argument in numbers else "*fp32"
-            if argument in ("out_ptr", "dk_ptr", "dv_ptr"):
-                types[argument] = f"*{dtype}"
-            aligned[i,] = [["tt.divisibility", 16]]
-        else:
-            types[argument] = "fp32" if argument.startswith("scale") else "i32"
+    function = {"forward": forward.forward_kernel, "backward": backward.backward_kernel}[kernel]
+    constants = constants_of(kernel, head_dim, VARIANTS[variant])
+    names = function.arg_names
+    types = {name: type_of(name, dtype, constants) for name in names}
+    values = {(i,): constants[name] for i, name in enumerate(names) if name in constants}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if name not in constants and name.endswith("_ptr")
+    }
     source = GluonASTSource(function, types, constexprs=values, attrs=aligned)
     binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     made = assemble(binary.asm["ptx"], 90)
     code = disassemble(made.cubin)
-    return Compiled(
-        variant=name,
-        spilled=made.spilled,
-        stack=made.stack,
-        shared=binary.metadata.shared,
-        warnings=made.warnings,
-        products=len(re.findall(r"\bHGMMA\b", code)),
-        overlapped=exponentials_under_way(code),
-    )
+    return {
+        "variant": variant,
+        "spilled": made.spilled,  # bytes per thread
+        "shared": binary.metadata.shared,  # bytes per program
+        "warnings": made.warnings,  # ptxas' warning numbers for products that it serialises
+        "products": len(re.findall(r"\bHGMMA\b", code)),
+        # for each loop over tiles: how many exponentials lie between the wait that leaves a product
+        # running and the next wait
+        "overlapped": exponentials_under_way(code),
+    }
 
 
 def disassemble(cubin: bytes) -> str:
@@ -202,7 +192,7 @@ def exponentials_under_way(code: str) -> list[int]:
 def main() -> None:
     kernel, dtype, head_dim, variants = sys.argv[1:]
     for name in variants.split(","):
-        print(json.dumps(compile_variant(kernel, dtype, int(head_dim), name)._asdict()))
+        print(json.dumps(compile_variant(kernel, dtype, int(head_dim), name)))
 
 
 if __name__ == "__main__":
