@@ -1,7 +1,6 @@
 """Synthetic tasks whose answer stands earlier in the sequence: last_write, recall and needle.
 
-Only the answers are scored: every other target is ignored. Every step draws new sequences. A task
-also says where each answer stands, for accuracy by distance (scripts/recall.py).
+Only the answers are scored: every other target is ignored. Every step draws new sequences.
 
 A task is a function of the settings, the random numbers and the shape (B, N): B sequences of
 N = seq_len tokens. It returns inputs, the answer that each position holds, and sources, all (B, N).

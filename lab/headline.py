@@ -6,19 +6,23 @@ runs.
 Reads results/headline_h200.json, and measures nothing. Rewrites both pictures, which git tracks.
 """
 
+from pathlib import Path
 from typing import Any
 
 from lab.results import FOLDER, load
 from scripts.arguments import NoOptions, command
-from scripts.drawing import for_both_papers, new_figure, save_figure
 from scripts.tables import Row, by
 from training.record.palette import BACKENDS
+from training.record.plot import new_figure, save_figure
 
 PANELS = {
     "val/loss": "Loss under its own attention",
     "val/loss_exact": "Loss of the same weights under exact attention",
 }
 WORDS = {"triton": "exact", "no_max": "no_max dies"}
+# CSS's invert(1) hue-rotate(180deg), with black replaced by the background of GitHub's dark pages
+HUES = ((-0.574, 1.43, 0.144), (0.426, 0.43, 0.144), (0.426, 1.43, -0.856))
+DARK_PAPER = (13 / 255, 17 / 255, 23 / 255)
 
 
 def draw(axes: Any, name: str, runs: list[Row], column: str) -> None:
@@ -34,6 +38,22 @@ def draw(axes: Any, name: str, runs: list[Row], column: str) -> None:
     at = max(ends)[0], sum(value for _, value in ends) / len(ends)
     style = {"color": BACKENDS[name], "fontsize": 11, "va": "center"}
     axes.annotate(WORDS.get(name, name), at, xytext=(9, 0), textcoords="offset points", **style)
+
+
+def for_both_papers(path: Path) -> None:
+    """Write the picture again for dark pages, as NAME_dark.png: light and dark swap, the hues stay.
+    Both files get a palette, which makes them small.
+    """
+    import numpy as np
+    from PIL import Image
+
+    light = Image.open(path).convert("RGB")
+    colors = np.clip((1 - np.asarray(light) / 255) @ np.array(HUES).T, 0, 1)
+    paper = np.array(DARK_PAPER)
+    dark = Image.fromarray((255 * (paper + (1 - paper) * colors)).round().astype(np.uint8))
+    for image, name in ((light, path.stem), (dark, f"{path.stem}_dark")):
+        small = image.quantize(128, dither=Image.Dither.NONE)
+        small.save(path.with_stem(name), optimize=True)
 
 
 @command

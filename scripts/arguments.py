@@ -32,7 +32,7 @@ Natural = Annotated[int, 0]
 
 
 class Json(type(Path())):
-    """A JSON file to write: read_settings() checks that it can be written."""
+    """A JSON file to write: read_settings() calls check_out() for it."""
 
 
 @dataclass
@@ -92,6 +92,8 @@ def read_settings(options: type[Options], arguments: Iterable[str]) -> Options:
         if "paths" in known and not key.startswith("-") and (not equals or "/" in key):
             values.setdefault("paths", []).append(Path(argument))
         elif equals and key in keys:
+            if key in values:
+                raise ValueError(f"{argument}: {key}= is given twice")
             values[key] = convert(key, known[key].type, text)
         elif "overrides" in known:
             values.setdefault("overrides", []).append(argument)
@@ -107,8 +109,15 @@ def read_settings(options: type[Options], arguments: Iterable[str]) -> Options:
     read = options(**values)
     for value in vars(read).values():
         if isinstance(value, Json):
-            check_writable(value)
+            check_out(value)
     return read
+
+
+def check_out(path: Path, ending: str = ".json") -> None:
+    """check_writable(), and a line on stderr for a file that will be replaced."""
+    check_writable(path, ending)
+    if path.exists():
+        print(f"{path} will be replaced", file=sys.stderr)
 
 
 def convert(key: str, kind: Any, text: str) -> Any:

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median, quantiles
 from typing import Any
@@ -86,7 +87,7 @@ class Call:
     """One attention call on random inputs.
 
     shape: batch, heads, seq_len, head_dim, causal; optionally groups (query heads per key/value
-    head), window, and documents (tokens of each document packed into a sequence).
+    head), window, softcap, and documents (tokens of each document packed into a sequence).
     """
 
     def __init__(self, backend: Backend, shape: Row, *, device: torch.device, dtype: torch.dtype):
@@ -97,9 +98,8 @@ class Call:
             torch.randn(batch, n, length, shape["head_dim"], device=device, dtype=dtype)
             for n in (heads, kv_heads, kv_heads)
         ]
-        self.mask: Row = {"causal": shape["causal"]}
-        if shape.get("window"):
-            self.mask["window"] = shape["window"]
+        names = ("causal", "window", "softcap")
+        self.mask: Row = {name: shape[name] for name in names if shape.get(name) is not None}
         if shape.get("documents"):
             documents = torch.arange(length, device=device) // shape["documents"]
             self.mask["document_ids"] = documents.expand(batch, -1)
@@ -118,9 +118,9 @@ class Call:
     def backward(self, out: Tensor, d_out: Tensor, *, keep: bool = False) -> tuple[Tensor, ...]:
         return torch.autograd.grad(out, self.inputs, d_out, retain_graph=keep)
 
-    def run(self, *, train: bool) -> None:
-        """Run what a training step runs, or the forward pass without gradients."""
-        if train:
+    def run(self) -> None:
+        """Run what a training step runs, or the forward pass where the inputs want no gradient."""
+        if self.inputs[0].requires_grad:
             self.backward(self.forward(), torch.ones_like(self.inputs[0]))
         else:
             self.forward_only()
@@ -170,27 +170,28 @@ def measure_memory(call: Call) -> dict[str, int]:
     return row
 
 
+@dataclass(eq=False)
 class Measurement:
     """Bytes and seconds of a call: forward without gradients, backward alone, and training, which
     is both together.
 
     make() makes the call again in each of ROUNDS turns, and nothing of it stays in memory between
-    turns: other calls take theirs there. repeats: timed calls in all turns together. tolerant:
-    whether take_turns() goes on after any error.
+    turns: other calls take theirs there.
     """
 
-    def __init__(self, make: Callable[[], Call], *, repeats: int, tolerant: bool = False):
-        self.make, self.repeats, self.tolerant = make, repeats, tolerant
-        self.bytes: dict[str, int] | None = None
-        self.times: dict[str, list[float]] = {}
+    make: Callable[[], Call]
+    repeats: int  # timed calls in all turns together
+    tolerant: bool = False  # whether take_turns() goes on after any error
+    failure: Row | None = None  # see attempt()
+    times: dict[str, list[float]] = field(default_factory=dict)
 
     def turn(self) -> None:
         """Run one turn's share of the timed calls; the first turn also measures the bytes."""
         call = self.make()
-        if self.bytes is None:
+        if not self.times:
             gc.collect()  # free what other calls left
             # warm up: compile, and let libraries allocate their lasting workspaces
-            call.run(train=call.trainable)
+            call.run()
             self.bytes, self.flops = measure_memory(call), call.flops
         for name, function in call.passes().items():
             (once,) = seconds(function, repeats=1, device=call.device)
@@ -201,7 +202,7 @@ class Measurement:
     @property
     def row(self) -> Row:
         """The measured fields of a benchmark's row, after all turns."""
-        row: Row = dict(self.bytes or {})
+        row: Row = dict(self.bytes)
         for name, times in self.times.items():
             # between the times: few of them have no 20th percentile outside
             p20, *_, p80 = quantiles(times, n=5, method="inclusive")
@@ -221,15 +222,11 @@ class Measurement:
 
 def take_turns(measurements: list[Measurement], device: torch.device) -> list[Row]:
     """The row of each measurement after all of its turns, or how it failed: see attempt()."""
-    failed: dict[Measurement, Row] = {}
     for each in ROUNDS * measurements:
-        if each in failed:
-            continue
-        failure = attempt(each.turn, device, tolerant=each.tolerant)
-        if failure:
-            failed[each] = failure
+        if each.failure is None:
+            each.failure = attempt(each.turn, device, tolerant=each.tolerant)
     release_memory(device)
-    return [failed.get(each) or each.row for each in measurements]
+    return [each.failure or each.row for each in measurements]
 
 
 def attempt(
@@ -261,7 +258,7 @@ def trial(make: Callable[[Row], Call], shape: Row, train: bool, length: int) -> 
         x.requires_grad_(train)
 
     def run() -> None:
-        call.run(train=train)
+        call.run()
         if call.device.type == "cuda":
             torch.cuda.synchronize(call.device)
 

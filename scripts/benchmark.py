@@ -2,7 +2,7 @@
 backward together.
 
     python -m scripts.benchmark attention=naive,tiled,sdpa seq_len=256,512 out=benchmark.json
-    python -m scripts.benchmark max_length=true memory_gib=8,24 out=longest.json
+    python -m scripts.benchmark max_length=true memory_gib=8 out=longest.json
 
     attention     names, each with options as in tiled:block_q=512, or your own as
                   pkg.module:BACKEND (naive,tiled,sdpa)
@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch._functorch.config
@@ -43,20 +43,21 @@ import torch._functorch.config
 from attention import Backend, dtype_name
 from scripts.arguments import Count, Device, Dtype, Json, command, default, parse_backend
 from scripts.attention_call import Call, Measurement, longest, memory_cap, take_turns, trial
-from scripts.drawing import new_figure, save_figure
-from scripts.tables import Row, grouped
+from scripts.tables import Row
 from training.loop.device import pick_device, pick_dtype
 from training.record.environment import measured_on
 from training.record.files import write_json
 from training.record.memory import GIB
 from training.record.palette import variant_colors
-from training.record.plot import plain_text
 
 # what all calls of a command share, and what its curves may differ in
 SHARED = ("batch", "heads", "groups", "causal", "window", "documents", "unchecked")
 VARIED = ("head_dim", "dtype")
-MARKERS = "osv^D<>P*X"
-LINES = {"forward": "--", "training": "-"}  # the dashed line is the forward pass alone
+PANELS = {
+    "bytes": (GIB, "peak GiB above q, k, v (cross: out of memory, as requested)"),
+    "seconds": (1e-3, "milliseconds, median"),
+}
+DASHES = {"training": [1, 0], "forward": [5, 4]}
 
 
 @dataclass
@@ -75,7 +76,7 @@ class Options:
     repeats: Count = 20
     check: bool = True
     max_length: bool = False
-    memory_gib: list[Annotated[float, 1e-3]] | None = None
+    memory_gib: Annotated[float, 1e-3] | None = None
     out: Json | None = None
 
     def __post_init__(self) -> None:
@@ -110,7 +111,7 @@ def main(options: Options) -> None:
         }
         if options.max_length:
             for text, make in makes.items():
-                rows += searched(text, make, shape, options.memory_gib or [None], device)
+                rows += searched(text, make, shape, options.memory_gib, device)
         else:
             rows += measured(makes, shape, options.repeats, device)
         if options.out:
@@ -157,16 +158,15 @@ def measured(makes: dict[str, Make], shape: Row, repeats: int, device: torch.dev
 
 
 def searched(
-    text: str, make: Make, shape: Row, sizes: list[float] | list[None], device: torch.device
+    text: str, make: Make, shape: Row, gib: float | None, device: torch.device
 ) -> list[Row]:
-    """The longest sequence that ran, a row for each memory size in GiB and pass."""
+    """The longest sequence that ran in `gib` GiB of memory, a row for each pass."""
     rows = []
-    for gib, train in product(sizes, (False, True)):
-        row = {"attention": text} | shape
-        start = row.pop("seq_len")
-        row |= {"pass": "training" if train else "forward", "memory_gib": gib}
+    for name in ("forward", "training"):
+        row = {"attention": text} | shape | {"pass": name, "memory_gib": gib}
+        start, run = row.pop("seq_len"), partial(trial, make, shape, name == "training")
         with memory_cap(gib, device):
-            row |= longest(partial(trial, make, shape, train), start=start, device=device)
+            row |= longest(run, start=start, device=device)
         print(describe_longest(row), flush=True)
         rows.append(row)
     return rows
@@ -203,71 +203,44 @@ def describe_longest(row: Row) -> str:
     return f"{head} {sign} {row['max_seq_len']:>10,} tokens ({end})"
 
 
-@plain_text()
-def draw(data: Row, path: Path) -> Path | None:
-    """Draw `data`, the content of a benchmark's file. Returns None if no call of it ran.
+def draw(data: Row, path: Path) -> None:
+    """Draw `data`, the content of a benchmark's file, unless no call of it ran.
 
     Two panels, forward alone and both passes together: peak memory above the inputs and median
     time against the length. A cross marks where an attention ran out of memory, at the amount that
     it requested.
     """
-    rows = [row for row in data["rows"] if "seq_len" in row and "refused" not in row]
-    if all("oom" in row for row in rows):
-        return None
-    figure, (memory, time) = new_figure(1, 2, size=(12, 5))
-    for label, (style, own) in curves(rows).items():
-        for name, line in LINES.items():
-            plot(memory, own, f"{name}_bytes", GIB, linestyle=line, **style)
-            plot(time, own, f"{name}_seconds", 1e-3, linestyle=line, **style)
-        memory.plot([], [], label=label, **style)
-        asked = [row | row["oom"] for row in own if "oom" in row]
-        plot(memory, asked, "asked_gib", 1, linestyle="", **style | {"marker": "x"})
+    import altair as alt
+
+    found = [row for row in data["rows"] if "seq_len" in row and "refused" not in row]
+    if all("oom" in row for row in found):
+        return
+    several = [key for key in VARIED if len({row[key] for row in found}) > 1]
+    rows = []
+    for row in found:
+        words = [row["attention"], *(f"{key}={row[key]}" for key in several)]
+        rows.append(row | {"curve": " ".join(words)})
+    colors = variant_colors({row["curve"]: row["attention"].partition(":")[0] for row in rows})
     lengths = sorted({row["seq_len"] for row in rows})
-    length_axis(memory, lengths, "peak GiB above q, k, v (x: out of memory, as requested)")
-    length_axis(time, lengths, "milliseconds, median")
-    if card := data["environment"]["hardware"].get("gpu_memory_gib"):
-        memory.axhline(card, color="black", linewidth=0.8, linestyle=":", label="this GPU")
-    title = "one attention call, forward and backward; dashed: forward alone"
-    figure.suptitle(f"{title}\n{heading(data, rows)}", fontsize=9)
-    figure.legend(loc="outside right upper", fontsize=8)
-    return save_figure(figure, path, dpi=110)
+    x = alt.X("seq_len:Q", title="sequence length, tokens").scale(type="log", nice=False)
+    color = alt.Color("curve:N", title=None).legend(labelLimit=400)
+    color = color.scale(domain=[*colors], range=[*colors.values()])
+    chart = alt.Chart(alt.Data(values=rows), width=420, height=320)
+    chart = chart.encode(x.axis(values=lengths, format=",", labelAngle=-45), color)
+    panels = []
+    for column, (unit, title) in PANELS.items():
+        y = alt.Y("y:Q", title=title).scale(type="log", nice=False)
+        for name, dash in DASHES.items():
+            curves = chart.transform_calculate(y=f"datum.{name}_{column} / {unit}")
+            panels.append(curves.mark_line(point=True, strokeDash=dash).encode(y))
+    ran_out = chart.transform_filter("datum.oom").encode(y="oom.asked_gib:Q")
+    crosses = ran_out.mark_point(shape="cross", angle=45, size=120)
+    picture = alt.layer(crosses, *panels[:2]) | alt.layer(*panels[2:])
+    title = alt.Title("one attention call; dashed: forward alone", subtitle=heading(data, rows))
+    picture.properties(title=title).save(path, scale_factor=1.5)
 
 
-def curves(rows: list[Row]) -> dict[str, tuple[Row, list[Row]]]:
-    """For each label a color and a marker, and its rows by length."""
-    several = [key for key in VARIED if len({row[key] for row in rows}) > 1]
-    by_label = grouped(
-        rows, lambda row: " ".join([row["attention"], *(f"{key}={row[key]}" for key in several)])
-    )
-    names = {label: own[0]["attention"].partition(":")[0] for label, own in by_label.items()}
-    found = {}
-    for place, (label, color) in enumerate(variant_colors(names).items()):
-        style = {"color": color, "marker": MARKERS[place % len(MARKERS)]}
-        # the first is the widest, and so stays in sight where curves coincide
-        style |= {"linewidth": max(3.0 - 0.4 * place, 0.8), "markersize": max(8 - place, 4)}
-        found[label] = style, sorted(by_label[label], key=lambda row: row["seq_len"])
-    return found
-
-
-def plot(axes: Any, rows: list[Row], column: str, unit: float, **style: Any) -> None:
-    points = [(row["seq_len"], row[column] / unit) for row in rows if row.get(column)]
-    if points:
-        axes.plot(*zip(*points, strict=True), **style)
-
-
-def length_axis(axes: Any, lengths: list[int], ylabel: str) -> None:
-    from matplotlib.ticker import LogLocator
-
-    axes.set(xscale="log", yscale="log", xlabel="sequence length, tokens", ylabel=ylabel)
-    axes.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=45)
-    axes.minorticks_off()
-    # not only powers of ten, of which there may be none in sight
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:,g}")
-    axes.grid(alpha=0.3)
-
-
-def heading(data: Row, rows: list[Row]) -> str:
+def heading(data: Row, rows: list[Row]) -> list[str]:
     """What all rows share, and the machine."""
     values = {key: {row[key] for row in rows if key in row} for key in (*SHARED, *VARIED)}
     shared = [f"{key}={found.pop()}" for key, found in values.items() if len(found) == 1]
@@ -275,7 +248,7 @@ def heading(data: Row, rows: list[Row]) -> str:
     hardware, torch_version = environment["hardware"], environment["versions"].get("torch")
     machine = hardware.get("gpu") or f"{hardware['cpu']}, {hardware['torch_threads']} threads"
     commit = (environment.get("commit") or "unknown")[:7]
-    return f"{', '.join(shared)}\n{machine}, torch {torch_version}, commit {commit}"
+    return [", ".join(shared), f"{machine}, torch {torch_version}, commit {commit}"]
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ or folders of either, and
 
     under      judge by these instead: sdpa,no_rescale:block_kv=16,pkg.module:BACKEND
     sequences  held-out sequences to evaluate on (as many as the run itself: its eval_sequences)
+    dtype      of the matrix products: fp32, bf16, fp16 or auto, the run's own (auto)
     device     auto, cpu or cuda (auto)
     out        the JSON file (cross_eval.json in the first folder)
 
@@ -30,8 +31,8 @@ import torch
 from attention import Backend, dtype_name
 from attention.look.blame import is_foreign, with_place
 from config import SYNTHETIC_SOURCES, RunConfig
-from data.interface import Batch
-from scripts.arguments import Count, Device, command, parse_backend
+from data.interface import Batch, TrainingData
+from scripts.arguments import Count, Device, Dtype, check_out, command, default, parse_backend
 from scripts.runs import runs_below
 from scripts.tables import Row, by, spread, table
 from training.loop.device import pick_device
@@ -39,7 +40,7 @@ from training.loop.evaluate import evaluate_under, exact_attention
 from training.loop.schedule import chosen_attention, needed_features
 from training.loop.trained import Trained, data_of, load_trained, read_run_config
 from training.record.environment import measured_on
-from training.record.files import check_writable, read_meta, write_json
+from training.record.files import read_meta, write_json
 from training.record.memory import is_out_of_memory, release_memory
 from training.record.names import attention_name, differing_settings, name_runs
 from training.record.runs import remark
@@ -51,41 +52,50 @@ FORMS = {"loss": "{:.3f}", "accuracy": "{:.1%}"}
 
 
 @dataclass
-class Options:
+class Evaluation:
+    """What commands that evaluate trained runs have in common."""
+
     paths: list[Path]
-    under: list[str] | None = None
     sequences: Count | None = None
+    dtype: Dtype = "auto"
     device: Device = "auto"
-    out: Path | None = None
+    out: Path | None = None  # else a file in the first folder
+
+
+@dataclass
+class Options(Evaluation):
+    under: list[str] = default()
 
 
 class TrainedRun(NamedTuple):
     """A run whose weights can be loaded."""
 
     folder: Path
-    config: RunConfig  # with the device to evaluate on
+    config: RunConfig  # with the device and the dtype to evaluate on
     status: str
     variant: str  # with its seq_len, if the runs differ in it
 
 
+Evaluate = Callable[[RunConfig, TrainingData, Trained], Iterable[Row]]
+
+
 @command
 def main(options: Options) -> None:
-    runs = trained_runs(options.paths, options.device)
+    runs = trained_runs(options)
     # one that is named twice would count as two seeds
-    asked = {named(each): each for each in map(parse_backend, options.under or ())}
+    asked = {named(each): each for each in map(parse_backend, options.under)}
     judges = [*asked.values()] or usual_judges(runs)
-    out = options.out or options.paths[0] / "cross_eval.json"
-    rows = evaluate_runs(runs, out, partial(judge, judges=judges, sequences=options.sequences))
-    print(printable(f"{in_text(rows)}\n{out}"))
+    evaluate = partial(judge, judges=judges, sequences=options.sequences)
+    evaluate_runs(options, runs, evaluate, "cross_eval.json", in_text)
 
 
-def trained_runs(folders: Sequence[Path], device: Device) -> list[TrainedRun]:
+def trained_runs(options: Evaluation) -> list[TrainedRun]:
     """Every run below the folders whose weights can be loaded; the others are left out with a line
     each. Raises ValueError if there is none.
     """
-    where = pick_device(device).type
+    device = pick_device(options.device).type
     configs, summaries = [], []
-    for summary in runs_below(folders).values():
+    for summary in runs_below(options.paths).values():
         folder = Path(summary["dir"])
         try:
             if summary["status"] not in EVALUATED:
@@ -94,11 +104,12 @@ def trained_runs(folders: Sequence[Path], device: Device) -> list[TrainedRun]:
             chosen_attention(config.attention)  # raises ValueError for one that is gone
             # the weights are named by their own checkpoint
             summaries.append(summary | {"starts": read_meta(folder)["starts"]})
-            configs.append(replace(config, device=where))
+            dtype = config.dtype if options.dtype == "auto" else options.dtype
+            configs.append(replace(config, device=device, dtype=dtype))
         except (ValueError, OSError) as error:
             leave_out(folder, error)
     if not configs:
-        raise ValueError(f"no run with a checkpoint below {', '.join(map(str, folders))}")
+        raise ValueError(f"no run with a checkpoint below {', '.join(map(str, options.paths))}")
     runs = []
     names, settings = name_runs(summaries), differing_settings(summaries)
     for config, summary, name, setting in zip(configs, summaries, names, settings, strict=True):
@@ -109,20 +120,23 @@ def trained_runs(folders: Sequence[Path], device: Device) -> list[TrainedRun]:
 
 
 def evaluate_runs(
-    runs: Sequence[TrainedRun], out: Path, evaluate: Callable[[TrainedRun], Iterable[Row]]
-) -> list[Row]:
-    """Write the rows of every run to the JSON file `out`, and return them. A run for which
-    `evaluate` raises ValueError, OSError or ArithmeticError is left out with a line. Raises
-    ValueError, and writes nothing, if that leaves none.
+    options: Evaluation,
+    runs: Sequence[TrainedRun],
+    evaluate: Evaluate,
+    name: str,
+    in_text: Callable[[list[Row]], str],
+) -> None:
+    """Write the rows of every run to the JSON file, which is called `name` if the user names none,
+    and print them. A run for which `evaluate` raises ValueError, OSError or ArithmeticError is left
+    out with a line. Raises ValueError, and writes nothing, if that leaves none.
     """
-    check_writable(out)
+    out = options.out or options.paths[0] / name
+    check_out(out)
     rows, why, device = [], "", runs[0].config.device
     for number, run in enumerate(runs, 1):
         print(printable(f"{number} of {len(runs)}: {run.folder} ({run.status})"), flush=True)
-        common = {"run": str(run.folder), "variant": run.variant, "run_status": run.status}
-        common |= {"seed": run.config.seed, "seq_len": run.config.seq_len}
         try:
-            rows += [common | row for row in evaluate(run)]
+            rows += evaluated(run, evaluate)
         # damaged weights, a missing corpus, or logits that are not finite
         except (ValueError, OSError, ArithmeticError) as error:
             why = first_line(error)
@@ -131,7 +145,24 @@ def evaluate_runs(
     if not rows:
         raise ValueError(f"no run could be evaluated, and nothing is written: {why}")
     write_json(out, {"environment": measured_on(device), "rows": rows})
-    return rows
+    print(printable(f"{in_text(rows)}\n{out}"))
+
+
+def evaluated(run: TrainedRun, evaluate: Evaluate) -> list[Row]:
+    """The rows of one run, whose model is gone from memory afterwards."""
+    config, data = run.config, data_of(run.config)
+    trained = load_trained(run.folder, config, data.vocab_size)
+    common = {
+        "run": str(run.folder),
+        "variant": run.variant,
+        "run_status": run.status,
+        "seed": config.seed,
+        "seq_len": config.seq_len,
+        "step": trained.step,
+        "dtype": dtype_name(trained.dtype),
+        "data": data.fingerprint,
+    }
+    return [common | row for row in evaluate(config, data, trained)]
 
 
 def leave_out(folder: Path, error: Exception) -> None:
@@ -154,22 +185,24 @@ def named(backend: Backend) -> str:
     return attention_name(backend.name, backend.options)
 
 
-def judge(run: TrainedRun, judges: Iterable[Backend], sequences: int | None) -> list[Row]:
+def judge(
+    config: RunConfig,
+    data: TrainingData,
+    trained: Trained,
+    *,
+    judges: Iterable[Backend],
+    sequences: int | None,
+) -> list[Row]:
     """One row per judge. Raises ValueError if they all refuse the run."""
-    data = data_of(run.config)
-    trained = load_trained(run.folder, run.config, data.vocab_size)
-    count = sequences or run.config.eval_sequences
+    count = sequences or config.eval_sequences
     common = {
         "trained_under": named(trained.model.backend),
-        "step": trained.step,
-        "dtype": dtype_name(trained.dtype),
-        "data": data.fingerprint,
         "sequences": count,
         "metric": data.metric or "loss",
     }
     batch = data.val_batch(count)
     rows = [
-        common | {"evaluated_under": named(each)} | outcome(trained, each, batch, run.config)
+        common | {"evaluated_under": named(each)} | outcome(trained, each, batch, config)
         for each in judges
     ]
     if all(row["status"].startswith("refused") for row in rows):

@@ -95,7 +95,7 @@ def vocab_size_of(config: RunConfig) -> int:
 
     if config.data.source in SYNTHETIC_SOURCES:
         return data_of(config).vocab_size
-    if config.tokenizer.vocab_size or config.tokenizer.name == "gpt2":
+    if config.tokenizer.name == "gpt2":
         return config.tokenizer.vocab_size or 50257
     return build_tokenizer(config.tokenizer).vocab_size
 
@@ -175,19 +175,15 @@ def largest_batch(planned: Planned, peak: int, available: float) -> int:
     batch_size sequences.
     """
     size = planned.config.batch_size
-    peaks = {size: peak}
-    while peaks[size] <= available:
-        size = max(2 * size, int(size * available / peaks[size]))
-        peaks[size] = step_bytes(planned, size)["peak"]
-    while peaks[size] > available:
+    while peak > available:
         if size == 1:
             return 0
-        high, size = size, max([n for n in peaks if n < size], default=size // 2)
-        if size not in peaks:
-            peaks[size] = step_bytes(planned, size)["peak"]
+        size //= 2
+        peak = step_bytes(planned, size)["peak"]
+    while (peak_of_two := step_bytes(planned, 2 * size)["peak"]) <= available:
+        size, peak = 2 * size, peak_of_two
     # between two sizes the peak grows evenly or ever faster, so this many fit
-    share = (available - peaks[size]) / (peaks[high] - peaks[size])
-    return int(size + share * (high - size))
+    return int(size + size * (available - peak) / (peak_of_two - peak))
 
 
 def attention_call(planned: Planned) -> traffic.Call:
@@ -234,19 +230,13 @@ def side_by_side(title: str, columns: dict[str, dict[str, str]]) -> str:
     return text_table([[title, *columns], *rows])
 
 
-def memory_figures(plan: dict[str, int]) -> dict[str, str]:
-    return {words: f"{plan.get(part, 0) / GIB:,.3f}" for part, words in PARTS.items()}
-
-
 def call_figures(planned: Planned, card: Card) -> dict[str, str]:
     """The traffic of one attention call, beside what the card can do."""
     call, count = attention_call(planned), traffic_of(planned)
-    bound = traffic.lower_bound(call, card.shared_kib * 1024)
     ridge = PEAK_FLOPS[card.data_sheet.partition(".")[0]] / card.bytes_per_second
     return {
         "GB moved": f"{count / 1e9:,.3f}" if count else "-",
         "FLOP/byte": f"{call.flops / count:,.1f}" if count else "-",
-        "GB, N^2 D^2 / M": f"{bound / 1e9:,.3f}",
         "FLOP/byte from which the tensor cores are the limit": f"{ridge:,.0f}",
     }
 
@@ -264,10 +254,8 @@ def tile_table(call: traffic.Call, shared_kib: int) -> list[list[str]]:
 
 
 def gpu_here() -> str | None:
-    if not torch.cuda.is_available():
-        return None
     names = {card.data_sheet: gpu for gpu, card in GPUS.items()}
-    return data_sheet(names, torch.cuda.get_device_name())
+    return data_sheet(names, torch.cuda.get_device_name()) if torch.cuda.is_available() else None
 
 
 def batch_words(planned: Planned, peak: int, card: Card) -> str:
@@ -296,7 +284,10 @@ def main(options: Options) -> None:
         f"{dtype_name(first.dtype)}; one step, eager, without the CUDA graph's pool\n"
     )
     plans = {name: step_bytes(each, config.batch_size) for name, each in planned.items()}
-    memory = {name: memory_figures(plan) for name, plan in plans.items()}
+    memory = {
+        name: {words: f"{plan.get(part, 0) / GIB:,.3f}" for part, words in PARTS.items()}
+        for name, plan in plans.items()
+    }
     print(side_by_side("GiB", memory))
     if first.device == "cuda":
         card = GPUS[gpu]

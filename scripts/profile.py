@@ -28,12 +28,12 @@ import torch._inductor.config
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from config import RunConfig
-from scripts.arguments import Count, command, compose_new, default
+from scripts.arguments import Count, check_out, command, compose_new, default
 from training import build_run
 from training.loop.optimizer import set_learning_rate
 from training.loop.ranks import leave, of_environment
 from training.loop.step import Figures, Stepper, gradients, update
-from training.record.files import Row, check_writable
+from training.record.files import Row
 
 ROWS = 25
 
@@ -80,7 +80,7 @@ def main(options: Options) -> None:
     config, ranks = compose_new(*options.overrides, asked=options.overrides), of_environment()
     folder = options.out / f"rank{ranks.rank}" if ranks.several else options.out
     trace = folder / "trace.json.gz"
-    check_writable(trace, ".gz")
+    check_out(trace, ".gz")
     profiler = record(config, options.steps, options.warmup)
     leave()
     profiler.export_chrome_trace(str(trace))

@@ -42,11 +42,11 @@ from attention import BACKENDS, LIMITS, Backend, attention, dtype_name, get_back
 from attention.interface import Output
 from attention.look.trace import Trace, trace
 from conformance.cases import ADVERSARIAL, Case
-from scripts.arguments import Count, Device, Natural, command
+from scripts.arguments import Count, Device, Natural, check_out, command
 from scripts.trace_page import render_page
 from training.loop.device import DTYPES, pick_device
 from training.loop.trained import Trained, data_of, load_trained, read_run_config
-from training.record.files import check_writable, write_file
+from training.record.files import write_file
 from training.record.names import as_typed
 
 WORKED_Q = [
@@ -289,7 +289,7 @@ def table(found: Trace) -> str:
 
 @command
 def main(options: Options) -> None:
-    check_writable(options.out, ".html")
+    check_out(options.out, ".html")
     call, backend, replay = look(options)
     text = {
         "headline": headline(call, backend),

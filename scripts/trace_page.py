@@ -11,6 +11,7 @@ from torch import Tensor
 from attention.look.trace import Step, Trace
 
 MAX_NUMBERS = 200_000  # about 1.5 MB of page
+FIGURES = ("scores", "p", "alpha", "row_max", "row_sum", "out")  # of a step
 
 TEMPLATE = Path(__file__).with_name("trace.html")
 SCRIPT = TEMPLATE.with_name("trace.js")
@@ -59,16 +60,8 @@ def lane(step: Step | None, error: Tensor, kept: slice) -> dict[str, Any] | None
     """One backend's numbers for one tile; None if it skips the tile."""
     if step is None:
         return None
-    figures = {
-        "scores": step.scores,
-        "p": step.p,
-        "alpha": step.alpha,
-        "row_max": step.row_max,
-        "row_sum": step.row_sum,
-        "acc": step.acc.abs().amax(-1),
-        "out": step.out,
-        "error": error,
-    }
+    figures = {name: getattr(step, name) for name in FIGURES}
+    figures |= {"acc": step.acc.abs().amax(-1), "error": error}
     shown: dict[str, Any] = {name: numbers(x[kept]) for name, x in figures.items()}
     # the mask's -inf becomes null
     shown["scores"] = [[None if x == "-inf" else x for x in row] for row in shown["scores"]]

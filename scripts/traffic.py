@@ -3,8 +3,7 @@ bytes of a tile on the chip.
 
 The count of 4 N D that is often printed for a fused kernel has q, k, v and out once. But a query
 tile must see every key it attends to, so K and V are read again for each query tile: 2 N D + N D *
-N / block_q. With the largest tile that a memory of M elements allows, that is Theta(N^2 D^2 / M)
-(Dao et al., "FlashAttention", 2022, theorem 2). A second-level cache may serve the repeats; this
+N / block_q (Dao et al., "FlashAttention", 2022). A second-level cache may serve the repeats; this
 counts all requests.
 """
 
@@ -89,13 +88,6 @@ def tile_loop(call: Call, *, block_q: int = 128, block_kv: int = 64) -> int:
     accumulators = 7 * keys / block_kv * rows * call.head_dim * 4
     copies = 4 * keys * call.head_dim * 4  # of K and V in float32
     return round(fused(call, block_q=block_q, block_kv=block_kv) + scores + accumulators + copies)
-
-
-def lower_bound(call: Call, shared_bytes: int) -> float:
-    """N^2 D^2 / M in bytes: no exact attention is of a lower order for every M (Dao et al.,
-    proposition 3). M is the elements that fit on the chip.
-    """
-    return call.scores * call.head_dim**2 * call.element**2 / shared_bytes
 
 
 def tile_bytes(block_q: int, block_kv: int, head_dim: int, element: int) -> tuple[int, int]:

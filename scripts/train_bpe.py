@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Annotated
 
 from data.tokenizer import PATTERN, RANKS_FILE
-from scripts.arguments import command
-from training.record.files import check_writable, write_file
+from scripts.arguments import check_out, command
+from training.record.files import write_file
 
 Pair = tuple[int, int]
 BYTES = 256  # the first tokens, so that any text can be encoded
@@ -120,7 +120,7 @@ def main(options: Options) -> None:
     from config import DataConfig
     from data.corpora import Corpus
 
-    check_writable(options.out, options.out.suffix)
+    check_out(options.out, options.out.suffix)
     texts = (document.text for document in Corpus(DataConfig(source="stdlib")).documents())
     vocab = train(count_pretokens(texts), options.vocab_size)
     write_file(options.out, "".join(rank_lines(vocab)))

@@ -1,43 +1,39 @@
 """Measure which tiles the Triton kernels are fastest with on this GPU, and print the table to paste
 into attention/kernels/tiles.json.
 
-    python -m scripts.tune head_dim=64,128 seconds=300
+    python -m scripts.tune kernel=forward head_dim=64
 
 Arguments are key=value, lists with commas; all have a default:
 
     kernel    of forward, dkdv, dkdv_general, dq (all)
     head_dim  of 64, 128, 256 (64,128)
-    seconds   time for all of it (300)
 
-Tiles are timed in bfloat16 over 16,384 tokens with heads * head_dim = 2048, at 1,024 and 16,384
-tokens per sequence: causal, not causal, with a window and with a softcap. dkdv_general has grouped
-heads too. The best geometric mean of the times wins. A tile that one of the calls cannot take, as
-for want of shared memory, is not timed. The clock of a shared GPU varies, so the current tile is
-timed again with every candidate. The decoding kernel keeps its tiles.
+Each kernel and head_dim takes minutes. Tiles are timed in bfloat16 over 16,384 tokens with heads *
+head_dim = 2048, at 1,024 and 16,384 tokens per sequence: causal, not causal, with a window and with
+a softcap. dkdv_general has grouped heads too. The best geometric mean of the times wins. A tile
+that one of the calls cannot take, as for want of shared memory, is not timed. The clock of a shared
+GPU varies, so the current tile is timed again with every candidate. The decoding kernel keeps its
+tiles.
 """
 
 import itertools
 import json
 import os
-import re
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from statistics import geometric_mean, median
 from typing import Any, Literal
 
 import torch
 
-from attention import attention, get_backend
+from attention import get_backend
 from attention.kernels.tiles import TILES, Tile, table_for
 from scripts.arguments import command, default
-from scripts.attention_call import seconds
+from scripts.attention_call import Call, seconds
 
 LENGTHS = (1024, 16384)
 TOKENS, WIDTH = 16384, 2048
 GROUPS, WINDOW, SOFTCAP = 4, 512, 50.0
-HEAD_DIMS = (64, 128, 256)
 KERNELS = ("forward", "dkdv", "dkdv_general", "dq")
 GPU = torch.device("cuda")
 PORTABLE = get_backend("triton", kernel="portable")
@@ -46,12 +42,7 @@ PORTABLE = get_backend("triton", kernel="portable")
 @dataclass
 class Options:
     kernel: list[Literal[KERNELS]] = default(*KERNELS)
-    head_dim: list[int] = default(64, 128)
-    seconds: float = 300
-
-    def __post_init__(self) -> None:
-        for head_dim in set(self.head_dim) - set(HEAD_DIMS):
-            raise ValueError(f"head_dim={head_dim} is not one of: {HEAD_DIMS}")
+    head_dim: list[Literal["64", "128", "256"]] = default("64", "128")
 
 
 def candidates(kernel: str, head_dim: int) -> Iterator[Tile]:
@@ -68,22 +59,16 @@ def candidates(kernel: str, head_dim: int) -> Iterator[Tile]:
 
 def workloads(kernel: str, head_dim: int) -> list[Callable[[], Any]]:
     """Calls whose time depends on the kernel's tile, one at least for each of its variants."""
-    calls, heads = [], WIDTH // head_dim
-    kv_heads = max(heads // GROUPS, 1) if kernel == "dkdv_general" else heads
-    plain = [{"causal": True}, {"causal": False}]
-    general = [{"window": WINDOW}, {"softcap": SOFTCAP}]
+    plain, general = [{}, {"causal": False}], [{"window": WINDOW}, {"softcap": SOFTCAP}]
     masks = {"dkdv": plain, "dkdv_general": general}.get(kernel, plain + general)
+    shape = {"heads": WIDTH // head_dim, "head_dim": head_dim, "causal": True}
+    if kernel == "dkdv_general":
+        shape["groups"] = GROUPS
+    calls = []
     for length, mask in itertools.product(LENGTHS, masks):
-        q, k, v, d_out = (
-            torch.randn(TOKENS // length, length, n, head_dim, device=GPU, dtype=torch.bfloat16)
-            for n in (heads, kv_heads, kv_heads, heads)
-        )
-        tensors = [x.transpose(1, 2).requires_grad_(kernel != "forward") for x in (q, k, v)]
-        call = partial(attention, *tensors, backend=PORTABLE, **mask)
-        if kernel != "forward":
-            whole = call().out, tensors, d_out.transpose(1, 2)
-            call = partial(torch.autograd.grad, *whole, retain_graph=True)
-        calls.append(call)
+        size = {"batch": TOKENS // length, "seq_len": length}
+        call = Call(PORTABLE, shape | size | mask, device=GPU, dtype=torch.bfloat16)
+        calls.append(call.passes()["forward" if kernel == "forward" else "backward"])
     return calls
 
 
@@ -95,17 +80,12 @@ def use_tile(tile: Tile, kernel: str, head_dim: int, table: dict[str, Any]) -> N
     launch.constants.cache_clear()
 
 
-def tune(kernel: str, head_dim: int, table: dict[str, Any], until: float) -> None:
+def tune(kernel: str, head_dim: int, table: dict[str, Any]) -> None:
     """Put the fastest tile into the table, in place."""
     where = f"{kernel} D={head_dim}"
     before = Tile(*table["16-bit"][kernel][str(head_dim)])
-    calls, best = workloads(kernel, head_dim), (1.0, before)
+    calls, found = workloads(kernel, head_dim), [(1.0, before)]
     for tile in candidates(kernel, head_dim):
-        if time.monotonic() > until:
-            print(f"{where}: out of time", flush=True)
-            break
-        if tile == before:
-            continue
         use_tile(tile, kernel, head_dim, table)
         try:
             for call in calls:  # compiles it
@@ -120,19 +100,12 @@ def tune(kernel: str, head_dim: int, table: dict[str, Any], until: float) -> Non
                 use_tile(each, kernel, head_dim, table)
                 times.append(median(seconds(call, repeats=12, device=GPU)))
             ratios.append(times[1] / times[0])
-        best = min(best, (geometric_mean(ratios), tile))
+        found.append((geometric_mean(ratios), tile))
         each_call = " ".join(f"{ratio:.3f}" for ratio in ratios)
-        mean = f"{geometric_mean(ratios):.3f} of the time of {tuple(before)}"
-        print(f"{where} {tuple(tile)}: {mean}: {each_call}", flush=True)
-    ratio, fastest = best
+        print(f"{where} {tuple(tile)}: {found[-1][0]:.3f} of the time: {each_call}", flush=True)
+    ratio, fastest = min(found)
     use_tile(fastest, kernel, head_dim, table)
     print(f"{where}: {tuple(fastest)}, {ratio:.3f} of the time of {tuple(before)}", flush=True)
-
-
-def as_in_the_file(found: dict[str, Any]) -> str:
-    """Tables as tiles.json has them, with one line per kernel."""
-    text = json.dumps(found, indent=1)
-    return re.sub(r"\{[^{}]*\}", lambda part: json.dumps(json.loads(part[0])), text)
 
 
 @command
@@ -144,16 +117,14 @@ def main(options: Options) -> None:
     properties = torch.cuda.get_device_properties(0)
     capability = properties.major, properties.minor
     table = table_for(capability, properties.shared_memory_per_block_optin)
-    shapes = list(itertools.product(options.kernel, options.head_dim))
-    start = time.monotonic()
-    for i, (kernel, head_dim) in enumerate(shapes, 1):
-        tune(kernel, head_dim, table, start + options.seconds * i / len(shapes))
+    for kernel, head_dim in itertools.product(options.kernel, options.head_dim):
+        tune(kernel, int(head_dim), table)
     table["how"] = (
         f"measured on an {properties.name}, torch {torch.__version__}, triton "
-        f"{triton.__version__}, head_dim {options.head_dim}"
+        f"{triton.__version__}, head_dim {', '.join(options.head_dim)}"
     )
     print(f"\npaste into {TILES}, and run the tests of attention/kernels on this GPU:\n")
-    print(as_in_the_file({f"sm_{capability[0]}{capability[1]}": table}))
+    print(json.dumps({f"sm_{capability[0]}{capability[1]}": table}, indent=1))
 
 
 if __name__ == "__main__":

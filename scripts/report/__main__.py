@@ -15,12 +15,11 @@ The arguments are sweeps, runs, or folders of either, and
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.arguments import command
-from scripts.report.doubts import doubts
+from scripts.arguments import check_out, command
 from scripts.report.page import render
 from scripts.report.ranking import best_first, rank
 from scripts.report.runs import load_runs
-from training.record.files import check_writable, write_file
+from training.record.files import write_file
 from training.record.runs import not_started
 
 
@@ -35,15 +34,14 @@ class Options:
 def main(options: Options) -> None:
     out = options.out or options.paths[0] / "report.html"
     runs = load_runs(options.paths)
-    check_writable(out, ".html")
+    check_out(out, ".html")
     rankings = rank(runs, options.baseline)
     runs = best_first(runs, rankings)
     left_out = sum(len(not_started(folder)) for folder in options.paths)
-    texts = doubts(runs, left_out=left_out)
-    page = render(runs, rankings, texts, folder=options.paths[0].resolve().name)
+    page = render(runs, rankings, left_out=left_out, folder=options.paths[0].resolve().name)
     # a name may hold half a character, which no file can
     write_file(out, page.encode(errors="replace"))
-    print(f"{len(runs)} run{'s' * (len(runs) != 1)}: {out}")
+    print(f"runs: {len(runs)}, written: {out}")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from training.record.runs import in_order
 
 OWN, EXACT, TRAIN, SCORE = "val/loss", "val/loss_exact", "train/loss", "attention/max_score"
 ACCURACY, PEAK, SPEED = "val/accuracy", "memory/peak_gib", "step_tokens_per_sec"
+COSTS = {PEAK: "Peak memory, GiB", SPEED: "Tokens per second, the steps alone"}
 OVERFLOWS = [
     {"name": "exp overflows float16", "value": min(LIMITS.values())},
     {"name": "exp overflows float32 and bfloat16", "value": max(LIMITS.values())},
@@ -42,8 +43,8 @@ SHAPES = (
     "M0,-1L.27,-.33L.95,-.31L.42,.13L.59,.81L0,.42L-.59,.81L-.42,.13L-.95,-.31L-.27,-.33Z",  # star
 )
 CROSS = "M-1,-.7L-.7,-1L0,-.3L.7,-1L1,-.7L.3,0L1,.7L.7,1L0,.3L-.7,1L-1,.7L-.3,0Z"
-# dashed for attention that is broken on purpose; the second where a colour comes twice
-DASHES = {False: ([1, 0], [10, 3, 2, 3]), True: ([6, 4], [2, 3])}
+# dashed for attention that is broken on purpose
+DASHES = {False: [1, 0], True: [6, 4]}
 
 # the wheel alone scrolls the page, and so does a finger
 ZOOM = alt.selection_interval(
@@ -79,10 +80,10 @@ def looks_of(runs: list[Run]) -> Looks:
     defects = {run.attention for run in runs if run.is_defect}
     looks = {}
     for variant in dict.fromkeys(run.variant for run in runs):
-        again, hue = divmod(places[variant], len(HUES))
-        is_defect = attentions[variant] in defects
-        shape = SHAPES[places[variant] % len(SHAPES)]
-        looks[variant] = Look(hue, DASHES[is_defect][again % 2], shape, is_defect)
+        place, is_defect = places[variant], attentions[variant] in defects
+        # where a colour comes twice, the shapes differ
+        hue, shape = place % len(HUES), SHAPES[place % len(SHAPES)]
+        looks[variant] = Look(hue, DASHES[is_defect], shape, is_defect)
     return looks
 
 
@@ -124,10 +125,9 @@ def _thinned(curves: Curves, choose: Callable[[list[float]], float]) -> Curves:
     """Chooses one value of several where a run has very many."""
     thinned = {}
     for run, curve in curves.items():
-        tokens, values = list(curve), list(curve.values())
-        size = ceil(len(curve) / BUCKETS) or 1
-        parts = [slice(start, start + size) for start in range(0, len(curve), size)]
-        thinned[run] = {tokens[part][-1]: choose(values[part]) for part in parts}
+        points, size = list(curve.items()), ceil(len(curve) / BUCKETS) or 1
+        parts = (points[start : start + size] for start in range(0, len(points), size))
+        thinned[run] = {part[-1][0]: choose([value for _, value in part]) for part in parts}
     return thinned
 
 
@@ -163,8 +163,10 @@ def _curve_data(curves: Curves, looks: Looks, highest: float) -> dict[str, list[
     """The curves, the means of variants, and where runs ended early: crosses, `highest` at most."""
     points, means, ends = [], [], []
     # broken ones last: dashes over a solid line show both
-    for variant in sorted(looks, key=lambda name: looks[name].is_defect):
+    for number, variant in enumerate(sorted(looks, key=lambda name: looks[name].is_defect)):
         own = {run: curve for run, curve in curves.items() if run.variant == variant and curve}
+        if not own:
+            continue
         for run, curve in own.items():
             row = {"variant": variant, "seed": run.seed}
             points.append(row | _columns(curve))
@@ -173,13 +175,14 @@ def _curve_data(curves: Curves, looks: Looks, highest: float) -> dict[str, list[
                 row |= {"tokens": tokens, "value": value, "ended": run.ending}
                 ends.append(row | {"at": min(value, highest)})
         # the mean of the seeds that are left would jump where one ends
-        common = sorted(set.intersection(*map(set, own.values()))) if own else []
+        common = sorted(set.intersection(*map(set, own.values())))
         values = {tokens: [curve[tokens] for curve in own.values()] for tokens in common}
         row = {"variant": variant} | _columns({x: fmean(ys) for x, ys in values.items()})
         row |= {"low": [*map(min, values.values())], "high": [*map(max, values.values())]}
         # curves that coincide have their markers at different places
-        start, every = list(looks).index(variant) % 2, ceil(len(common) / MARKERS) or 1
-        means.append(row | {"marked": [i % every == start % every for i in range(len(common))]})
+        every = ceil(len(common) / MARKERS) or 1
+        marked = [(i + number % 2) % every == 0 for i in range(len(common))]
+        means.append(row | {"marked": marked})
     return {"points": points, "means": means, "ends": ends}
 
 
@@ -219,12 +222,13 @@ def curve_chart(
     means = _shown("means", looks).encode(x, y)
     marked = means.transform_filter("datum.marked").mark_point(size=34, filled=True, clip=True)
     dots = seeds.mark_point(size=90, filled=True, clip=True).add_params(near, ZOOM)
+    dash, shape = _dash_and_shape(looks)
     layers = [
         means.mark_area(fillOpacity=0.13, clip=True).encode(y="low:Q", y2="high:Q"),
         seeds.mark_line(strokeWidth=1, strokeOpacity=0.35, clip=True),
-        means.mark_line(strokeWidth=2.2, strokeJoin="round", clip=True).encode(_dash(looks)),
-        marked.encode(_shape(looks)),
-        dots.encode(_shape(looks), opacity=nearest, tooltip=tooltip),
+        means.mark_line(strokeWidth=2.2, strokeJoin="round", clip=True).encode(dash),
+        marked.encode(shape),
+        dots.encode(shape, opacity=nearest, tooltip=tooltip),
     ]
     if data["ends"]:
         crosses = _shown("ends", looks).mark_point(shape=CROSS, size=200, filled=True)
@@ -239,67 +243,51 @@ def curve_chart(
 
 def cost_charts(runs: list[Run], looks: Looks) -> list[dict]:
     """Memory and speed: against the length if there are several, else by variant."""
-    titles = {PEAK: "Peak memory, GiB", SPEED: "Tokens per second, the steps alone"}
     lengths = sorted({run.seq_len for run in runs} - {0})
-    if len(lengths) < 2:
-        titles = {EXACT: "Final loss, exact attention"} | titles
     charts = []
-    for metric, title in titles.items():
-        dots, words = [], []
+    for metric, title in COSTS.items():
+        dots, ends = [], []
         for (variant, seq_len), own in grouped(runs, lambda x: (x.variant, x.seq_len)).items():
             row = {"variant": variant, "seq_len": seq_len}
             values = [(run.seed, value) for run in own for value in measured([run], metric)]
             dots += [row | {"seed": seed, "value": value} for seed, value in values]
-            if not values:
-                words.append(row | {"ended": ", ".join(sorted({run.status for run in own}))})
+            if not values and metric == PEAK:
+                ends.append(row | {"ended": own[0].status})
         axis = alt.Axis(format=".3~s" if metric == SPEED else "~r", tickCount=4)
-        if len(lengths) > 1:
-            layers, height = _by_length(looks, axis, lengths), 300
-        else:
-            layers, height = _by_variant(looks, axis, zero=metric != EXACT), 26 * len(looks)
-        # without words their layer has no axis, and a speed that is missing is at no edge
-        if not words or (metric == SPEED and len(lengths) > 1):
-            layers = layers[:-1]
+        layers = _cost_layers(looks, axis, lengths)
+        # without rows, the layer of the crosses has no axis
+        layers = layers if ends else layers[:-1]
+        height = 300 if len(lengths) > 1 else 26 * len(looks)
         if dots:
-            charts.append(_spec(layers, {"dots": dots, "words": words}, title, height))
+            charts.append(_spec(layers, {"dots": dots, "ends": ends}, title, height))
     return charts
 
 
-def _by_variant(looks: Looks, axis: alt.Axis, *, zero: bool) -> list[alt.Chart]:
-    """A dot for each seed and a line from the least to the most; a word where there is none."""
-    x = alt.X("value:Q", axis=axis, scale=alt.Scale(zero=zero, padding=8, nice=False))
-    y = alt.Y("variant:N", scale=alt.Scale(domain=list(looks)))
-    y = y.axis(grid=True, labelLimit=130)
-    dots = _shown("dots", looks).encode(y)
-    points = dots.mark_point(size=60, filled=True, fillOpacity=0.8)
-    return [
-        dots.mark_rule(strokeWidth=2).encode(x="min(value):Q", x2="max(value):Q"),
-        points.encode(x, _shape(looks), tooltip=["variant:N", "seed:N", VALUE]),
-        _visible("words").mark_text(align="left").encode(y, text="ended:N", x=alt.value(6)),
-    ]
-
-
-def _by_length(looks: Looks, axis: alt.Axis, lengths: list[int]) -> list[alt.Chart]:
-    """A dot for each seed and a line through the means, both axes logarithmic; a cross at the upper
-    edge where nothing was measured.
+def _cost_layers(looks: Looks, axis: alt.Axis, lengths: list[int]) -> list[alt.Chart]:
+    """A line for each variant, a dot for each seed, and a cross at the far edge where memory was
+    not measured. Against the length both axes are logarithmic, and a line joins the means.
     """
-    x = alt.X("seq_len:Q", scale=alt.Scale(type="log", padding=20, nice=False))
-    x = x.axis(values=lengths, format=",")
-    y = alt.Y("value:Q", axis=axis, scale=alt.Scale(type="log", nice=False, padding=20))
-    dots = _shown("dots", looks).encode(x)
-    points = dots.mark_point(size=60, filled=True)
-    crosses = _shown("words", looks).mark_point(shape=CROSS, size=200, filled=True)
-    tooltip = ["variant:N", "seq_len:Q"]
+    dots = _shown("dots", looks)
+    dash, shape = _dash_and_shape(looks)
+    if len(lengths) > 1:
+        scale = alt.Scale(type="log", padding=20, nice=False)
+        place = alt.X("seq_len:Q", scale=scale, axis=alt.Axis(values=lengths, format=","))
+        value, edge = alt.Y("value:Q", axis=axis, scale=scale), {"y": alt.value(0)}
+        lines = dots.mark_line(strokeWidth=2.2).encode(dash, y="mean(value):Q")
+    else:
+        place = alt.Y("variant:N", scale=alt.Scale(domain=list(looks)))
+        place = place.axis(grid=True, labelLimit=130)
+        scale = alt.Scale(padding=8, nice=False)
+        value, edge = alt.X("value:Q", axis=axis, scale=scale), {"x": alt.value("width")}
+        lines = dots.mark_rule(strokeWidth=2).encode(x="min(value):Q", x2="max(value):Q")
+    tooltip = ["variant:N", "seq_len:Q", "seed:N", VALUE]
+    points = dots.mark_point(size=60, filled=True, fillOpacity=0.8)
+    crosses = _shown("ends", looks).mark_point(shape=CROSS, size=200, filled=True)
     return [
-        dots.mark_line(strokeWidth=2.2).encode(_dash(looks), y="mean(value):Q"),
-        points.encode(y, _shape(looks), tooltip=[*tooltip, "seed:N", VALUE]),
-        crosses.encode(x, y=alt.value(0), tooltip=[*tooltip, "ended:N"]),
+        lines.encode(place),
+        points.encode(place, value, shape, tooltip=tooltip),
+        crosses.encode(place, **edge, tooltip=["variant:N", "ended:N"]),
     ]
-
-
-def _visible(data: str) -> alt.Chart:
-    chart = alt.Chart(alt.NamedData(data))
-    return chart.transform_filter("indexof(hidden, datum.variant) < 0")
 
 
 def _shown(data: str, looks: Looks) -> alt.Chart:
@@ -307,20 +295,19 @@ def _shown(data: str, looks: Looks) -> alt.Chart:
     near = alt.when("focus === null || focus === datum.variant").then(alt.value(1))
     # the page puts its colours in the order of the variants
     color = _look(alt.Color, looks, alt.Undefined)
-    return _visible(data).encode(color, opacity=near.otherwise(alt.value(0.15)))
+    visible = alt.Chart(alt.NamedData(data)).transform_filter("indexof(hidden, datum.variant) < 0")
+    return visible.encode(color, opacity=near.otherwise(alt.value(0.15)))
+
+
+def _dash_and_shape(looks: Looks) -> tuple[alt.StrokeDash, alt.Shape]:
+    dashes, shapes = zip(*((look.dash, look.shape) for look in looks.values()), strict=True)
+    return _look(alt.StrokeDash, looks, dashes), _look(alt.Shape, looks, shapes)
 
 
 def _look(channel: type, looks: Looks, values: Any) -> Any:
+    """A channel with a value for each variant, in their order."""
     scale = alt.Scale(domain=list(looks), range=values)
     return channel("variant:N", scale=scale, legend=None)
-
-
-def _dash(looks: Looks) -> alt.StrokeDash:
-    return _look(alt.StrokeDash, looks, [look.dash for look in looks.values()])
-
-
-def _shape(looks: Looks) -> alt.Shape:
-    return _look(alt.Shape, looks, [look.shape for look in looks.values()])
 
 
 def _spec(

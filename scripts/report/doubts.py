@@ -5,7 +5,7 @@ from training.record.names import belies_exact
 from training.record.starts import changes_in_words
 
 
-def doubts(runs: list[Run], *, left_out: int = 0) -> list[str]:
+def doubts(runs: list[Run], left_out: int) -> list[str]:
     """A sentence for each. left_out: the number of jobs that never started."""
     texts = []
     belied = {run.variant: run for run in runs if belies_exact(run.summary)}
@@ -16,10 +16,9 @@ def doubts(runs: list[Run], *, left_out: int = 0) -> list[str]:
             f"same weights under exact attention {exact:.3f}."
         )
     if left_out:
-        jobs = "1 job" if left_out == 1 else f"{left_out} jobs"
         texts.append(
-            f"{jobs} of the sweep never started: the same command with hydra.sweep.dir=FOLDER goes "
-            "on with what is left."
+            f"Of the sweep's jobs, {left_out} never started: the same command with "
+            "hydra.sweep.dir=FOLDER goes on with what is left."
         )
     if len({run.data for run in runs} - {"None"}) > 1:
         # the fingerprint includes the tokenizer

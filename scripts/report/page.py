@@ -12,34 +12,36 @@ from functools import cache
 from hashlib import sha256
 from html import escape
 from pathlib import Path
-from statistics import fmean, stdev
 from string import Template
 
 import vl_convert
 
 from scripts.report.charts import Look, Looks, cost_charts, looks_of, loss_charts, score_chart
+from scripts.report.doubts import doubts
 from scripts.report.ranking import Ranking, verdict
 from scripts.report.runs import Run, completed, measured
-from scripts.tables import grouped
+from scripts.tables import grouped, mean_and_deviation
 from training.record.palette import HUES
 from training.record.runs import remark
 
-# what stands above a column, the format of its means, and of their spread
+# what stands above a column, and the format of its means
 COLUMNS = {
-    "val/loss": ("val/loss", ".3f", ".3f"),
-    "val/loss_exact": ("val/loss_exact", ".3f", ".3f"),
-    "val/bpb": ("val/bpb", ".3f", ".3f"),
-    "val/bpb_exact": ("val/bpb_exact", ".3f", ".3f"),
-    "val/accuracy": ("accuracy", ".1%", ".1%"),
-    "val/accuracy_exact": ("accuracy, exact", ".1%", ".1%"),
-    "memory/peak_gib": ("peak GiB", ".3g", ".1g"),
-    "tokens_per_sec": ("tokens/s", ",.0f", ",.0f"),
-    "step_tokens_per_sec": ("steps alone", ",.0f", ",.0f"),
+    "val/loss": ("val/loss", "{:.3f}"),
+    "val/loss_exact": ("val/loss_exact", "{:.3f}"),
+    "val/bpb": ("val/bpb", "{:.3f}"),
+    "val/bpb_exact": ("val/bpb_exact", "{:.3f}"),
+    "val/accuracy": ("accuracy", "{:.1%}"),
+    "val/accuracy_exact": ("accuracy, exact", "{:.1%}"),
+    "memory/peak_gib": ("peak GiB", "{:.3g}"),
+    "tokens_per_sec": ("tokens/s", "{:,.0f}"),
+    "step_tokens_per_sec": ("steps alone", "{:,.0f}"),
 }
 
 
-def render(runs: list[Run], rankings: list[Ranking], doubts: list[str], *, folder: str) -> str:
-    """The page about `runs`, which are in the order of its rows. folder: the name of theirs."""
+def render(runs: list[Run], rankings: list[Ranking], *, left_out: int, folder: str) -> str:
+    """The page about `runs`, which are in the order of its rows. left_out: the number of jobs that
+    never started. folder: the name of that of the runs.
+    """
     looks = looks_of(runs)
     several = len({ranking.seq_len for ranking in rankings}) > 1
     verdicts = [verdict(ranking, at_length=several) for ranking in rankings]
@@ -55,7 +57,7 @@ def render(runs: list[Run], rankings: list[Ranking], doubts: list[str], *, folde
         verdicts="".join(
             f"<h1>{escape(head)}</h1><p class=lead>{escape(text)}</p>" for head, text in verdicts
         ),
-        doubts="".join(f"<li>{escape(text)}</li>" for text in doubts),
+        doubts="".join(f"<li>{escape(text)}</li>" for text in doubts(runs, left_out)),
         variants=_variants(runs, rankings, looks),
         legend="".join(_button(*item) for item in looks.items()) if len(looks) > 1 else "",
         charts=_charts(runs, rankings, looks),
@@ -78,8 +80,8 @@ def _checksum(script: str) -> str:
 
 def _summary(runs: list[Run], folder: str) -> str:
     variants, seeds = {run.variant for run in runs}, {run.seed for run in runs}
-    words = [_statuses(runs), f"variants {len(variants)}", f"seeds {len(seeds)}", folder]
-    return " · ".join(words)
+    counts = f"variants {len(variants)} · seeds {len(seeds)}"
+    return f"{_statuses(runs)} · {counts} · {folder}"
 
 
 def _statuses(runs: list[Run]) -> str:
@@ -109,32 +111,26 @@ def _variants(runs: list[Run], rankings: list[Ranking], looks: Looks) -> str:
     if len({run.data for run in runs}) == 1:  # bits per byte are the loss times a constant
         columns = {name: each for name, each in columns.items() if "bpb" not in name}
     several = len({run.seq_len for run in runs}) > 1
-    heads = ["variant", *["seq_len"] * several, "status", "beside baseline"]
-    heads += [head for head, *_ in columns.values()]
     body = ""
     for (seq_len, variant), own in grouped(runs, lambda run: (run.seq_len, run.variant)).items():
-        cells = [f"{seq_len:,}"] * several
-        cells += [escape(_statuses(own)), _beside(rankings, own[0])]
-        for name, (_, form, spread) in columns.items():
-            cells.append(_mean(measured(completed(own), name), form, spread))
+        cells = {"seq_len": f"{seq_len:,}"} if several else {}
+        cells["status"] = _statuses(own)
+        if len(looks) > 1:
+            cells["beside baseline"] = _beside(rankings, own[0])
+        for name, (head, form) in columns.items():
+            cells[head] = mean_and_deviation(measured(completed(own), name), form)
         note = "<small>broken on purpose</small>" if looks[variant].is_defect else ""
         row = f"<th>{_button(variant, looks[variant])}{note}</th>"
-        for head, cell in zip(heads[1:], cells, strict=True):
-            row += f'<td data-label="{head}">{cell}</td>'
+        for head, cell in cells.items():
+            row += f'<td data-label="{head}">{_small_spread(cell)}</td>'
         body += f'<tr data-variant="{escape(variant)}">{row}</tr>'
-    head = "".join(f"<th><button>{head}</button></th>" for head in heads)
+    head = "".join(f"<th><button>{head}</button></th>" for head in ("variant", *cells))
     return f"<table class=sortable><thead><tr>{head}</tr></thead>{body}</table>"
 
 
-def _mean(values: list[float], form: str, spread: str) -> str:
-    if not values:
-        return "–"
-    mean = f"{fmean(values):{form}}"
-    return mean + (_small(f"{stdev(values):{spread}}") if len(values) > 1 else "")
-
-
-def _small(spread: str) -> str:
-    return f" <small>±&nbsp;{spread}</small>"
+def _small_spread(text: str) -> str:
+    mean, sign, spread = escape(text).partition(" ± ")
+    return f"{mean} <small>±&nbsp;{spread}</small>" if sign else mean
 
 
 def _beside(rankings: list[Ranking], run: Run) -> str:
@@ -145,9 +141,9 @@ def _beside(rankings: list[Ranking], run: Run) -> str:
             if run.variant == baseline:
                 return "baseline"
             found = ranking.difference(run.variant, baseline)
-            half = "" if found.half is None else _small(f"{found.half:.3f}")
+            half = "" if found.half is None else f" ± {found.half:.3f}"
             return f"{found.mean:+z.3f}{half}"
-    return "–"
+    return "-"
 
 
 def _charts(runs: list[Run], rankings: list[Ranking], looks: Looks) -> str:
@@ -160,11 +156,11 @@ def _charts(runs: list[Run], rankings: list[Ranking], looks: Looks) -> str:
         parts.append(_grid(f"Loss{where}", charts, note))
         scores += score_chart(own, looks, f"Largest score{where}")
     if len(runs) > 1:
-        parts.append(_grid("Memory and speed", cost_charts(runs, looks), kind="small"))
+        parts.append(_grid("Memory and speed", cost_charts(runs, looks)))
     return "".join([*parts, _grid("Largest scores", scores)])
 
 
-def _grid(title: str, charts: list[dict], note: str = "", kind: str = "") -> str:
+def _grid(title: str, charts: list[dict], note: str = "") -> str:
     if not charts:
         return ""
     figures = ""
@@ -175,7 +171,7 @@ def _grid(title: str, charts: list[dict], note: str = "", kind: str = "") -> str
             f'<script type="application/json">{spec}</script></div></figure>'
         )
     note = f"<p class=hint>{escape(note)}</p>" if note else ""
-    return f'<h2>{escape(title)}</h2>{note}<div class="charts {kind}">{figures}</div>'
+    return f"<h2>{escape(title)}</h2>{note}<div class=charts>{figures}</div>"
 
 
 def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -203,8 +199,8 @@ def _endings(runs: list[Run]) -> str:
 
 def _sources(runs: list[Run]) -> str:
     """Every run, and where it ran."""
-    rows = [[run.place, run.name, run.ending, "; ".join(run.damages)] for run in runs]
-    parts = [_table(["folder", "run", "ended", "what is wrong"], rows)]
+    rows = [[run.place, run.name, run.ending] for run in runs]
+    parts = [_table(["folder", "run", "ended"], rows)]
     for facts, own in grouped(runs, _where).items():
         names = ", ".join(run.name for run in own) if len(own) < len(runs) else "All runs"
         parts.append(f"<p>{escape(names)}</p><pre>{escape(facts)}</pre>")

@@ -17,14 +17,9 @@ from training.record.runs import in_order
 # Student's t for 95% intervals, from one degree of freedom on; the last one is used for all above
 T95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 # the baseline is the first of these with runs, else any exact attention
-BASELINES = ("naive", "sdpa", "tiled")
+BASELINES = {"naive": 0, "sdpa": 1, "tiled": 2}
 
 Losses = dict[str, dict[str, float]]  # loss by variant and seed
-
-
-def student(count: int) -> float:
-    """Student's t of a 95% interval from `count` values, two or more."""
-    return T95[min(count - 1, len(T95)) - 1]
 
 
 class Difference(NamedTuple):
@@ -36,10 +31,6 @@ class Difference(NamedTuple):
     @property
     def is_clear(self) -> bool:
         return self.half is not None and abs(self.mean) > self.half
-
-    def interval(self) -> str:
-        """Of several seeds."""
-        return f"{self.mean - self.half:+z.3f} to {self.mean + self.half:+z.3f}"
 
 
 @dataclass
@@ -61,40 +52,34 @@ class Ranking:
     def seeds(self) -> int:
         return len(self.losses[self.best])
 
-    @property
-    def level(self) -> list[str]:
-        """Variants that these seeds cannot distinguish from the best one."""
-        others = list(self.losses)[1:]
-        return [name for name in others if not self.difference(name, self.best).is_clear]
-
     def difference(self, variant: str, other: str) -> Difference:
         """How much higher the loss of `variant` is than that of `other`."""
         seeds = self.losses[other]
         values = [self.losses[variant][seed] - seeds[seed] for seed in seeds]
         if len(values) == 1:
             return Difference(values[0], None)
-        return Difference(fmean(values), student(len(values)) * stdev(values) / sqrt(len(values)))
+        student = T95[min(len(values) - 1, len(T95)) - 1]
+        return Difference(fmean(values), student * stdev(values) / sqrt(len(values)))
 
 
 def rank(runs: list[Run], baseline: str | None = None) -> list[Ranking]:
     """One ranking for each set of comparable runs: short lengths first, and for each length softmax
     attention first. Raises ValueError for a baseline that is no variant.
     """
-    names = ", ".join(dict.fromkeys(run.variant for run in runs))
-    if baseline not in {None, *(run.variant for run in runs)}:
-        raise ValueError(f"baseline={baseline} is no variant of these runs; they are: {names}")
+    variants = dict.fromkeys(run.variant for run in runs)
+    if baseline is not None and baseline not in variants:
+        raise ValueError(f"baseline={baseline} is none of the variants: {', '.join(variants)}")
     judged = [run for run in completed(runs) if run.figure(run.judged_by) is not None]
     rankings = []
     for _, group in sorted(grouped(judged, lambda run: run.compares_by).items()):
-        softmax = [run for run in group if run.is_softmax]
-        others = [run for run in group if not run.is_softmax]
-        first = _ranking("val/loss_exact", softmax, baseline) if softmax else None
-        if first:
-            rankings.append(first)
-        if others:
-            # for exact attention, the own loss is the exact loss
-            reference = [run for run in softmax if first and run.variant == first.baseline]
-            rankings.append(_ranking("val/loss", others + reference, baseline))
+        reference: list[Run] = []
+        for metric in ("val/loss_exact", "val/loss"):
+            own = [run for run in group if run.judged_by == metric]
+            if own:
+                ranking = _ranking(metric, own + reference, baseline)
+                rankings.append(ranking)
+                # for exact attention, the own loss is the exact loss
+                reference = [run for run in own if run.variant == ranking.baseline]
     return rankings
 
 
@@ -123,8 +108,7 @@ def _ranking(metric: str, runs: list[Run], baseline: str | None) -> Ranking:
         if seeds <= own.keys()
     ]
     ranked = dict(sorted(ranked, key=lambda item: (fmean(item[1].values()), item[0])))
-    exact = [run for run in runs if run.is_softmax and not run.is_defect]
-    exact = [run for run in exact if run.variant in ranked]
+    exact = [run for run in runs if run.is_softmax and not run.is_defect and run.variant in ranked]
     return Ranking(
         metric,
         runs[0].seq_len,
@@ -149,8 +133,7 @@ def common_seeds(losses: Losses) -> set[str]:
 
 def pick_baseline(exact: list[Run]) -> str | None:
     def place(run: Run) -> tuple:
-        known = run.attention in BASELINES
-        return BASELINES.index(run.attention) if known else len(BASELINES), in_order(run.variant)
+        return BASELINES.get(run.attention, len(BASELINES)), in_order(run.variant)
 
     return min(exact, key=place).variant if exact else None
 
@@ -162,8 +145,8 @@ def verdict(ranking: Ranking, *, at_length: bool) -> tuple[str, str]:
     where = f" at {ranking.seq_len:,} tokens of context" if at_length else ""
     where += ", not softmax" if metric == "val/loss" else ""
     after = f"After {ranking.tokens:,.0f} tokens, " if ranking.tokens else ""
-    others = ", ".join(ranking.unranked)
-    unranked = f" Not ranked, for want of the same seeds: {others}." if others else ""
+    lacking = ", ".join(ranking.unranked)
+    unranked = f" Not ranked, for want of the same seeds: {lacking}." if lacking else ""
     if ranking.seeds == 1:
         head = f"One seed: no winner{where}" if len(losses) > 1 else f"{best}{where}"
         order = ", ".join(f"{mean} of {name}" for name, mean in means.items())
@@ -173,16 +156,15 @@ def verdict(ranking: Ranking, *, at_length: bool) -> tuple[str, str]:
     if len(losses) == 1:
         return f"{best}{where}", f"{text}.{unranked}"
     head = f"{best} is best{where}"
-    if level := ranking.level:
+    others = list(losses)[1:]
+    if level := [name for name in others if not ranking.difference(name, best).is_clear]:
         head = f"No winner{where}"
         text = f"{after}{ranking.seeds} seeds do not tell {best} from {', '.join(level)}."
         text += f" {best} has {spread}"
-    if ranking.baseline in (None, best):
-        second = list(losses)[1]
-        found = ranking.difference(second, best)
-        known = "the baseline; " if ranking.baseline else ""
-        text += f", {known}the next, {second}, is {found.mean:.3f} above it"
-    else:
-        found = ranking.difference(ranking.baseline, best)
-        text += f", {found.mean:.3f} below the baseline {ranking.baseline}"
-    return head, f"{text} (paired by seed, 95%: {found.interval()}).{unranked}"
+    whose, other = "the baseline", ranking.baseline
+    if other in (None, best):
+        whose, other = "the next", others[0]
+    mean, half = ranking.difference(other, best)
+    interval = f"{mean - half:+z.3f} to {mean + half:+z.3f}"
+    text += f", {mean:.3f} below {whose}, {other} (paired by seed, 95%: {interval})"
+    return head, f"{text}.{unranked}"

@@ -14,8 +14,6 @@ from training.record.names import belies_exact, name_runs
 from training.record.runs import is_stale, remark
 
 Curve = dict[float, float]  # values by tokens
-# what a summary that is read raises where its values are of other types
-MISTYPED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 @dataclass(eq=False)
@@ -69,8 +67,7 @@ class Run:
     @property
     def compares_by(self) -> tuple[Any, ...]:
         """Runs with equal values here and equal seeds are comparable."""
-        trained = self.tokens or self.figure("steps_done") or 0
-        return self.seq_len, trained, self.eval_sequences, self.data
+        return self.seq_len, self.tokens, self.eval_sequences, self.data
 
     @property
     def seq_len(self) -> int:
@@ -86,8 +83,8 @@ class Run:
         return str(on.get("gpu") or on.get("cpu")) if isinstance(on, dict) else None
 
     def figure(self, name: str) -> float | None:
-        """A finite number of the summary, or None."""
-        return _number(self.summary.get(name))
+        """A finite number of the summary that a table has room for, or None."""
+        return _number(self.summary.get(name), below=1e15)
 
     def curve(self, metric: str) -> Curve:
         """Values by tokens. Leaves out whatever is no finite number."""
@@ -95,9 +92,9 @@ class Run:
         return dict(sorted((x, y) for x, y in points if None not in (x, y)))
 
 
-def _number(value: Any) -> float | None:
+def _number(value: Any, below: float = 1e300) -> float | None:
     # larger ones leave no room for an axis
-    return value if isinstance(value, (int, float)) and abs(value) < 1e300 else None
+    return value if isinstance(value, (int, float)) and abs(value) < below else None
 
 
 def completed(runs: Iterable[Run]) -> list[Run]:
@@ -141,7 +138,8 @@ def _load(path: Path, summary: Row) -> Run:
         for reader in (remark, belies_exact):
             reader(summary)
         damages += _contradictions(summary, metrics, config)
-    except MISTYPED:
+    # what a damaged or foreign file holds may break any of it
+    except Exception:
         damages.append("values in its files are of another type")
         summary = {"status": "unreadable", "dir": str(path)}
     # only a completed run has evaluated its last step
@@ -169,8 +167,7 @@ def _contradictions(summary: Row, metrics: list[Row], config: Row) -> Iterator[s
     steps = [row["step"] for row in metrics]
     gaps = list(pairwise([0, *steps, summary.get("steps_done", 0)] if ran else [0, *steps]))
     # a row is at most log_every steps after the one before it; a resume may have changed that
-    usual = config.get("log_every") if len(summary.get("starts", [])) < 2 else None
-    usual = usual or max((after - before for before, after in gaps[1:-1]), default=inf)
+    usual = config.get("log_every", inf) if len(summary.get("starts", [])) < 2 else inf
     if missing := [gap for gap in gaps if gap[1] - gap[0] > usual]:
         yield "metrics.jsonl has no row between step {:,} and {:,}".format(*missing[0])
     for name in ("val/loss", "val/loss_exact"):

@@ -126,14 +126,16 @@ def test_judges_of_ones_own(sweep, rows, tmp_path):
 
 def test_a_run_whose_weights_broke_is_left_out(sweep, tmp_path, capsys):
     """A regression test: one diverged run ended scripts.agree for its whole sweep."""
-    runs = cross_eval.trained_runs([sweep], "cpu")
+    options = cross_eval.Evaluation([sweep], device="cpu", out=tmp_path / "out.json")
+    runs = cross_eval.trained_runs(options)
 
-    def evaluate(run):
-        if run is runs[0]:
+    def evaluate(config, data, trained):
+        if config is runs[0].config:
             raise FloatingPointError("the logits are not finite")
         return [{"status": "ok"}]
 
-    rows = cross_eval.evaluate_runs(runs, tmp_path / "out.json", evaluate)
+    cross_eval.evaluate_runs(options, runs, evaluate, "unused", in_text=str)
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [row["run"] for row in rows] == [str(run.folder) for run in runs[1:]]
     assert f"left out: {runs[0].folder}" in capsys.readouterr().err
 

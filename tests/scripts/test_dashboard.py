@@ -1,13 +1,9 @@
-"""The wandb workspace: what it holds, which runs it shows, and that it is saved or refused in one
-line, without a network and without a question.
-"""
+"""The wandb workspace: what it holds, which runs it shows, and one line where it is refused."""
 
-import json
 import os
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -72,66 +68,25 @@ def test_folders_that_no_project_has_are_refused(tmp_path, monkeypatch):
     refused("mine, other")
 
 
-class Server(BaseHTTPRequestHandler):
-    """Stands in for wandb's: gives `saved` to a workspace, and keeps what was sent."""
-
-    saved: dict = {}
-    sent: list[dict] = []
-
-    def do_POST(self):
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        content = {"data": {"viewer": {"id": "1", "entity": "me", "username": "me"}}}
-        if "upsertView" in request["query"]:
-            self.sent.append(request["variables"])
-            content = self.saved
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.end_headers()
-        self.wfile.write(json.dumps(content).encode())
-
-
-def start(folder: Path, **variables: str) -> tuple[int, str, str]:
-    """Exit code, output and errors, for a user of whom only these variables are known.
-
-    In a process of its own: wandb reads its settings once. It has nothing to read, so a question
+def test_without_a_key_it_is_one_line_that_says_what_to_type(tmp_path):
+    """In a process of its own: wandb reads its settings once. It has nothing to read, so a question
     would fail it.
     """
-    beginnings = ("WANDB_", "HTTP_", "HTTPS_", "ALL_", "NO_")
-    kept = {name: x for name, x in os.environ.items() if not name.upper().startswith(beginnings)}
-    kept |= {"HOME": str(folder), "NETRC": f"{folder}/netrc", "WANDB_CONFIG_DIR": str(folder)}
-    done = processes.run(
-        *("-m", "scripts.dashboard", str(write_run(folder / "run"))), env=kept | variables
-    )
-    return done.returncode, done.stdout, done.stderr
+    kept = {name: x for name, x in os.environ.items() if not name.upper().startswith("WANDB_")}
+    kept |= {"HOME": str(tmp_path), "NETRC": f"{tmp_path}/netrc", "WANDB_CONFIG_DIR": str(tmp_path)}
+    arguments = ("-m", "scripts.dashboard", str(write_run(tmp_path / "run")))
+    done = processes.run(*arguments, env=kept)
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (1, "")
+    assert line.startswith("dashboard: ") and "wandb login" in line
 
 
-@pytest.fixture
-def server():
-    """The variables of a user with a key, for the address of a server of ours."""
-    with HTTPServer(("127.0.0.1", 0), Server) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_port}"
-        yield {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": address}
-        server.shutdown()
-
-
-def test_the_workspace_is_sent(server, tmp_path):
-    view = {"view": {"id": "1", "name": "nw-abc-v"}, "inserted": True}
-    Server.saved = {"data": {"upsertView": view}}
-    code, out, err = start(tmp_path, **server)
-    assert code == 0, err
-    (variables,) = Server.sent
-    assert (variables["entityName"], variables["projectName"]) == ("me", "mine")
-    assert "val/loss_exact" in variables["spec"] and "/me/mine?nw=abc" in out
-
-
-def test_without_a_key_or_refused_it_is_one_line(server, tmp_path):
-    Server.saved = {"errors": [{"message": "project not found"}], "data": None}
-    for variables, named in (
-        ({}, ["wandb login"]),  # what to type
-        (server | {"WANDB_ENTITY": "team"}, ["entity=team project=mine", "project not found"]),
-    ):
-        code, out, err = start(tmp_path, **variables)
-        (line,) = err.splitlines()
-        assert (code, out) == (1, "") and line.startswith("dashboard: ")
-        assert all(name in line for name in named)
+def test_it_is_saved_for_the_team_or_refused_with_its_name(monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_ENTITY", "team")
+    monkeypatch.setattr(dashboard, "check_server", lambda: None)
+    answers = iter([SimpleNamespace(url="https://its/address")])
+    workspace = SimpleNamespace(project="mine", save=lambda: next(answers))
+    dashboard.save(workspace)
+    assert workspace.entity == "team" and "https://its/address" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="entity=team project=mine"):
+        dashboard.save(workspace)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.arguments import NoOptions, command
-from training.record.files import check_writable, write_file
+from scripts.arguments import NoOptions, check_out, command
+from training.record.files import write_file
 
 
 def ending(module: str, *arguments: str) -> object:
@@ -49,10 +49,12 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     assert (tmp_path / "README.md").read_text() == "mine"
 
 
-def test_a_file_is_tried_without_being_touched(tmp_path):
+def test_a_file_is_tried_without_being_touched_and_named_if_it_is_replaced(tmp_path, capsys):
     (tmp_path / "old.json").write_text("old")
-    check_writable(tmp_path / "old.json")
-    check_writable(tmp_path / "new/x.json")
+    for name in ("old.json", "new/x.json"):
+        check_out(tmp_path / name)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(str(tmp_path / "old.json"))
     assert (tmp_path / "old.json").read_text() == "old" and os.listdir(tmp_path / "new") == []
 
 
@@ -80,11 +82,3 @@ def test_an_error_is_one_line_and_ctrl_c_exit_code_130(capsys, error, ends):
     assert ended.value.code == ends
     if ends == 130:
         assert capsys.readouterr().err.startswith("test_endings: ")
-
-
-def test_results_writes_nothing_where_it_is_given_an_argument(monkeypatch, capsys):
-    """A regression test: it took no notice of its arguments and rewrote the tracked tables."""
-    monkeypatch.setattr("lab.results.written", never)
-    import_module("lab.results").main(["--help"])
-    assert "results/README.md" in capsys.readouterr().out
-    assert ending("lab.results", "render=true").startswith("results: render=true: ")

@@ -3,31 +3,17 @@
 import importlib
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 
 from scripts.arguments import read_settings
 
-COMMANDS = (
-    "agree",
-    "benchmark",
-    "cross_eval",
-    "dashboard",
-    "export",
-    "plan",
-    "profile",
-    "recall",
-    "report",
-    "runs",
-    "sample",
-    "trace",
-    "train_bpe",
-    "tune",
-    "verify",
-)
+FOLDER = Path(__file__).resolve().parents[2] / "scripts"
+COMMANDS = [path.stem for path in FOLDER.glob("*.py") if "@command\n" in path.read_text()]
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", ["report", *sorted(COMMANDS)])
 def test_the_line_of_the_help_is_read(name, capsys, monkeypatch, tmp_path):
     package = ".__main__" if name == "report" else ""
     module = importlib.import_module(f"scripts.{name}{package}")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.report.ranking import best_first, common_seeds, rank, verdict
+from scripts.report.ranking import best_first, rank, verdict
 from scripts.report.runs import load_runs
 from tests.scripts.fabricated import write_run, write_seeds
 
@@ -21,7 +21,7 @@ SAID = {
     ),
     "the baseline wins": (
         {"no_rescale": (2.31, 2.80, 3.29), "naive": (2.0, 2.5, 3.0)},
-        ("naive is best", "no_rescale", "0.300", "+0.275 to +0.325"),
+        ("naive is best", "0.300 below the next, no_rescale", "+0.275 to +0.325"),
     ),
     "seeds do not tell": (
         {"naive": (2.0, 2.5, 3.0), "tiled": (1.9, 2.59, 2.99), "sdpa": (2.5, 3.09, 3.6)},
@@ -40,15 +40,6 @@ def test_the_verdict(tmp_path, losses, said):
     head, sentence = verdict(ranking, at_length=False)
     assert head == said[0]
     assert [fact for fact in said[1:] if fact not in sentence] == []
-
-
-def test_a_difference_is_paired_by_seed(tmp_path):
-    write_seeds(tmp_path, "naive", 2.0, 2.5, 3.0)
-    write_seeds(tmp_path, "tiled", 1.89, 2.4, 2.91)
-    (ranking,) = rank(load_runs([tmp_path]))
-    # Student's t of two degrees of freedom
-    found = ranking.difference("tiled", "naive")
-    assert found == pytest.approx((-0.1, 4.303 * 0.01 / 3**0.5)) and found.is_clear
 
 
 def test_a_defect_is_judged_under_exact_attention(tmp_path):
@@ -114,23 +105,6 @@ def test_a_variant_without_the_seeds_of_the_others_is_left_out_by_name(tmp_path)
     assert "no_max" in verdict(ranking, at_length=False)[1]
 
 
-def test_seeds_in_common():
-    one = {"0": 0.0}
-    two, three = one | {"1": 0.0}, one | {"1": 0.0, "2": 0.0}
-    assert common_seeds({"a": three, "b": two}) == {"0", "1"}
-    assert common_seeds({"a": three, "b": three, "c": one}) == {"0", "1", "2"}
-    # some comparison is better than none
-    assert common_seeds({"a": three, "b": one}) == {"0"}
-    assert len(common_seeds({"a": one, "b": {"1": 0.0}})) == 1
-
-
-def test_the_same_seed_twice_is_one_pair(tmp_path):
-    write_seeds(tmp_path, "naive", 2.0, 2.5)
-    write_seeds(tmp_path, "naive", 2.2)
-    (ranking,) = rank(load_runs([tmp_path]))
-    assert ranking.losses["naive"] == pytest.approx({"0": 2.1, "1": 2.5})
-
-
 def test_the_baseline(tmp_path):
     for attention in ("tiled", "triton", "no_rescale"):
         write_seeds(tmp_path, attention, 2.0, 2.5)
@@ -149,12 +123,6 @@ def test_runs_come_in_the_order_of_the_result(tmp_path):
     runs = load_runs([tmp_path])
     order = [run.variant for run in best_first(runs, rank(runs))]
     assert list(dict.fromkeys(order)) == ["tiled", "naive", "no_rescale", "alpha_beta"]
-
-
-def test_runs_of_before_the_claim_was_recorded(tmp_path):
-    write_seeds(tmp_path, "naive", 2.0, exact=None)
-    write_seeds(tmp_path, "no_rescale", 2.5, exact=None)
-    assert orders(tmp_path) == [("val/loss_exact", ["naive", "no_rescale"])]
 
 
 def test_runs_that_were_not_completed_have_no_ranking(tmp_path):

@@ -54,9 +54,6 @@ def embedded(page: str) -> dict:
     return json.loads(re.search(r"^const DATA = (.*);$", page, re.MULTILINE)[1])
 
 
-# what is recorded
-
-
 def test_worked_example_by_hand():
     """The first query's maximum moves from 0.8 to 1.2, so the past is worth 0.670 of what it was:
     2.754 becomes 3.930.
@@ -121,9 +118,6 @@ def test_reference_is_attention_over_the_keys_so_far():
             assert error[at].item() == pytest.approx(apart, rel=1e-6)
 
 
-# what went wrong, and where
-
-
 @pytest.mark.parametrize(
     ("arguments", "fates"),
     [
@@ -166,21 +160,6 @@ def test_a_row_without_weight_at_first_is_not_blamed():
     assert found.fates == ["right"] and found.first is None and found.breaks == [None]
 
 
-# what it prints
-
-
-def test_prints_the_verdict_and_the_row(run_trace):
-    out, _ = run_trace("attention=no_max", "dtype=fp16", "inputs=large", "row=100")
-    (verdict,) = [line for line in out.splitlines() if " of 128 " in line]
-    assert re.search(r"\d NaN", verdict) and re.search(r"\d inf", verdict)
-    assert "query 100" in out and "96:112" in out
-    assert len(re.findall(r"^ +\d+:\d+ ", out, re.MULTILINE)) == 7
-    assert out.count("<- breaks") == 1
-
-
-# the page
-
-
 def test_the_page_needs_nothing_from_outside(run_trace):
     _, page = run_trace("attention=no_max", "dtype=fp16", "inputs=large")
     assert not re.search(r"https?:|src=|@import|url\(", page)
@@ -207,9 +186,6 @@ def test_a_large_tile_is_cut_around_the_row(run_trace, monkeypatch):
     assert cut["fates"] == whole["fates"][12:] and cut["breaks"] == whole["breaks"][12:]
 
 
-# a trained run
-
-
 def write_model(run_dir: Path, **settings) -> GPT:
     """A run of a model with two query heads to a key/value head."""
     task = {"attention": AttentionConfig(block_kv=8), "data": DataConfig(source="last_write")}
@@ -233,21 +209,6 @@ def test_takes_q_k_v_of_a_run(tmp_path):
     assert found.tiles[0] == (0, 8) and set(found.fates) == {"right"}
     for word in ("layer 1", "head 3", f"{tmp_path}/run", "3 steps"):
         assert word in call.source
-
-
-def test_another_attention_and_dtype_on_a_run(tmp_path, run_trace):
-    write_model(tmp_path / "run")
-    out, _ = run_trace(f"run={tmp_path}/run", "attention=no_max", "dtype=fp16", "layer=1")
-    assert all(each in out for each in ("attention=no_max", "float16", "layer 1", "inf"))
-
-
-def test_a_run_that_broke_before_this_layer(tmp_path, run_trace):
-    write_model(tmp_path / "run", attention=AttentionConfig(name="no_max"), dtype="fp16")
-    out, page = run_trace(f"run={tmp_path}/run", "layer=1")
-    assert "a score is not finite" in out and set(embedded(page)["fates"]) == {"NaN"}
-
-
-# refusals
 
 
 # arguments, and what the refusal names
@@ -284,9 +245,6 @@ def test_refuses_what_a_run_cannot_show(tmp_path, run_trace):
     ):
         with pytest.raises(SystemExit, match=f"^trace: .*{named}"):
             run_trace(f"run={tmp_path}/{run}", argument)
-
-
-# in a browser
 
 
 @pytest.fixture
@@ -374,17 +332,3 @@ def test_every_step_of_every_query_draws(show, arguments):
     assert not any(wrong in text for text in words for wrong in ("undefined", "null", "[object"))
     assert hidden == 0
     assert not re.search(r'(x|y|width|height|cx|cy|d)="[^"]*NaN', "".join(markup))
-
-
-@needs_browser
-def test_a_long_name_with_markup_is_shown_on_a_phone(run_trace, tmp_path):
-    """A regression test: it reached out of the window."""
-    name = f"pkg.module:{'N' * 110}<b>$x$"
-    _, page = run_trace("attention=no_max")
-    (tmp_path / "long.html").write_text(page.replace("no_max", name.replace("<", r"\u003c")))
-    script = """document.documentElement.style.width = "375px";
-                go(last);
-                const hidden = document.body.scrollWidth - document.body.clientWidth;
-                return [["title", "say", "found"].map(id => $(id).innerText), hidden];"""
-    words, hidden = in_browser(tmp_path / "long.html", script, size="500,844")
-    assert all(name in text for text in words) and hidden == 0
