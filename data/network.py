@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 
-def answers(url: str, timeout: float = 1.0) -> bool:
+def answers(url: str, timeout: float = 5.0) -> bool:
     """Whether the host of `url`, or its proxy, accepts a connection within `timeout` seconds."""
     target = urlsplit(url)
     proxy = getproxies().get(target.scheme)
