@@ -72,8 +72,9 @@ def test_refused_in_one_line(run_sample, tmp_path, argument, named):
     write_run(tmp_path / "run")
     write_run(tmp_path / "task", data=DataConfig(source="last_write"))
     shutil.copytree(tmp_path / "run", tmp_path / "begun", ignore=lambda *_: ["checkpoint"])
+    run = () if argument.startswith("run=") else (f"run={tmp_path}/run",)
     with pytest.raises(SystemExit) as ended:
-        run_sample(f"run={tmp_path}/run", argument.format(tmp_path))
+        run_sample(*run, argument.format(tmp_path))
     line = ended.value.code
     assert line.startswith("sample: ") and "\n" not in line and named.format(tmp_path) in line
 
