@@ -4,7 +4,7 @@ import glob
 import importlib.util
 import os
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 
 from config import DataConfig
@@ -37,10 +37,7 @@ def list_files(config: DataConfig) -> tuple[Path, list[Path]]:
     else:
         # find_spec locates torch without importing it
         root, left_out = Path(importlib.util.find_spec("torch").origin).parent, {CACHE}
-    names = []
-    for folder, folders, files in os.walk(root):
-        folders[:] = set(folders) - left_out
-        names += [os.path.join(folder, file) for file in files if file.endswith(".py")]
+    names = (name for name in files_below(str(root), left_out) if name.endswith(".py"))
     return root, [
         file
         for file in once(names)
@@ -51,16 +48,34 @@ def list_files(config: DataConfig) -> tuple[Path, list[Path]]:
 def text_files(path: str) -> list[Path]:
     """The files that data.path names, sorted."""
     given = os.path.abspath(os.path.expanduser(path))
-    pattern = glob.escape(given) if os.path.exists(given) else given
     if os.path.isdir(given):
-        pattern += "/**"
-    files = once(glob.iglob(pattern, recursive=True))
+        names = files_below(given, {CACHE})
+    else:
+        pattern = glob.escape(given) if os.path.exists(given) else given
+        names = glob.iglob(pattern, recursive=True)
+    files = once(names)
     if not files:
         raise ValueError(
             f"data.path={path} names no file (looked from {Path.cwd()}); name a file of text, a "
             "folder with files, or a glob; '**' goes into folders, as in 'books/**/*.txt'"
         )
     return files
+
+
+def files_below(
+    folder: str, left_out: Container[str], around: frozenset[str] = frozenset()
+) -> Iterator[str]:
+    """The files in a folder and below it, without hidden ones, through links too. A link that leads
+    back into a folder `around` this one is left out.
+    """
+    real = os.path.realpath(folder)
+    for entry in () if real in around else os.scandir(folder):
+        if entry.name.startswith(".") or entry.name in left_out:
+            continue
+        if entry.is_dir():
+            yield from files_below(entry.path, left_out, around | {real})
+        else:
+            yield entry.path
 
 
 def once(names: Iterable[str]) -> list[Path]:

@@ -63,10 +63,13 @@ def csv_rows(lines: TextIO, delimiter: str) -> Iterator[Row]:
     """
     csv.field_size_limit(2**31 - 1)  # its default is 128 KiB
     rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
+    names = rows.fieldnames or []
+    if len(set(names)) < len(names):
+        raise csv.Error(f"two columns have one name: {', '.join(names)}")
     for row in rows:
         # DictReader puts None where a name or a cell is missing
         if None in row or None in row.values():
-            raise csv.Error(f"it has more or fewer cells than the {len(rows.fieldnames)} columns")
+            raise csv.Error(f"it has more or fewer cells than the {len(names)} columns")
         yield row
 
 

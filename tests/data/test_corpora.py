@@ -93,9 +93,13 @@ def test_a_file_counts_once_whatever_leads_to_it(tmp_path, path):
     write(corpus, b_txt="b", z__y_txt="y")
     write(tmp_path, elsewhere__x_txt="x", elsewhere__back__w_txt="w")
     links = {"a.txt": "b.txt", "c": "z", "self": "."}
+    if not path:  # circles of several links
+        links |= {"z/up": "../..", "z/self": "..", "z/home": "../../elsewhere/back/home"}
     links |= {"shards": "../elsewhere", "shards2": "../elsewhere"}
     for name, target in links.items():
         (corpus / name).symlink_to(target)
+    if not path:
+        (tmp_path / "elsewhere/back/home").symlink_to(corpus)
     os.link(corpus / "b.txt", corpus / "d.txt")
     found = {"b.txt": "b", "z/y.txt": "y", "shards/x.txt": "x", "shards/back/w.txt": "w"}
     assert read(corpus / path) == found
@@ -204,6 +208,7 @@ BAD = {
     "bad-bytes": ({"a_jsonl": GOOD.encode() + b'{"text": "\xff"}'}, "", "row 1000 "),
     "half-a-pair": ({"a_jsonl": GOOD + r'{"text": "\ud83d"}'}, "", "row 1000 .*ud83d"),
     "deep": ({"a_jsonl": GOOD + "[" * 100_000}, "", "row 1000 "),
+    "one-name-twice": ({"a_csv": "text,text\nx,y\n"}, "", r"a\.csv.*text, text"),
     "unquoted-comma": ({"a_csv": "n,text\n1,x\n2,y, z\n"}, "", r"a\.csv.*row 1 .*2 columns"),
     "missing-cell": ({"a_csv": "n,text\n1\n"}, "", r"a\.csv.*row 0 .*2 columns"),
     "open-quote": ({"a_csv": 'text\nx\n"y\n'}, "", r"a\.csv.*row 1 "),
