@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from attention.interface import Backend, dtype_name
+from attention.look.blame import with_place
 
 
 def build_module(
@@ -37,7 +38,12 @@ def build_module(
     shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     name = f"attention={backend.name}"
     assert backend.module is not None
-    module = backend.module(**shape, max_seq_len=max_seq_len, layer=layer)
+    try:
+        module = backend.module(**shape, max_seq_len=max_seq_len, layer=layer)
+    except Exception as error:  # the user's class may raise anything
+        raise ValueError(
+            f"{name} cannot build its module for layer {layer}: {with_place(error)}"
+        ) from error
     if not isinstance(module, nn.Module):
         raise ValueError(f"{name}: module= must make an nn.Module, it made {type(module).__name__}")
     for key, x in module.named_parameters():

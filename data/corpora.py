@@ -8,8 +8,10 @@ text          data.path=FILE, a folder or a glob; a table gives one document per
 hub           data.name=org/name on the Hugging Face hub (data.subset, data.split, data.field)
 """
 
+import hashlib
+import json
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from config import DataConfig
 from data.local_files import list_files
@@ -44,8 +46,8 @@ class Corpus:
         self.config = config
         self.root, self.files = (None, []) if config.source == "hub" else list_files(config)
 
-    def identity(self) -> list[Any]:
-        """What is known without reading the corpus. It names the token store.
+    def identity(self) -> str:
+        """A hash of what is known without reading the corpus. It names the token store.
 
         Files count by path, size and time of change. A hub dataset counts by its name alone: once
         it is tokenized, the hub is not asked again, with or without a network.
@@ -53,7 +55,8 @@ class Corpus:
         config = self.config
         found = [(str(file), file.stat()) for file in self.files]
         files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
-        return [config.name, config.subset, config.split, config.field, files]
+        parts = [config.name, config.subset, config.split, config.field, files]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def documents(self) -> Iterator[Document]:
         """The documents in a fixed order. Empty texts are left out.

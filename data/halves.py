@@ -56,9 +56,7 @@ def write_halves(corpus: Corpus, tokenizer: Tokenizer, folder: Path) -> dict[str
         tokens[start:stop].tofile(val_file)
         np.delete(tokens, slice(start, stop)).tofile(train_file)
         documents = {"train": max(1, documents["train"] - 1), "val": 1}
-    tokens = [file.stat().st_size // dtype.itemsize for file in (train_file, val_file)]
-    meta = {"documents": documents, "tokens": tokens, "dtype": dtype.name}
-    return meta | {"corpus": digest.hexdigest()}
+    return {"corpus": digest.hexdigest(), "dtype": dtype.name, "documents": documents}
 
 
 def tokenized(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[tuple[Document, np.ndarray]]:

@@ -62,7 +62,8 @@ def csv_rows(lines: TextIO, delimiter: str) -> Iterator[Row]:
     would cut a text off.
     """
     csv.field_size_limit(2**31 - 1)  # its default is 128 KiB
-    rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
+    filled = itertools.dropwhile(str.isspace, lines)
+    rows = csv.DictReader(filled, delimiter=delimiter, strict=True)
     names = rows.fieldnames or []
     if len(set(names)) < len(names):
         raise csv.Error(f"two columns have one name: {', '.join(names)}")
@@ -82,11 +83,15 @@ def texts(rows: Iterable[Row], field: str) -> Iterator[str]:
     number = 0
     try:
         for row in rows:
-            if field not in row:
-                raise ValueError(f"there is no such column in it, but: {', '.join(row)}")
-            text = row[field] or ""
-            text.encode()  # half of a surrogate pair, as JSON can hold it, is no text
-            yield text
+            yield text_of(row, field)
             number += 1
     except Exception as error:  # a row can hold anything, and so fail in many ways
         raise ValueError(f"row {number} cannot be read as data.field={field}: {error}") from error
+
+
+def text_of(row: Row, field: str) -> str:
+    if field not in row:
+        raise ValueError(f"there is no such column in it, but: {', '.join(row)}")
+    text = row[field] or ""
+    text.encode()  # half of a surrogate pair, as JSON can hold it, is no text
+    return text

@@ -1,11 +1,12 @@
 """A corpus as tokens on disk: written once, then read by every run.
 
     <cache>/stdlib-1f0c.../  train.bin  val.bin     the two halves (halves.py)
-                             meta.json              documents and tokens of each half, hash of the
-                                                    corpus
+                             meta.json              documents of each half, hash of the corpus;
+                                                    size, time and SHA-256 of both files
 
-The folder is named by what it is built from, so a store is found without reading the corpus. A
-store that is not whole is built again, with a warning that says what was wrong.
+The folder is named by what it is built from, so a store is found without reading the corpus. A file
+whose size or time stamp changed is read and compared with its checksum. A store that is not whole
+is built again, with a warning that says what was wrong.
 
 The files are written to a temporary folder, synced to disk and renamed, meta.json last. So a killed
 build is never taken for a store; its stdlib-1f0c....unfinished-... may be deleted. If two processes
@@ -23,14 +24,14 @@ from typing import Any, NamedTuple
 from config import DataConfig
 from data.corpora import Corpus
 from data.halves import write_halves
-from data.token_file import TokenFile, sync
+from data.token_file import TokenFile, check, entry, meta_checksum, sync
 from data.tokenizer import Tokenizer
 
 log = logging.getLogger("tilegpt")
 
-LAYOUT = 4  # raise it when the files change their meaning, so that older stores are not found
+LAYOUT = 3  # raise it when the files change their meaning, so that older stores are not found
+FILES = ("train.bin", "val.bin")
 META = "meta.json"
-FILES = ("train.bin", "val.bin", META)
 
 
 class TokenStore(NamedTuple):
@@ -54,7 +55,7 @@ def open_store(config: DataConfig, tokenizer: Tokenizer) -> TokenStore:
         try:
             return load(folder)
         # another OSError, such as too many open files, says nothing about the store
-        except (FileNotFoundError, ValueError) as damage:
+        except (FileNotFoundError, ValueError, RecursionError) as damage:
             log.warning(f"the token store {folder} is damaged: {damage}; it is built again")
     try:
         build(corpus, tokenizer, folder)
@@ -70,9 +71,11 @@ def open_store(config: DataConfig, tokenizer: Tokenizer) -> TokenStore:
 def load(folder: Path) -> TokenStore:
     """The store in that folder. Raises ValueError or FileNotFoundError if it is not whole."""
     meta = json.loads((folder / META).read_bytes())
-    train, val = (TokenFile(folder / name, meta["dtype"]) for name in FILES[:2])
-    if (tokens := [len(train), len(val)]) != meta["tokens"]:
-        raise ValueError(f"train.bin and val.bin hold {tokens} tokens, not {meta['tokens']}")
+    if not isinstance(meta, dict) or meta.get("sha256") != meta_checksum(meta):
+        raise ValueError(f"{META} was altered")
+    for name in FILES:
+        check(folder / name, meta["files"][name])
+    train, val = (TokenFile(folder / name, meta["dtype"]) for name in FILES)
     return TokenStore(train, val, meta)
 
 
@@ -83,9 +86,11 @@ def build(corpus: Corpus, tokenizer: Tokenizer, folder: Path) -> None:
     with TemporaryDirectory(prefix=f"{folder.name}.unfinished-", dir=cache) as temporary:
         unfinished = Path(temporary)
         meta = write_halves(corpus, tokenizer, unfinished)
+        meta["files"] = {name: entry(unfinished / name) for name in FILES}
+        meta["sha256"] = meta_checksum(meta)
         (unfinished / META).write_text(json.dumps(meta, indent=1))
         for file in unfinished.iterdir():
             sync(file)
         folder.mkdir(exist_ok=True)
-        for name in FILES:  # meta.json last
+        for name in (*FILES, META):
             (unfinished / name).replace(folder / name)

@@ -114,10 +114,10 @@ def read_settings(options: type[Options], arguments: Iterable[str]) -> Options:
 
 
 def check_out(path: Path, ending: str = ".json") -> None:
-    """check_writable(), and a line on stderr for a file that will be replaced."""
+    """check_writable(), and a line on stderr for a file that a result will replace."""
     check_writable(path, ending)
     if path.exists():
-        print(f"{path} will be replaced", file=sys.stderr)
+        print(f"{path} exists; the result replaces it", file=sys.stderr)
 
 
 def convert(key: str, kind: Any, text: str) -> Any:

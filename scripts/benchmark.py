@@ -231,7 +231,9 @@ def draw(data: Row, path: Path) -> None:
     for column, (unit, title) in PANELS.items():
         y = alt.Y("y:Q", title=title).scale(type="log", nice=False)
         for name, dash in DASHES.items():
+            # a logarithmic axis shows no zero
             curves = chart.transform_calculate(y=f"datum.{name}_{column} / {unit}")
+            curves = curves.transform_filter("datum.y > 0")
             panels.append(curves.mark_line(point=True, strokeDash=dash).encode(y))
     ran_out = chart.transform_filter("datum.oom").encode(y="oom.asked_gib:Q")
     crosses = ran_out.mark_point(shape="cross", angle=45, size=120)

@@ -252,7 +252,8 @@ def cost_charts(runs: list[Run], looks: Looks) -> list[dict]:
             values = [(run.seed, value) for run in own for value in measured([run], metric)]
             dots += [row | {"seed": seed, "value": value} for seed, value in values]
             if not values and metric == PEAK:
-                ends.append(row | {"ended": own[0].status})
+                statuses = dict.fromkeys(run.status for run in own)
+                ends.append(row | {"ended": ", ".join(statuses)})
         axis = alt.Axis(format=".3~s" if metric == SPEED else "~r", tickCount=4)
         layers = _cost_layers(looks, axis, lengths)
         # without rows, the layer of the crosses has no axis

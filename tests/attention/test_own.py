@@ -70,12 +70,13 @@ def add_unused(module: nn.Module) -> None:
     [
         (own(forward=one_query_less), ["out", "(1, 2, 150, 16)"]),
         (own(forward=of_another_device), ["Error", "meta"]),
+        (own(__init__=lambda self: None), ["layer 0", "TypeError"]),
         (Backend("mine", module=dict, exact=False), ["nn.Module", "dict"]),
         (made(add_in_float64), ["own.wide", "float64"]),
         (made(add_elsewhere), ["own.far", "meta"]),
         (made(add_unused), ["gradient", "own.idle (3,)"]),
     ],
-    ids=["shape", "device", "no-module", "float64", "elsewhere", "unused"],
+    ids=["shape", "device", "init", "no-module", "float64", "elsewhere", "unused"],
 )
 def test_what_no_run_could_train_is_refused_before_it_begins(backend, named):
     with pytest.raises(ValueError) as refused:

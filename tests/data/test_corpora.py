@@ -147,7 +147,7 @@ FORMS = {
     "JSONL": lines(*TABLE),
     "json": json.dumps(TABLE, indent=1),
     "csv": CSV,
-    "CSV": "\ufeff" + CSV.replace("\n", "\r\n"),
+    "CSV": "\ufeff\n" + CSV.replace("\n", "\r\n"),
     "tsv": "n\ttext\n1\tone\n2\t\n3\t\n4\ttwo, 2\n",
 }
 

@@ -161,11 +161,21 @@ def test_cache_folder(tmp_path, monkeypatch):
 # damage
 
 
+def flip(file, position):
+    content = bytearray(file.read_bytes())
+    content[position] ^= 1
+    file.write_bytes(content)
+
+
 # what is done to the store's folder, and the file that the warning must name
 DAMAGE = {
+    "a-bit": (lambda folder: flip(folder / "train.bin", 1000), "train.bin"),
     "truncated": (lambda folder: os.truncate(folder / "train.bin", 100), "train.bin"),
     "truncated-held-out": (lambda folder: os.truncate(folder / "val.bin", 100), "val.bin"),
     "no-tokens": (lambda folder: (folder / "train.bin").unlink(), "train.bin"),
+    "other-counts": (lambda folder: flip(folder / "meta.json", 60), "meta.json"),
+    "a-list": (lambda folder: (folder / "meta.json").write_text("[]"), "meta.json"),
+    "deep": (lambda folder: (folder / "meta.json").write_text("[" * 100_000), "recursion"),
     "half-a-meta": (lambda folder: os.truncate(folder / "meta.json", 20), "char"),
 }
 
@@ -180,6 +190,21 @@ def test_a_damaged_store_is_built_again(config, caplog, damage, named):
     assert stores() == [folder.name]
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert str(folder) in warning and named in warning and "\n" not in warning
+
+
+def test_a_file_is_read_again_only_if_its_size_or_time_stamp_changed(config, caplog):
+    """A copy without time stamps is not built again; a change that keeps both is not seen."""
+    before = both_halves(config)
+    folder, written = built()
+    os.utime(folder / "train.bin", ns=(1, 1))
+    assert both_halves(config) == before
+    assert built() == (folder, 1)
+    flip(folder / "train.bin", 1000)
+    os.utime(folder / "train.bin", ns=(written, written))
+    assert both_halves(config) != before
+    os.utime(folder / "train.bin", ns=(1, 1))
+    assert both_halves(config) == before
+    assert sum("train.bin" in line for line in caplog.messages) == 1
 
 
 def test_too_many_open_files_are_no_damage(config, caplog):
@@ -242,7 +267,7 @@ def test_a_full_disk_leaves_what_was_there(config, before):
     if before == "damaged":
         open_store(config, BYTE)
         folder, _ = built()
-        os.truncate(folder / "train.bin", 7)
+        flip(folder / "train.bin", 7)
         content = {file: file.read_bytes() for file in folder.iterdir()}
     with (
         limited(resource.RLIMIT_FSIZE, 10_000),

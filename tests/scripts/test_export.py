@@ -86,7 +86,7 @@ def test_a_full_disk_leaves_no_file(tmp_path):
             export_run(run_dir, out)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not list(tmp_path.glob("out*"))
+    assert not list(out.iterdir())
     export_run(run_dir, out)
 
 

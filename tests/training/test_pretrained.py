@@ -92,6 +92,13 @@ def test_loads_every_form(form, folder, model):
     assert record["sha256"] == hashes
 
 
+def test_shards_of_two_models_are_not_mixed(folder, model):
+    part = shards(folder) / "pytorch_model-00001-of-00002.bin"
+    part.with_name("pytorch_model-00001-of-00003.bin").write_bytes(part.read_bytes())
+    with pytest.raises(ValueError, match=r"init_from=.*-00001-of-00003\.bin and in another"):
+        find_pretrained(str(folder)).load_into(model)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_loads_a_checkpoint_of_nanogpt(bias, folder, model, caplog):
     """Its names are GPT-2's, below those of torch.compile; its matrices are those of nn.Linear."""

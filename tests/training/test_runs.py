@@ -8,7 +8,7 @@ import pytest
 
 from tests.command import run, summary, tiny_sweep
 from training.record.names import name_runs
-from training.record.runs import not_started, read_run, read_sweep, summary_table
+from training.record.runs import not_started, read_run, read_sweep, remark, summary_table
 
 
 def write_run(folder: Path, **summary) -> None:
@@ -142,3 +142,9 @@ def test_the_table_says_what_a_resume_changed():
     for words in (r"at step 50 with attention.name=sdpa \(tiled", r"optim.lr=0.1 \(null"):
         assert len(re.findall(words, remark)) == 1
     assert "log_every" not in remark and "logger" not in remark
+
+
+def test_a_damaged_reason_is_shown_as_it_is():
+    """A regression test: a foreign summary.json ended a comparison of runs with a traceback."""
+    assert remark({"status": "oom", "oom": "x"}) == "x"
+    assert remark({"status": "oom", "oom": {"message": "y\nz"}}) == "y"

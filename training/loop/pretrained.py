@@ -61,7 +61,10 @@ class Pretrained(NamedTuple):
                 content = read_weights(file)
                 if isinstance(content.get("model_args"), dict):
                     settings = settings_of_nanogpt(content["model_args"], file)
-                tensors |= tensors_of(content, file)
+                found = tensors_of(content, file)
+                if twice := tensors.keys() & found.keys():
+                    raise ValueError(f"{min(twice)} is in {file} and in another file beside it")
+                tensors |= found
             load_hugging_face(model, tensors, settings)
         except ValueError as error:
             raise ValueError(f"init_from={self.name}: {error}") from error

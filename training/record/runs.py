@@ -143,6 +143,7 @@ def is_stale(row: Row) -> bool:
 
 def remark(row: Row) -> str:
     """Why a run ended early, and what a resume changed, in one line; else ""."""
-    found = row.get("diagnosis") or row.get("oom") or {}
-    reason = str(found.get("message") or row.get("error") or "")
+    found = row.get("diagnosis") or row.get("oom")
+    said = found.get("message") if isinstance(found, dict) else found
+    reason = str(said or row.get("error") or "")
     return "; ".join(filter(None, [reason.strip().split("\n")[0], changes_in_words(row)]))
