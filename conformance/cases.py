@@ -292,6 +292,18 @@ def probabilities(q: Tensor, k: Tensor, arguments: dict[str, Any]) -> Tensor:
     return call("naive", [q, k, identity], arguments, backward=False).output.out
 
 
+def scores_of(q: Tensor, k: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The scores after score_mod, before the mask, and what it multiplies their gradients by. q and
+    k (B, H, N or M, D); the scores (B, H, N, M).
+    """
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    if "score_mod" not in arguments:
+        return scores, torch.ones((), dtype=torch.float64, device=q.device)
+    indices = (torch.arange(size, device=q.device) for size in scores.shape)
+    b, h, i, j = torch.meshgrid(*indices, indexing="ij")
+    return arguments["score_mod"](scores, b, h, i + k.shape[2] - q.shape[2], j)
+
+
 def unavoidable(
     tensors: list[Tensor],
     arguments: dict[str, Any],
@@ -314,12 +326,7 @@ def unavoidable(
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scale = q.shape[-1] ** -0.5
-    scores, steepness = q @ k.mT * scale, torch.ones((), dtype=torch.float64, device=q.device)
-    if "score_mod" in arguments:
-        indices = (torch.arange(size, device=q.device) for size in scores.shape)
-        b, h, i, j = torch.meshgrid(*indices, indexing="ij")
-        i = i + k.shape[2] - q.shape[2]
-        scores, steepness = arguments["score_mod"](scores, b, h, i, j)
+    scores, steepness = scores_of(q, k, arguments)
     exponents, largest_exponent = scores.abs(), scores.abs().max().item()
     if "lse" in reference:
         lse = torch.where(reference["lse"].isinf(), 0.0, reference["lse"]).abs()

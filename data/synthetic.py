@@ -3,11 +3,10 @@
 Only the answers are scored: every other target is ignored. Every step draws new sequences.
 
 A task is a function of the settings, the random numbers and the shape (B, N): B sequences of
-N = seq_len tokens. It returns inputs, the answer that each position holds, and sources, all (B, N).
-The first sequences do not depend on how many follow.
+N = seq_len tokens. It returns inputs, the answer that each position holds, and sources, all (B, N):
+the position where the answer to a question stands, -1 where nothing is asked. The first sequences
+do not depend on how many follow.
 """
-
-from typing import NamedTuple
 
 import numpy as np
 
@@ -19,12 +18,6 @@ POWER = 0.01  # exponent of the distribution of the gaps before recall's questio
 
 Shape = tuple[int, int]
 Sequences = tuple[np.ndarray, np.ndarray, np.ndarray]  # inputs, answers and sources
-
-
-class Drawn(NamedTuple):
-    inputs: np.ndarray  # (B, N)
-    targets: np.ndarray  # (B, N), IGNORED where nothing is asked
-    sources: np.ndarray  # (B, N), the position where the answer stands; -1 where nothing is asked
 
 
 class SyntheticData:
@@ -51,16 +44,14 @@ class SyntheticData:
         return to_batch(*self.draw(generator(self.seed, step), num_sequences)[:2])
 
     def val_batch(self, num_sequences: int) -> Batch:
-        return to_batch(*self.held_out(num_sequences)[:2])
+        return to_batch(*self.draw(generator(VAL_SEED, 0), num_sequences)[:2])
 
-    def held_out(self, num_sequences: int) -> Drawn:
-        return self.draw(generator(VAL_SEED, 0), num_sequences)
-
-    def draw(self, random: np.random.Generator, num_sequences: int) -> Drawn:
+    def draw(self, random: np.random.Generator, num_sequences: int) -> Sequences:
+        """Inputs, targets (IGNORED where nothing is asked) and sources."""
         task, shape = TASKS[self.config.source], (num_sequences, self.seq_len)
         inputs, answers, sources = task(self.config, random, shape)
         found = np.take_along_axis(answers, sources.clip(0), axis=1)
-        return Drawn(inputs, np.where(sources >= 0, found, IGNORED), sources)
+        return inputs, np.where(sources >= 0, found, IGNORED), sources
 
 
 def last_write(config: DataConfig, random: np.random.Generator, shape: Shape) -> Sequences:

@@ -15,10 +15,10 @@ folders of either, and
     device     auto, cpu or cuda (auto)
     out        the JSON file (agree.json in the first folder)
 
-For each pair it prints the difference of log p of the held-out tokens in nats, mean and largest,
-and how many greedy tokens are equal before the first that differs. For several runs, the table has
-mean and standard deviation. Runs that failed, ran out of memory or never ended are left out, with a
-line each.
+For each pair it prints the difference of log p of the held-out tokens in nats, mean and largest. It
+also counts the greedy tokens before the first that differs. For several runs, the table has mean
+and standard deviation. Runs that failed, ran out of memory or never ended are left out, with a line
+each.
 """
 
 from collections.abc import Mapping, Sequence

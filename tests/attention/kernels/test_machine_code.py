@@ -8,8 +8,8 @@ import pytest
 
 from tests.attention.kernels.compiler import NEEDED, printed
 
-# the most bytes that a thread spills, with Triton 3.6 and with the releases after it: of plain
-# variants, and of those with a score modifier, whose numbers and derivative take registers
+# the most bytes that a thread spills, (in Triton 3.6, in later releases): of plain variants, and of
+# those with a score modifier. Its numbers and its derivative take registers
 SPILLS = {
     ("forward", 64): ((0, 8), (0, 992)),
     ("forward", 128): ((0, 0), (16, 148)),
@@ -34,8 +34,8 @@ def check(kernel: str, head_dim: int, *variants: str, dtype: str = "bf16") -> No
         assert row["spilled"] <= SPILLS[kernel, head_dim][modified][newer], row
         assert row["products"] >= 48, row
         if (kernel, head_dim) == ("forward", 128):
-            # nearly all exponentials of a thread's 64 scores run beside the output's product; half
-            # of them where it keeps maxima under a mask too: in logged steps, one of ten
+            # nearly all exponentials of a thread's 64 scores run beside the output's product. Only
+            # half of them do in a logged step under a mask, which keeps maxima too
             least = 30 if row["variant"] == "top_intervals" else 60
             assert min(row["overlapped"]) >= least, row
 
