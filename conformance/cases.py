@@ -304,6 +304,20 @@ def scores_of(q: Tensor, k: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, 
     return arguments["score_mod"](scores, b, h, i + k.shape[2] - q.shape[2], j)
 
 
+def error_of_delta(
+    v: Tensor, p: Tensor, out: Tensor, d_out: Tensor, d_lse: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """What rounding does to delta, and to dp beside it: (B, H, N, 1). v (B, H, M, D_v) and the rest
+    are exact, `dtype` is that of the inputs.
+    """
+    statistics = torch.promote_types(dtype, torch.float32)
+    of_sums = (d_out.abs() @ v.abs().mT).amax(-1, keepdim=True) + d_lse.abs().unsqueeze(-1)
+    of_stored = (d_out * (out.to(dtype).double() - out)).sum(-1, keepdim=True).abs()
+    of_p = (d_out.abs() * (p @ v.abs())).sum(-1, keepdim=True)
+    eps, eps_statistics = torch.finfo(dtype).eps, torch.finfo(statistics).eps
+    return of_stored + 4 * eps_statistics * of_sums + eps / 2 * of_p
+
+
 def unavoidable(
     tensors: list[Tensor],
     arguments: dict[str, Any],
@@ -319,6 +333,7 @@ def unavoidable(
     those of the sums (in the statistics' dtype) and of `out`. Every flash backward reads `out` as
     stored, computed from a p that was rounded for its product with v. ds is rounded for its own two
     products. The gradient of a sink sums the errors of delta and of the exponential over all rows.
+    Beside a large sink all weights of a row may be so small that a GPU flushes them to zero.
     """
     q, k, v = (x.double() for x in tensors)
     dtype, statistics = tensors[0].dtype, torch.promote_types(tensors[0].dtype, torch.float32)
@@ -333,23 +348,24 @@ def unavoidable(
         exponents = exponents + lse.unsqueeze(-1)
         largest_exponent += lse.max().item()
     p = probabilities(q, k, arguments)
-    stored = reference["out"].to(dtype).double()
-    delta_error = (d_out * (stored - reference["out"])).sum(-1, keepdim=True).abs()
-    delta_error = delta_error + 4 * eps_statistics * (
-        (d_out.abs() @ v.abs().mT).amax(-1, keepdim=True) + d_lse.abs().unsqueeze(-1)
-    )
-    delta_error = delta_error + eps / 2 * (d_out.abs() * (p @ v.abs())).sum(-1, keepdim=True)
+    delta_error = error_of_delta(v, p, reference["out"], d_out, d_lse, dtype)
     dp, delta = d_out @ v.mT, (d_out * reference["out"]).sum(-1, keepdim=True)
     # the backward computes p again, and may round a score differently than the forward
     of_p = eps / 2 + 2 * eps_statistics * exponents
     ds_error = p * scale * steepness.abs() * (delta_error + of_p * (dp - delta).abs())
+    # of a weight and of ds: float32 loses its subnormal numbers, a narrower dtype rounds to its own
+    tiny = torch.finfo(statistics).tiny
+    lost = tiny + torch.finfo(dtype).tiny * eps / 2
+    ds_error = ds_error + lost * (1 + scale * steepness.abs() * (dp - delta).abs())
     cancelled = {
+        "out": lost * v.abs().sum(2),
+        "dv": lost * d_out.abs().sum(2).unflatten(1, (-1, groups)).sum(2),
         "dq": ds_error @ k.abs(),
         "dk": (ds_error.mT @ q.abs()).unflatten(1, (-1, groups)).sum(2),
     }
     if "dsinks" in reference:  # a sum over all rows; the weight of a sink may underflow
         sink = arguments["sinks"].double().unsqueeze(-1)
-        weight, tiny = torch.exp(sink - reference["lse"]), torch.finfo(statistics).tiny
+        weight = torch.exp(sink - reference["lse"])
         each = (d_lse.unsqueeze(-1) - delta).abs().squeeze(-1)
         rounding = delta_error.squeeze(-1) + eps_statistics * (1 + largest_exponent) * each
         cancelled["dsinks"] = (weight * rounding + tiny * each).sum((0, 2))

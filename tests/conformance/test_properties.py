@@ -330,3 +330,20 @@ def test_the_gradient_of_a_sink_that_holds_next_to_nothing():
     assert 0 < reference.abs() < 1e-20
     found = run("naive", *expected.inputs)["dsinks"]
     assert torch.allclose(found, reference, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "inputs", "softcap"),
+    [(torch.float32, "up", 1.0), (torch.float16, "negative", 16.0)],
+)
+def test_weights_too_small_for_the_dtype_beside_a_sink_may_be_zero(dtype, inputs, softcap):
+    shape = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 64}
+    case = Case(**shape, inputs=inputs, optional={"softcap": softcap, "sinks": True})
+    expected = expect(case, dtype, "cpu")
+    flushed = dict(expected.reference)
+    for name in ("out", "dq", "dk", "dv"):
+        assert flushed[name].abs().max() < 1e-5
+        flushed[name] = torch.zeros_like(flushed[name])
+    assert all(check.share < 1 for check in expected.checks(case, flushed).values())
+    flushed["out"] = flushed["out"] + 1e-4
+    assert expected.checks(case, flushed)["out"].share > 1
