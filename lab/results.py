@@ -107,7 +107,7 @@ def memory() -> Iterable[str]:
 
 
 def peers() -> Iterable[str]:
-    data = load("peers_h100")
+    data = load("peers_h200")
     found = [row for row in data["rows"] if row["attention"] in PEERS]
     found = [row | {"attention": PEERS[row["attention"]]} for row in found]
     head, *means = map(" | ".join, summary(found))
@@ -124,7 +124,7 @@ def peers() -> Iterable[str]:
 
 
 def decoding() -> Iterable[str]:
-    data = load("generation_h100")
+    data = load("generation_h200")
     rows = [
         f"{row['variant']} | {row['batch']} | "
         + between(row["tokens_per_second"], row["least"], row["most"], "{:,.0f}")
@@ -136,11 +136,13 @@ def decoding() -> Iterable[str]:
 
 
 def nanogpt() -> Iterable[str]:
-    rows = []
-    for data in map(load, ("nanogpt_wall_h100", "nanogpt_wall_h200")):
+    rows, wall = [], "nanogpt_wall"
+    for name in (f"{wall}_defaults_h200", f"{wall}_h100", f"{wall}_h200"):
+        data = load(name)
         yield measured(data)
         runs = by(data["runs"], "seq_len", "who")
         chip = data["environment"]["hardware"]["gpu"].split()[1]
+        chip += ", defaults" * ("defaults" in name)
         for ratio in data["ratios"]:
             both = [runs[ratio["seq_len"], who] for who in ("nanogpt", ratio["who"])]
             cold, *warm = ratio["seconds"]["rounds"]
@@ -148,7 +150,7 @@ def nanogpt() -> Iterable[str]:
             steps = steps[1:] or steps  # empty caches do not matter to the steps alone
             speeds = (median(run["tokens_per_sec"] for run in each[1:] or each) for each in both)
             rows.append(
-                f"{chip}, {ratio['seq_len']:,} | {len(both[0])} | "
+                f"{chip}, {ratio['seq_len']:,} | {1 + len(warm)} | "
                 + (between(median(warm), min(warm), max(warm), "{:.2f}") if warm else "-")
                 + f" | {cold:.2f} | {between(median(steps), min(steps), max(steps), '{:.2f}')} | "
                 + "{:,.0f}, {:,.0f} | ".format(*speeds)
