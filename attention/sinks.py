@@ -26,6 +26,10 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     Gradients flow to all three. The result is that of OnlineSoftmax.merge() on the two states, in
     the form that saves the least for its backward pass.
     """
-    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    sinks = sinks.to(lse.dtype)[:, None]
+    # neither keys nor a sink: the gradient of logaddexp(-inf, -inf) would be NaN
+    nothing = (lse == -torch.inf) & (sinks == -torch.inf)
+    total = torch.logaddexp(lse.masked_fill(nothing, 0.0), sinks)
+    total = total.masked_fill(nothing, -torch.inf)
     share = torch.exp(lse - finite(total))  # of the keys; the sink has the rest
     return (out * share.unsqueeze(-1)).to(out.dtype), total
