@@ -9,16 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 
-def scores_of(
-    q: Tensor,
-    k: Tensor,
-    causal: bool,
-    scale: float,
-    left: int = -1,
-    right: int = -1,
-    *,
-    corner: str = "bottom",
-) -> Tensor:
+def scores_of(q, k, causal, scale, left=-1, right=-1, *, corner="bottom") -> Tensor:
     """Masked scores (B, H, N, M) of q (B, H, N, D) and k (B, H, M, D)."""
     n, m = q.shape[2], k.shape[2]
     own = torch.arange(n)[:, None] + (m - n if corner == "bottom" else 0)
