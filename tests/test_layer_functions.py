@@ -36,16 +36,8 @@ def trained(tmp_path_factory) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        "attention.score_mod='tests.user_backends:HIDES_A_DIAGONAL'",
-        # it says that it takes a window, and does not: refused under a window alone
-        "attention=tests.user_backends:DEAF",
-    ],
-)
-def test_what_is_right_here_is_taken(asked):
-    config = compose(asked)
+def test_a_score_mod_may_hide_keys():
+    config = compose("attention.score_mod='tests.user_backends:HIDES_A_DIAGONAL'")
     check_model(config, check_schedule(config), **CPU)
 
 
