@@ -70,7 +70,7 @@ CALLS: dict[str, Call] = {
     "causal": Call(batch=2),
     "full": Call(causal=False),
     "gqa": shape(33, 33, batch=2, num_heads=4, num_kv_heads=2, head_dim=24),
-    "multi-query": shape(65, 65, num_heads=3, num_kv_heads=1, head_dim=64, causal=False),
+    "multi-query": shape(33, 33, num_heads=3, num_kv_heads=1, head_dim=64, causal=False),
     "fewer-queries": shape(33, LONG),
     "fewer-queries-full": shape(33, LONG, causal=False),
     "rows-without-a-key": shape(LONG, 33),
