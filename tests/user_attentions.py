@@ -9,16 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 
-def scores_of(
-    q: Tensor,
-    k: Tensor,
-    causal: bool,
-    scale: float,
-    left: int = -1,
-    right: int = -1,
-    *,
-    corner: str = "bottom",
-) -> Tensor:
+def scores_of(q, k, causal, scale, left=-1, right=-1, *, corner="bottom") -> Tensor:
     """Masked scores (B, H, N, M) of q (B, H, N, D) and k (B, H, M, D)."""
     n, m = q.shape[2], k.shape[2]
     own = torch.arange(n)[:, None] + (m - n if corner == "bottom" else 0)
@@ -42,6 +33,13 @@ def attend(scores: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tens
     return p.to(v.dtype) @ v, scores.logsumexp(-1)
 
 
+def heads_first(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """(B, N, H, D) as (B, H, N, D), with a key/value head for each query head."""
+    groups = q.shape[2] // k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return [q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)]
+
+
 def flash(
     q: Tensor,
     k: Tensor,
@@ -55,9 +53,8 @@ def flash(
     corner: str = "bottom",
 ):
     """As flash-attention's: (B, N, H, D), and lse (B, H, N) without a gradient."""
-    groups, scale = q.shape[2] // k.shape[2], softmax_scale or q.shape[-1] ** -0.5
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    q, k, v = heads_first(q, k, v)
+    scale = softmax_scale or q.shape[-1] ** -0.5
     scores = scores_of(q, k, causal, scale, *window_size, corner=corner)
     out, lse = attend(scores, v, learnable_sink)
     return out.transpose(1, 2), lse.detach()
@@ -96,9 +93,7 @@ def unshifted_sink(q, k, v, softmax_scale, causal, learnable_sink=None, return_l
     """The sink's exponential is not divided by that of the largest score, as the others are."""
     if learnable_sink is None:
         return flash(q, k, v, softmax_scale, causal)
-    groups = q.shape[2] // k.shape[2]
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    q, k, v = heads_first(q, k, v)
     scores = scores_of(q, k, causal, softmax_scale)
     largest = scores.amax(-1, keepdim=True).clamp(min=-1e30)
     p = (scores - largest).exp()

@@ -95,14 +95,6 @@ def halved(score, b, h, i, j, params):
     return score / 2, torch.full_like(score, 0.5)
 
 
-def wrong_derivative(score, b, h, i, j, params):
-    return score / 2, torch.ones_like(score)
-
-
-def mixes_scores(score, b, h, i, j, params):
-    return score.cumsum(-1), torch.ones_like(score)
-
-
 def hides_a_diagonal(score, b, h, i, j, params):
     return torch.where(i - j == 3, -torch.inf, score), torch.ones(1)
 
@@ -110,8 +102,8 @@ def hides_a_diagonal(score, b, h, i, j, params):
 HALVED = ScoreMod(halved)
 HALVED_WITH_KERNEL = ScoreMod(halved, kernel="conformance.every_index_kernel:every_index")
 HIDES_A_DIAGONAL = ScoreMod(hides_a_diagonal)
-WRONG_DERIVATIVE = ScoreMod(wrong_derivative)
-MIXES_SCORES = ScoreMod(mixes_scores)
+WRONG_DERIVATIVE = ScoreMod(lambda score, *_: (score / 2, torch.ones_like(score)))
+MIXES_SCORES = ScoreMod(lambda score, *_: (score.cumsum(-1), torch.ones_like(score)))
 NO_DERIVATIVE = ScoreMod(lambda score, *_: score / 2)
 FEW_ARGUMENTS = ScoreMod(lambda score: (score, torch.ones(1)))
 FEWER_SCORES = ScoreMod(lambda score, *_: (score[..., :2], torch.ones(1)))

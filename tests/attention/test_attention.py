@@ -1,5 +1,5 @@
 """What attention() promises beside the right numbers, which test_conformance.py holds: autocast,
-finite differences, scores and slopes that are no numbers, PyTorch's own mistakes.
+finite differences, scores and sinks past all others, masks that change, PyTorch's mistakes.
 
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
@@ -120,17 +120,50 @@ def test_scores_past_the_largest_number(name, causal):
     assert out[:, :, 3].isnan().all() and out[:, :, others].isfinite().all()
 
 
-@pytest.mark.parametrize(("name", "bad"), [("tiled", "nan"), ("triton", "inf")])
-def test_a_slope_that_is_no_number_spoils_its_own_head(name, bad):
-    """Nobody looks at the slopes' values, for which a GPU would have to be waited for: what comes
-    out says so.
-    """
-    q, k, v = (random(1, 2, 40, 16, seed=seed) for seed in range(3))
-    backend = small_tiles(name)
-    slopes = torch.tensor([[float(bad), 0.3], [0.3, 0.3]], device=DEVICE)
-    with torch.no_grad():
-        found, plain = (attention(q, k, v, backend=backend, alibi_slopes=x).out for x in slopes)
-    assert found[:, 0].isnan().all() and torch.equal(found[:, 1], plain[:, 1])
+@pytest.mark.parametrize("name", ["tiled", "triton"])
+def test_a_large_sink_takes_all_and_a_small_one_nothing(name):
+    # 12 queries, 8 keys: the first four rows see none
+    q, k, v = (random(1, 2, n, 4, seed=n) for n in (12, 8, 8))
+    plain = attention(q, k, v, backend=name)
+    sinks = torch.full((2,), -torch.inf, device=DEVICE, requires_grad=True)
+    none = attention(q, k, v, backend=name, sinks=sinks)
+    torch.testing.assert_close(none.out, plain.out)
+    if name == "triton":
+        assert not torch.autograd.grad(none.out.sum(), sinks)[0].any()
+    whole = attention(q, k, v, backend=name, sinks=torch.full((2,), 1e4, device=DEVICE))
+    assert not whole.out.any() and (whole.lse == 1e4).all()
+
+
+@pytest.mark.parametrize("name", ["tiled", "triton"])
+def test_a_second_derivative_is_refused(name):
+    """Autograd would take the loop's for zero."""
+    q = random(1, 1, 6, 16).requires_grad_()
+    out = attention(q, q, q, backend=name).out
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        dq.sum().backward()
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="only a tensor on a CPU shares memory with NumPy")
+def test_masks_may_change_in_place():
+    """Their values are read anew in each call, whether PyTorch notices a change or not."""
+    tensors = [random(1, 1, 40, 16, seed=seed) for seed in range(3)]
+    portable = get_backend("triton", kernel="portable")
+    ids, lengths = (torch.arange(40) // 13)[None].contiguous(), torch.tensor([30])
+
+    def check(**mask: Tensor) -> None:
+        found, exact = (attention(*tensors, backend=x, **mask).out for x in (portable, "naive"))
+        torch.testing.assert_close(found, exact)
+
+    for change in (lambda: None, lambda: ids.fill_(1), lambda: ids.numpy()[:, 20:].fill(7)):
+        change()
+        check(document_ids=ids)
+    for change in (lambda: None, lambda: lengths.fill_(9), lambda: lengths.numpy().fill(40)):
+        change()
+        check(key_lengths=lengths)
+    lengths.numpy().fill(41)
+    with pytest.raises(ValueError, match="key_lengths .* 40"):
+        attention(*tensors, backend=portable, key_lengths=lengths)
 
 
 @pytest.mark.parametrize(

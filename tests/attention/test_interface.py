@@ -20,8 +20,7 @@ from attention import (
     register,
     sdpa,
 )
-
-FLASH = get_backend("sdpa", backend="flash")
+from attention.interface import ScoredOutput
 
 
 def ones(*shape: int, **options) -> torch.Tensor:
@@ -66,12 +65,12 @@ CALLS = [
     ({"k": K.half()}, "float32 on cpu, float16 on cpu"),
     ({name: x.long() for name, x in QKV.items()}, "int64"),
     ({"k": K.to("meta")}, "on cpu", "on meta"),
-    ({"causal": "full"}, "causal='full'"),
+    *(({"causal": causal}, f"causal={causal!r}") for causal in ("full", 1)),
     ({"window": 3, "causal": False}, "window=3", "causal=False"),
     *(({"window": window}, f"window={window}") for window in (0, -3, True, 2.0)),
     *(
         ({"window": window, "causal": False}, f"window={window}")
-        for window in ((1, 2, 3), (-2, 0), (1, True), (1, 2.0))
+        for window in ((1, 2, 3), (-2, 0), (1, True), (1, 2.0), [1, 2])
     ),
     *(
         ({"scale": scale}, f"scale={scale!r}", "float32")
@@ -119,12 +118,27 @@ CALLS = [
 ]
 
 
+# a kind of call that passed is not checked again, and True equals 1
+TAKEN = [
+    *({"scale": 1.0}, {"window": 1}, {"window": (1, 1)}, {"softcap": 1.0}),
+    {"document_ids": ones(1, 6, **INT64)},
+    {"alibi_slopes": ones(2)},
+]
+
+
+@pytest.fixture(scope="module")
+def experienced() -> Backend:
+    """naive, which takes everything, after calls of many kinds."""
+    for arguments in TAKEN:
+        attention(**QKV, backend="naive", **arguments)
+    return get_backend("naive")
+
+
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: "-".join(call[1:]))
-def test_a_call_that_no_backend_could_take(call):
-    """Refused by the interface, before any backend is asked: sdpa itself refuses some."""
+def test_a_call_that_no_backend_could_take(experienced, call):
     arguments, *names = call
-    text = refused(attention, *names, **QKV | arguments, backend="sdpa")
-    assert "attention=sdpa" not in text
+    for _ in range(2):
+        refused(attention, *names, **QKV | arguments, backend=experienced)
 
 
 def ends(*positions, dtype=torch.int32) -> torch.Tensor:
@@ -151,12 +165,6 @@ def test_packed_sequences_that_are_none(packed):
     of_queries, of_keys, *names = packed
     bounds = {"cu_seqlens_q": of_queries, "cu_seqlens_k": of_keys}
     refused(attention_varlen, *names, **BY_TOKEN, **bounds, backend="naive", alibi_slopes=ones(2))
-
-
-def test_a_constant_that_could_be_trained_is_taken_where_nothing_is():
-    with torch.no_grad():
-        out = attention(**QKV, backend="naive", alibi_slopes=ones(2, **TRAINED)).out
-    assert not out.requires_grad
 
 
 @pytest.fixture
@@ -198,16 +206,15 @@ def test_numbers_reach_a_backend_in_the_dtype_of_the_statistics(looking, seen, d
     assert found.dtype == expected.dtype and found.equal(expected)
 
 
-def test_a_causal_window_comes_in_its_simplest_form(looking, seen):
-    """A number, and no further than the first key: the feature window alone takes all of them."""
+def test_a_window_comes_in_its_simplest_form(looking, seen):
+    """Under a causal mask a number, for which the feature window is enough; and no further than
+    the first or the last key.
+    """
     numbers = {2: 2, 6: 6, 7: 6, 2**63: 6, 2**80: 6}
     pairs = {(2, 0): 3, (2, 5): 3, (2, -1): 3, (-1, 3): None, (2**80, -1): 6}
     for window, simplest in (numbers | pairs).items():
         attention(**QKV, backend=looking, window=window)
         assert seen["window"] == simplest, window
-
-
-def test_a_window_to_both_sides_is_a_feature_of_its_own(looking, seen):
     call = {**QKV, "causal": False}
     refused(attention, "two_sided_window", **call, backend=looking, window=(2, 0))
     attention(**call, backend=looking, window=(-1, -1))
@@ -235,16 +242,24 @@ def test_all_that_a_backend_cannot_do_stands_in_one_error():
     )
     inputs = {"q": ones(1, 4, 6, 8, **TRAINED), "k": LONG["k"], "v": LONG["v"][..., :4]}
     inputs |= {"causal": False, "softcap": 5.0, "alibi_slopes": ones(4)}
-    inputs |= {"key_lengths": torch.tensor([3])}
+    inputs |= {"key_lengths": torch.tensor([3]), "sinks": ones(4)}
     names = ("attention=narrow", "(1, 4, 6, 8)", "(1, 2, 9, 8)", "float32 on cpu")
     text = refused(attention, *names, **inputs, backend=narrow)
     reasons = text.partition(": ")[2].split("; ")
     named = ["gqa", "non_causal", "cross_length", "value_dim", "softcap", "alibi_slopes"]
-    named += ["key_lengths", "cuda", "float16", "(16, 32)", "backward"]
+    named += ["key_lengths", "lse", "cuda", "float16", "(16, 32)", "backward"]
     assert len(reasons) == len(named)
     assert all(any(name in reason for reason in reasons) for name in named)
+
+
+def test_what_has_no_gradient_is_taken_where_nothing_is_trained():
+    forward_only = replace(PLAIN, backward=False)
+    inputs = QKV | {"q": ones(1, 2, 6, 8, **TRAINED)}
     with torch.no_grad():
-        assert "backward" not in refused(attention, **inputs, backend=narrow)
+        attention(**inputs, backend=forward_only)
+        attention(**inputs, backend="naive", alibi_slopes=ones(2, **TRAINED))
+    refused(attention, "backward", **inputs, backend=forward_only)
+    refused(attention, "alibi_slopes", **inputs, backend="naive", alibi_slopes=ones(2, **TRAINED))
 
 
 def test_the_width_of_the_values_and_packed_sequences_are_asked_for():
@@ -254,13 +269,16 @@ def test_the_width_of_the_values_and_packed_sequences_are_asked_for():
     refused(attention_varlen, "cu_seqlens", **BY_TOKEN, **WHOLE, backend=PLAIN)
 
 
-def test_a_backends_own_requirements_are_asked_last():
+def test_a_backends_own_requirements_are_asked_last_and_for_each_kind_of_call():
     def requirements(q, k, v, *, causal, scale, size):
-        return [f"multiples of {size}"]
+        return [] if q.is_contiguous() else [f"multiples of {size}"]
 
     picky = replace(PLAIN, options={"size": 3}, requirements=requirements)
-    refused(attention, "multiples of 3", **QKV, backend=picky)
-    assert "multiples" not in refused(attention, **QKV | LONG, backend=picky)
+    strided = QKV | {"q": Q.mT.contiguous().mT}
+    for _ in range(2):
+        attention(**QKV, backend=picky)
+        refused(attention, "multiples of 3", **strided, backend=picky)
+    assert "multiples" not in refused(attention, **strided | LONG, backend=picky)
 
 
 def test_a_model_is_refused_before_it_is_built():
@@ -270,17 +288,6 @@ def test_a_model_is_refused_before_it_is_built():
     refused(PLAIN.check_model, "attention=plain", "gqa", num_heads=4, **shape)
     forward_only = replace(PLAIN, backward=False)
     refused(forward_only.check_model, "backward", num_heads=2, **shape)
-
-
-def test_an_unknown_feature():
-    features = frozenset({"dropout", "gqa"})
-    declared = {"fn": of_values, "features": features}
-    refused(Backend, "'mine'", "['dropout']", "window", name="mine", **declared)
-
-
-def test_an_unknown_name_lists_all_that_there_are():
-    refused(get_backend, "attention=flash3", *BACKENDS, name="flash3")
-    refused(attention, "attention=flash3", **QKV, backend="flash3")
 
 
 @pytest.mark.parametrize(
@@ -304,18 +311,17 @@ def test_configuring_leaves_the_table_alone():
     assert BACKENDS["tiled"].options == before
 
 
-def test_a_kernel_of_pytorchs_that_is_none_or_cannot():
-    fast, efficient = (get_backend("sdpa", backend=name) for name in ("fast", "efficient"))
-    refused(attention, "backend=fast", *sdpa.KERNELS, **QKV, backend=fast)
-    refused(attention, "efficient", "attention.backend=auto", **QKV, backend=efficient)
-
-
-def test_pytorchs_flash_kernel_and_a_scale_that_is_not_positive():
-    """PyTorch hides scores before it scales them: -inf * 0 and inf - inf are NaN."""
-    names = "scale=-1.0", "attention.backend=math", "attention=tiled"
-    for kernel in ("auto", "flash"):
+def test_what_a_kernel_of_pytorchs_cannot_take():
+    """Its flash kernel hides scores before it scales them: -inf * 0 and inf - inf are NaN."""
+    ways_out = ["scale=-1.0", "attention.backend=math", "attention=tiled"]
+    for kernel, scale, names in (
+        ("fast", None, ["backend=fast", *sdpa.KERNELS]),
+        ("efficient", None, ["efficient", "attention.backend=auto"]),
+        ("auto", -1.0, ways_out),
+        ("flash", -1.0, ways_out),
+    ):
         backend = get_backend("sdpa", backend=kernel)
-        refused(attention, *names, **QKV, backend=backend, scale=-1.0)
+        refused(attention, *names, **QKV, backend=backend, scale=scale)
     math = get_backend("sdpa", backend="math")
     found, exact = (attention(**QKV, backend=x, scale=-1.0).out for x in (math, "naive"))
     torch.testing.assert_close(found, exact)
@@ -355,7 +361,7 @@ def test_a_users_backend_is_one_function(my_module):
 @pytest.mark.parametrize(
     ("target", "names"),
     [
-        ("my_attention", ["naive", "pkg.module:NAME"]),
+        ("my_attention", [*BACKENDS, "pkg.module:NAME"]),
         (":BACKEND", ["pkg.module:NAME"]),
         ("my_attention:", ["pkg.module:NAME"]),
         ("my_attention.py:BACKEND", ["my_attention:BACKEND"]),
@@ -391,8 +397,9 @@ def test_a_name_is_registered_once(monkeypatch):
         (AttentionOutput(V, V[..., 0].double()), ["lse", "float32", "float64"]),
         (AttentionOutput(V.to("meta")), ["out", "cpu", "meta"]),
         (AttentionOutput(V, V[..., 0].to("meta")), ["lse", "cpu", "meta"]),
+        (ScoredOutput(V, None, ones(1)), ["max_score", "(1, 2)", "(1,)"]),
     ],
-    ids=["tensor", "tuple", "shape", "dtype", "lse", "lse-dtype", "device", "lse-device"],
+    ids=lambda x: "-".join(x) if isinstance(x, list) else "",
 )
 def test_a_backend_that_returns_something_else(returned, names):
     mine = Backend("mine", lambda *tensors, **arguments: returned)

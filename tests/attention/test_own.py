@@ -9,12 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attention import (
-    AttentionOutput,
-    Backend,
-    attention,
-    build_module,
-)
+from attention import AttentionOutput, Backend, attention, build_module
 from attention.look.try_out import try_out
 from conformance.backend_under_test import standalone
 from examples.learnable_temperature import BACKEND, LearnableTemperature
@@ -99,6 +94,7 @@ OWN = {"module": LearnableTemperature}
     ("fields", "named"),
     [
         ({}, "fn= or module="),
+        ({"fn": attention, "features": frozenset({"dropout", "gqa"})}, r"\['dropout'\].*window"),
         (OWN, "module=.*exact=False"),
         ({"fn": attention, "reference": attention}, "reference=.*exact=False"),
         (OWN | {"exact": False, "defect": "too sharp"}, "module=.*exact=False.*defect"),

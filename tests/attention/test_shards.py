@@ -19,7 +19,7 @@ BF16 = torch.bfloat16
 
 def played(monkeypatch, world: int, run):
     """run(shards) of each rank, in threads that exchange messages."""
-    sent, here, everyone = [None] * world, local(), Barrier(world, timeout=30)
+    sent, here, everyone = [None] * world, local(), Barrier(world, timeout=120)
 
     def all_to_all(received, message, group):
         sent[here.rank] = message
