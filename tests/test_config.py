@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 from attention import BACKENDS
 from config import AttentionConfig, ModelConfig, OptimConfig, RunConfig
-from training.launch.command_line import compose, quoted, replay_overrides
+from training.launch.command_line import quoted, replay_overrides
 from training.loop.schedule import suit_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,18 +30,12 @@ NEEDED = {
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids="=".join)
-def test_choice_composes(choice):
-    group, name = choice
-    config = compose(f"{group}={name}", *NEEDED.get(choice, []))
+def test_a_choice_fits_the_schema_and_shows_its_command(choice):
+    (group, name), path = choice, ROOT / "conf" / "{}/{}.yaml".format(*choice)
+    files = {group: OmegaConf.load(path)}, OmegaConf.from_dotlist(NEEDED.get(choice, []))
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), *files))
     assert getattr(getattr(config, group), "source" if group == "data" else "name") == name
-    assert (
-        f"# python train.py {group}={name}"
-        in (ROOT / "conf" / group / f"{name}.yaml").read_text().splitlines()[0]
-    )
-
-
-def test_every_backend_is_a_choice():
-    assert {name for group, name in CHOICES if group == "attention"} == {*BACKENDS}
+    assert f"# python train.py {group}={name}" in path.read_text().splitlines()[0]
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -58,11 +53,6 @@ def test_an_attentions_yaml_holds_its_options_with_their_defaults(name):
     assert {key: on_gpu.options[key] for key in shared} == {key: config[key] for key in shared}
 
 
-def test_max_seq_len_follows_seq_len_unless_set():
-    assert compose("seq_len=777").model.max_seq_len == 777
-    assert compose("seq_len=128", "model.max_seq_len=512").model.max_seq_len == 512
-
-
 MODEL = {"hidden_size": 64, "num_heads": 4}
 
 
@@ -71,6 +61,9 @@ def test_what_follows_from_the_fields():
     assert ModelConfig(**MODEL).head_dim == 16
     compiles = [RunConfig(compile=value).compile for value in (True, False, "auto")]
     assert compiles == ["true", "false", "auto"]
+    # as one writes them who has torch.bfloat16 in mind
+    dtypes = [RunConfig(dtype=name).dtype for name in ("bfloat16", "float16")]
+    assert dtypes == ["bf16", "fp16"]
     run = RunConfig(batch_size=2, seq_len=8, tokens_per_step=48)
     assert (run.accumulation_steps, run.sequences_per_step) == (3, 6)
     options = AttentionConfig(block_q=4, options={"mine": 1}).backend_options()

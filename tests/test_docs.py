@@ -2,7 +2,6 @@
 
 import math
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,9 +28,8 @@ def same(shown: str, printed: str) -> bool:
 
 
 @pytest.mark.parametrize("arguments, shown", CONSOLE, ids=[each for each, _ in CONSOLE])
-def test_a_replay_prints_what_the_page_shows(arguments, shown, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(sys, "argv", ["trace", *arguments.split(), f"out={tmp_path / 'page.html'}"])
-    trace.main()
+def test_a_replay_prints_what_the_page_shows(arguments, shown, tmp_path, capsys):
+    trace.main([*arguments.split(), f"out={tmp_path / 'page.html'}"])
     printed = capsys.readouterr().out.splitlines()
     for line in shown.splitlines():
         assert any(same(line, each) for each in printed), line
@@ -49,7 +47,6 @@ INLINE = re.findall(r"`python\s-m\sscripts\.trace\s([^`]+)`", LESSON)
 
 
 @pytest.mark.parametrize("arguments", INLINE)
-def test_what_the_page_says_is_right_comes_out_right(arguments, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(sys, "argv", ["trace", *arguments.split(), f"out={tmp_path / 'page.html'}"])
-    trace.main()
+def test_what_the_page_says_is_right_comes_out_right(arguments, tmp_path, capsys):
+    trace.main([*arguments.split(), f"out={tmp_path / 'page.html'}"])
     assert re.search(r"every row .*exact", capsys.readouterr().out, re.IGNORECASE)

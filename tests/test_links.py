@@ -6,12 +6,10 @@ from collections import Counter
 from pathlib import Path
 from urllib.parse import unquote
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[1]
 LISTED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
 FILES = {ROOT / name for name in LISTED.stdout.splitlines()}
-PAGES = sorted(str(file.relative_to(ROOT)) for file in FILES if file.suffix == ".md")
+PAGES = sorted(file for file in FILES if file.suffix == ".md")
 FENCED = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r'\]\(([^)\s]+)|^\[[^]]+\]: *(\S+)|(?:href|src|srcset)="(.+?)"', re.MULTILINE)
 
@@ -40,12 +38,7 @@ def leads_somewhere(page: Path, link: str) -> bool:
     return any(target in (file, *file.parents) for file in FILES)  # or to a folder
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_link_leads_somewhere(page):
-    file = ROOT / page
-    assert not [link for link in links(file.read_text()) if not leads_somewhere(file, link)]
-
-
-def test_an_anchor_is_what_github_makes_of_a_heading():
-    page = "# `run()`, in *Python*: a_b\n## Again\n## Again\n```bash\n# no heading\n```\n"
-    assert anchors(page) == {"run-in-python-a_b", "again", "again-1"}
+def test_every_link_leads_somewhere():
+    found = [(page, link) for page in PAGES for link in links(page.read_text())]
+    assert len(found) > 50
+    assert not [(str(page), link) for page, link in found if not leads_somewhere(page, link)]

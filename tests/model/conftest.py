@@ -12,9 +12,10 @@ VOCAB_SIZE = 61
 
 
 @pytest.fixture
-def build_gpt():
+def build_gpt(modern):
     """build_gpt(backend="naive", **fields of ModelConfig), the same weights every time; attention=
-    as of GPT. Two layers, four heads of eight, 32 positions.
+    as of GPT, variant= gpt2 or modern. Two layers, four heads of eight, 32 positions. With noise no
+    bias or gain is 0 or 1, so that leaving one out is noticed.
     """
 
     def build(
@@ -23,16 +24,20 @@ def build_gpt():
         vocab_size: int = VOCAB_SIZE,
         attention: AttentionConfig | None = None,
         std: float = 0.1,
+        noise: float = 0.0,
+        variant: str = "gpt2",
         **fields,
     ) -> GPT:
         torch.manual_seed(0)
         # weights five times the usual: with 0.02 a model this small gives nearly uniform attention,
         # which hides mistakes in it
         shape = {"num_layers": 2, "num_heads": 4, "hidden_size": 32, "max_seq_len": 32}
-        config = ModelConfig(**shape | fields)
+        config = ModelConfig(**shape | (modern if variant == "modern" else {}) | fields)
         backend = get_backend(backend) if isinstance(backend, str) else backend
         model = GPT(config, vocab_size=vocab_size, backend=backend, attention=attention)
-        return with_weights(model, std)
+        for parameter in with_weights(model, std).parameters():
+            parameter.data += noise * torch.randn_like(parameter)
+        return model
 
     return build
 

@@ -26,13 +26,12 @@ def test_is_the_mean_over_the_targets_that_count_in_float32():
     assert torch.equal(logits.grad.ne(0).any(-1), targets != -100)
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-def test_no_target_at_all_is_a_loss_of_zero_with_zero_gradients(chunked, several_chunks):
+def test_no_target_at_all_is_a_loss_of_zero_with_zero_gradients(several_chunks):
     def whole(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         return cross_entropy(F.linear(x, weight), targets)
 
-    function = linear_cross_entropy if chunked else whole
-    assert all(each.eq(0).all() for each in step(function, *example(ignored=slice(None))))
+    for function in (whole, linear_cross_entropy):
+        assert all(each.eq(0).all() for each in step(function, *example(ignored=slice(None))))
 
 
 def test_a_target_that_is_no_token_is_refused():
@@ -43,15 +42,15 @@ def test_a_target_that_is_no_token_is_refused():
 
 
 def example(
-    *, tokens: int = 90, vocab_size: int = 97, width: int = 32, ignored: slice = slice(5, 40)
+    *, tokens: int = 90, ignored: slice = slice(5, 40), device: str = "cpu"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x (2, tokens, width), weight (vocab_size, width) and targets, some of them ignored."""
+    """x (2, tokens, 32), weight (97, 32) and targets, some of them ignored."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, tokens, width, generator=generator).requires_grad_()
-    weight = (0.3 * torch.randn(vocab_size, width, generator=generator)).requires_grad_()
-    targets = torch.randint(vocab_size, (2, tokens), generator=generator)
+    x = torch.randn(2, tokens, 32, generator=generator)
+    weight = 0.3 * torch.randn(97, 32, generator=generator)
+    targets = torch.randint(97, (2, tokens), generator=generator)
     targets[:, ignored] = -100
-    return x, weight, targets
+    return x.to(device).requires_grad_(), weight.to(device).requires_grad_(), targets.to(device)
 
 
 def plain(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -70,7 +69,7 @@ def step(
     autocast: torch.dtype | None = None,
 ) -> list[Tensor]:
     """The loss and its gradients by x and weight."""
-    with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+    with torch.autocast(x.device.type, autocast or torch.bfloat16, autocast is not None):
         loss = function(x, weight, targets)
     return [loss.detach(), *torch.autograd.grad(loss, (x, weight))]
 
@@ -84,8 +83,9 @@ def exact_step(x: Tensor, weight: Tensor, targets: Tensor) -> list[Tensor]:
 @pytest.fixture
 def several_chunks(monkeypatch):
     """180 tokens of 97 words in chunks of 128, the last of them shorter."""
-    monkeypatch.setitem(model.loss.CHUNK_LOGITS, "cpu", 100 * 97)
-    assert model.loss.chunk_rows(180, 97, 32, "cpu") == 128
+    for device in ("cpu", "cuda"):
+        monkeypatch.setitem(model.loss.CHUNK_LOGITS, device, 100 * 97)
+        assert model.loss.chunk_rows(180, 97, 32, device) == 128
 
 
 @pytest.fixture
@@ -100,34 +100,36 @@ def kernel(monkeypatch):
     monkeypatch.setattr(importlib.import_module("model.kernels.loss"), "BLOCK", 32)
 
 
-# fixtures, the dtype of autocast
+# fixtures, the dtype of autocast, the device, and who compiles
 PAIRS = [
-    ("", None),
-    ("several_chunks", torch.bfloat16),
-    ("padded", torch.float16),
-    ("kernel", torch.bfloat16),
-    ("kernel several_chunks padded", None),
-    ("kernel several_chunks padded", torch.float16),
+    ("", None, "cpu", None),
+    ("several_chunks padded", torch.float16, "cpu", None),
+    ("several_chunks padded", torch.bfloat16, "cpu", "aot_eager"),
+    ("kernel", torch.bfloat16, "cpu", None),
+    ("kernel several_chunks padded", None, "cpu", None),
+    pytest.param("several_chunks", torch.float16, "cuda", None, marks=pytest.mark.gpu),
+    pytest.param("several_chunks", torch.bfloat16, "cuda", "inductor", marks=pytest.mark.gpu),
 ]
 
 
-@pytest.mark.parametrize(("settings", "dtype"), PAIRS)
-def test_loss_and_gradients_are_those_of_all_logits(settings, dtype, request, assert_near):
+@pytest.mark.parametrize(("settings", "dtype", "device", "by"), PAIRS)
+def test_loss_and_gradients_are_those_of_all_logits(
+    settings, dtype, device, by, request, assert_near
+):
     for setting in settings.split():
         request.getfixturevalue(setting)
-    found, baseline = (
-        step(function, *example(), autocast=dtype) for function in (linear_cross_entropy, plain)
-    )
+    function, inputs = linear_cross_entropy, example(device=device)
+    if by:
+        torch._dynamo.reset()
+        function = torch.compile(function, backend=by, fullgraph=True)
+    found, baseline = (step(each, *inputs, autocast=dtype) for each in (function, plain))
     assert found[0].dtype == torch.float32
     assert found[1][:, 5:40].eq(0).all()
-    exact, rounding = exact_step(*example()), torch.finfo(dtype or torch.float32).eps
+    exact, rounding = exact_step(*inputs), torch.finfo(dtype or torch.float32).eps
     assert_near(found, baseline, exact, rounding=rounding)
 
 
-@pytest.mark.parametrize("settings", ["", "several_chunks padded"])
-def test_loss_and_its_gradients_in_float64(settings, request):
-    for setting in settings.split():
-        request.getfixturevalue(setting)
+def test_loss_and_its_gradients_in_float64(several_chunks, padded):
     x, weight, targets = example(tokens=99)
     # 128 targets count: the mean is a float32, which holds 1/128 exactly
     wide = (t.detach().double().requires_grad_() for t in (x, weight))
@@ -135,22 +137,6 @@ def test_loss_and_its_gradients_in_float64(settings, request):
     exact, *expected = exact_step(x, weight, targets)
     torch.testing.assert_close(loss.double(), exact, rtol=1e-6, atol=0)
     torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize(("settings", "tokens"), [("kernel", 20), ("several_chunks padded", 90)])
-def test_loss_compiles_in_one_graph(settings, tokens, request):
-    for setting in settings.split():
-        request.getfixturevalue(setting)
-    torch._dynamo.reset()
-    compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
-    inputs = example(tokens=tokens, ignored=slice(5, 12))
-    found, expected = (
-        step(function, *inputs, autocast=torch.bfloat16)
-        for function in (compiled, linear_cross_entropy)
-    )
-    torch.testing.assert_close(found, expected)
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(*inputs), linear_cross_entropy(*inputs))
 
 
 def test_the_kernel_where_a_row_is_sure_of_its_target_or_hopeless(kernel, padded):
@@ -178,19 +164,14 @@ def test_the_kernel_is_a_lawful_operator(kernel):
     torch.library.opcheck(cross_entropy_in_place, (logits, targets, 60, -100, True))
 
 
-def test_gradients_of_one_alone(several_chunks):
+def test_gradients_of_one_alone_or_of_none(several_chunks):
     x, weight, targets = example()
-    _, *expected = step(linear_cross_entropy, x, weight, targets)
+    loss, *expected = step(linear_cross_entropy, x, weight, targets)
     of_x = torch.autograd.grad(linear_cross_entropy(x, weight.detach(), targets), x)
     of_weight = torch.autograd.grad(linear_cross_entropy(x.detach(), weight, targets), weight)
     assert all(torch.equal(*pair) for pair in zip((*of_x, *of_weight), expected, strict=True))
-
-
-def test_without_gradients_the_same_loss_and_none_of_their_work(several_chunks):
-    inputs = example()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        alone = linear_cross_entropy(*inputs)
-    assert torch.equal(linear_cross_entropy(*inputs), alone)
+        assert torch.equal(linear_cross_entropy(x, weight, targets), loss)
     assert counter.get_total_flops() == 2 * 180 * 97 * 32  # of the logits
 
 
@@ -237,33 +218,6 @@ def test_chunks_of_gpt2_on_a_gpu():
     assert rows == [4736, 16_000]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("dtype", "compiled"),
-    [(torch.bfloat16, True), (torch.float16, False)],
-    ids=["bf16-compiled", "fp16-eager"],
-)
-def test_chunked_loss_on_a_gpu(dtype, compiled, monkeypatch, assert_near):
-    monkeypatch.setitem(model.loss.CHUNK_LOGITS, "cuda", 1024 * 5003)
-    x, weight, targets = (
-        t.detach().cuda() for t in example(tokens=1500, vocab_size=5003, width=64)
-    )
-    reference = exact_step(x, weight, targets)
-    torch._dynamo.reset()
-    function = (
-        torch.compile(linear_cross_entropy, fullgraph=True) if compiled else linear_cross_entropy
-    )
-    x, weight = x.requires_grad_(), weight.requires_grad_()
-    results = []
-    for each in (function, plain):
-        with torch.autocast("cuda", dtype=dtype):
-            loss = each(x, weight, targets)
-        # as a loss scaler does: float16's gradients of the whole logits would vanish
-        gradients = torch.autograd.grad(loss * 2**12, (x, weight))
-        results.append([loss.detach(), *(gradient / 2**12 for gradient in gradients)])
-    assert_near(*results, reference, rounding=torch.finfo(dtype).eps)
-
-
 # GPT-2's vocabulary with its padding; less than a block
 @pytest.mark.gpu
 @pytest.mark.parametrize(
@@ -296,12 +250,12 @@ def test_the_kernel_on_a_gpu(dtype, vocab_size, width):
     torch.testing.assert_close(alone, loss)
 
 
-@pytest.mark.gpu
-def test_the_mean_does_not_round_gradients_twice():
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_mean_does_not_round_gradients_twice(device):
     """1 / 230 has an error of 0.3% in bfloat16, which all gradients would share."""
-    x, weight, targets = (t.detach().cuda() for t in example(tokens=150))
+    x, weight, targets = example(tokens=150, device=device)
     assert (targets != -100).sum() == 230
-    leaves = [t.bfloat16().requires_grad_() for t in (x, weight)]
+    leaves = [t.detach().bfloat16().requires_grad_() for t in (x, weight)]
     found = step(linear_cross_entropy, *leaves, targets)
     exact = exact_step(*leaves, targets)
     for ours, reference in zip(found[1:], exact[1:], strict=True):
