@@ -18,7 +18,7 @@ from config import OptimConfig
 from data.token_file import meta_checksum
 from tests.command import begun_checkpoints, load_checkpoint, same, save_checkpoint
 from tests.processes import limited
-from training.loop.optimizer import build_optimizer
+from training.loop.optimizer import AdamW, build_optimizer
 from training.record.checkpoint import load_model_state
 from training.record.files import CheckpointError, newest_first, read_meta
 
@@ -347,7 +347,7 @@ def test_a_background_save_is_of_its_moment(tmp_path, device):
     that change them.
     """
     model = nn.Linear(1024, 1024, device=device)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = AdamW(model.parameters(), fused=True)
     parts = {"model": model, "optimizer": optimizer, "scaler": None, "config": CONFIG}
 
     def step() -> None:

@@ -17,6 +17,7 @@ from model import GPT
 from tests.weights import with_weights
 from training.loop import health
 from training.loop.health import AttentionMonitor, compare_layers, diagnose
+from training.loop.optimizer import AdamW
 from training.loop.ranks import ALONE
 from training.loop.step import gradients
 
@@ -206,7 +207,7 @@ def test_a_gradient_alone_that_is_not_finite(value, grad_clip):
     for weight in (model.token_embedding.weight, model.blocks[0].attention.qkv.weight):
         weight.register_hook(lambda x: x.index_fill(0, torch.tensor([0]), value))
     run = run_of(model)
-    run.step_model, run.optimizer = model, torch.optim.SGD(model.parameters())
+    run.step_model, run.optimizer = model, AdamW(model.parameters())
     run.scaler = torch.amp.GradScaler("cpu", enabled=False)
     run.config.optim = SimpleNamespace(grad_clip=grad_clip)
     loss, norm, _ = gradients(run, [Pass(batch(), 1)])

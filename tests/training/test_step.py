@@ -18,6 +18,7 @@ from model.seam import LOOKING, Seam, SeamedModel
 from tests.command import TINY, same
 from tests.steps import take_steps
 from training import build_run, compose
+from training.loop.optimizer import AdamW
 from training.loop.ranks import ALONE
 from training.loop.step import Figures, Stepper, gradients, update
 
@@ -43,7 +44,7 @@ class Square(SeamedModel):
 def run_of(model: nn.Module, *, grad_clip: float = 0.0, scale: float = 0.0):
     return SimpleNamespace(
         step_model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        optimizer=AdamW(model.parameters(), lr=0.0),
         scaler=torch.amp.GradScaler("cpu", enabled=scale > 0, init_scale=scale),
         autocast=torch.autocast("cpu", enabled=False),
         config=SimpleNamespace(optim=OptimConfig(grad_clip=grad_clip)),
@@ -78,7 +79,7 @@ def test_an_update_is_made_where_loss_and_norm_are_finite(loss, norm):
     before.
     """
     ours, theirs = (nn.Parameter(torch.arange(6.0).reshape(2, 3)) for _ in range(2))
-    optimizer, other = (torch.optim.AdamW([x], lr=0.1, fused=True) for x in (ours, theirs))
+    optimizer, other = (AdamW([x], lr=0.1, fused=True) for x in (ours, theirs))
     unscaled = torch.amp.GradScaler("cpu", enabled=False)
     run = SimpleNamespace(optimizer=optimizer, scaler=unscaled)
     ours.grad = theirs.grad = torch.linspace(-1, 1, 6).reshape(2, 3)
