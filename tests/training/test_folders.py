@@ -27,14 +27,13 @@ from attention import get_backend
 Path("ran").touch()
 BACKEND = replace(get_backend("naive"), name="theirs")
 """
-READERS = {
-    "sample": ["run={run}", "tokens=1"],
-    "export": ["run={run}", "out=out"],
-    "trace": ["run={run}"],
-    "agree": ["{run}", "under=naive,tiled", "sequences=1"],
-    "cross_eval": ["{run}", "under=naive", "sequences=1"],
-    "recall": ["{run}"],
-}
+# what reads runs, and where the run lies in its sweep
+READERS = [
+    ("sample", "run={run} tokens=1", ""),
+    ("sample", "run={run} tokens=1", "0"),
+    ("trace", "run={run}", ""),
+    ("agree", "{run} under=naive,tiled sequences=1", "a/0"),
+]
 
 
 @pytest.fixture
@@ -53,16 +52,14 @@ def write(run: Path, attention: str, module: Path) -> None:
     module.write_text(CODE)
 
 
-@pytest.mark.parametrize(
-    "command, job", [(each, "") for each in READERS] + [("sample", "0"), ("agree", "a/0")]
-)
-def test_code_in_the_folder_is_not_run(folder, capsys, command, job):
+@pytest.mark.parametrize("command, options, job", READERS)
+def test_code_in_the_folder_is_not_run(folder, capsys, command, options, job):
     own = f"{command}_{len(job)}"  # Python imports a module once
     run, module = folder / own / job, folder / own / "payload.py"
     write(run, f"{own}.payload:BACKEND", module)
     if job:
         (folder / own / "index.jsonl").touch()
-    arguments = [each.format(run=run) for each in READERS[command]]
+    arguments = options.format(run=run).split()
     with pytest.raises(SystemExit) as ended:
         importlib.import_module(f"scripts.{command}").main(arguments)
     said = capsys.readouterr().err + ended.value.code

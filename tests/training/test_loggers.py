@@ -35,8 +35,10 @@ needs_wandb = pytest.mark.skipif(
 PROGRAM = """
 import logging, sys
 from tests.training.test_loggers import log_rows
+from training.record import loggers
 
 logging.basicConfig(format="%(levelname)s %(message)s")
+loggers.PROBE_TIMEOUT = loggers.INIT_TIMEOUT = 120  # where a core is shared, seconds are short
 log_rows("wandb", *sys.argv[1:])
 """
 
@@ -155,13 +157,11 @@ class WandbServer(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self):
         known = b"query Viewer" in self.rfile.read(int(self.headers.get("content-length", 0)))
-        viewer = {"id": "1", "entity": "me", "username": "me", "flags": "{}"}
-        viewer["teams"] = {"edges": []}
+        me = {"id": "1", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}
         refusal = {"errors": [{"message": "permission denied"}]}
         self.send_response(200 if known else 403)
         self.end_headers()
-        answer = {"data": {"viewer": viewer}} if known else refusal
-        self.wfile.write(json.dumps(answer).encode())
+        self.wfile.write(json.dumps({"data": {"viewer": me}} if known else refusal).encode())
 
     do_GET = do_POST
     log_message = print  # to standard output, which is not looked at

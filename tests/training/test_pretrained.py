@@ -90,7 +90,6 @@ FORMS = {
     "bin-shards": bin_shards,
     "lightning": lightning,
     "cached": in_the_cache,
-    "cached-bin": lambda folder: in_the_cache(saved(weights_of(folder), folder).parent),
 }
 
 
