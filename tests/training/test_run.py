@@ -15,7 +15,7 @@ from config import ModelConfig
 from data.interface import IGNORED
 from model import GPT
 from tests import processes
-from tests.command import TINY, summary
+from tests.command import TINY, environment, summary
 from tests.weights import with_weights
 from training import build_run, compose, run
 from training.loop.evaluate import evaluate_under
@@ -53,7 +53,7 @@ def test_it_runs_beside_a_config_and_data_of_the_user(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data/__init__.py").write_text("OWNER = 'the user'\n")
     (tmp_path / "notebook.py").write_text(CALLS.format(tiny=TINY))
-    done = processes.run("notebook.py", cwd=tmp_path)
+    done = processes.run("notebook.py", cwd=tmp_path, env=environment())
     assert done.returncode == 0, done.stderr
     assert "refused: " in done.stdout and "attention/nope" in done.stdout
     assert "status: completed" in done.stdout and "step     4/4" in done.stdout
