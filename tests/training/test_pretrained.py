@@ -157,7 +157,9 @@ SAVED = {
 
 @pytest.mark.parametrize("kind", SAVED)
 def test_computes_what_transformers_computes_from_the_folder(kind, tmp_path):
-    """In several files. tests/model/test_hugging_face.py has more architectures."""
+    """In several files. tests/model/test_hugging_face.py has more architectures. 5 s: the import of
+    transformers.
+    """
     transformers = pytest.importorskip("transformers")
     name, sizes, fields = SAVED[kind]
     torch.manual_seed(3)
