@@ -11,6 +11,7 @@ from config import ModelConfig, RunConfig
 from data import build_data
 from model import GPT
 from tests.weights import with_weights
+from training.loop.optimizer import AdamW
 from training.record.checkpoint import Checkpoints
 from training.record.names import attention_names
 
@@ -32,7 +33,7 @@ def write_run(run_dir: Path, *, shape: ModelConfig = SMALL, std: float = 1.0, **
         data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=0)
         vocab_size = data.vocab_size
     model = with_weights(GPT(shape, vocab_size=vocab_size, backend=get_backend("tiled")), std)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = AdamW(model.parameters())
     parts = {"model": model, "optimizer": optimizer, "scaler": None, "config": plain}
     used = [list(each) for each in attention_names(config.attention)]
     start = {"step": 0, "started": 0.0, "attention": used, "changed": {}, "data": "", "commit": ""}

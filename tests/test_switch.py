@@ -7,12 +7,10 @@ import pytest
 from tests.command import (
     checkpoint,
     computed,
-    finish,
     metrics,
     run,
     same,
     send_at_step,
-    start,
     summary,
     tiny,
 )
@@ -47,15 +45,13 @@ def by_step(rows: list[dict]) -> dict[int, dict]:
     return {row["step"]: row for row in rows}
 
 
-def test_the_first_steps_are_those_of_a_run_that_is_never_switched(switched, broken):
-    ours, theirs = by_step(computed(switched[0])), by_step(computed(broken))
-    assert all(ours[step] == theirs[step] for step in range(0, 20, 3))
-    assert ours[21]["train/loss"] != theirs[21]["train/loss"]
-
-
 def test_after_the_switch_the_attention_is_exact(switched, broken):
-    """The row of the switch judges the same weights before and after."""
-    rows, theirs = by_step(metrics(switched[0])), by_step(metrics(broken))
+    """And before it the run was as one that is never switched. The row of the switch judges the
+    same weights before and after.
+    """
+    rows, theirs = by_step(computed(switched[0])), by_step(computed(broken))
+    assert all(rows[step] == theirs[step] for step in range(0, 20, 3))
+    assert rows[21]["train/loss"] != theirs[21]["train/loss"]
     assert [step for step, row in rows.items() if "val/loss_switched" in row] == [20]
     assert "attention/out_error" not in rows[20]  # neither evaluated nor diagnosed by its number
     assert abs(rows[20]["val/loss"] - rows[20]["val/loss_switched"]) > 1e-3
@@ -64,8 +60,6 @@ def test_after_the_switch_the_attention_is_exact(switched, broken):
     for step in (25, 30):
         assert rows[step]["attention/out_error"] < 1e-5
         assert theirs[step]["attention/out_error"] > 1e-2
-        assert theirs[step]["attention/dq_error"] > 1e-2
-        assert theirs[step]["attention/out_cosine"] < 0.9999
 
 
 def test_the_switch_is_recorded_everywhere(switched):
@@ -90,12 +84,11 @@ def test_a_switch_to_the_same_attention_changes_nothing(broken, tmp_path):
     assert {step: row for step, row in ours.items() if step != 20} == theirs
 
 
-@pytest.mark.parametrize("step", [7, 19], ids=["before", "at-the-switch"])
-def test_interrupted_and_resumed_is_the_same_run(switched, monkeypatch, tmp_path, step):
-    """To the last bit. The signal comes while step `step` + 1 is prepared; it is still saved."""
-    send_at_step(monkeypatch, step, signal.SIGINT)
+def test_interrupted_at_the_switch_and_resumed_is_the_same_run(switched, monkeypatch, tmp_path):
+    """To the last bit. The signal comes while step 20 is prepared; it is still saved."""
+    send_at_step(monkeypatch, 19, signal.SIGINT)
     stopped = run(*tiny(tmp_path, *RECIPE, *TO_EXACT))
-    assert stopped.code == 130 and checkpoint(tmp_path)["step"] == step + 1
+    assert stopped.code == 130 and checkpoint(tmp_path)["step"] == 20
     done = run(f"resume={tmp_path}")
     assert done.code == 0, done.output
     assert same(checkpoint(tmp_path), checkpoint(switched[0]))
@@ -106,13 +99,3 @@ def test_a_target_without_a_step_is_said_to_do_nothing(tmp_path):
     done = run(*tiny(tmp_path, "attention.switch_to=naive"))
     assert done.code == 0 and "attention.switch_to=naive" in done.output
     assert "switch_to" not in summary(tmp_path)
-
-
-@pytest.mark.gpu
-def test_the_compiled_model_switches_too(tmp_path):
-    """On a GPU, from an attention that is one operator of the graph to one that is compiled."""
-    overrides = ("device=cuda", "dtype=fp32", "attention.switch_to=sdpa", "attention.switch_at=20")
-    done = finish(start(*tiny(tmp_path, *RECIPE, *overrides)))
-    assert done.code == 0, done.output
-    row = by_step(metrics(tmp_path))[30]
-    assert row["val/loss"] == pytest.approx(row["val/loss_exact"], abs=1e-5)

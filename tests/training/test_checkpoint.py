@@ -1,12 +1,10 @@
 """Checkpoints: exact resume, refusal by name, which ones stay, and every kind of interruption."""
 
-import contextlib
 import json
 import logging
 import os
 import resource
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -19,7 +17,8 @@ from torch.amp import GradScaler
 from config import OptimConfig
 from data.token_file import meta_checksum
 from tests.command import begun_checkpoints, load_checkpoint, same, save_checkpoint
-from training.loop.optimizer import build_optimizer
+from tests.processes import limited
+from training.loop.optimizer import AdamW, build_optimizer
 from training.record.checkpoint import load_model_state
 from training.record.files import CheckpointError, newest_first, read_meta
 
@@ -70,17 +69,6 @@ def train(parts: dict, steps: int) -> list[float]:
 
 def save(run_dir: Path, step: int = 3, **replaced) -> Path:
     return save_checkpoint(run_dir, **new_parts() | replaced, step=step, tokens=step * 100)
-
-
-@contextlib.contextmanager
-def file_size(limit: int) -> Iterator[None]:
-    """A file-size limit makes a write fail half way, as a full disk does."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path):
@@ -162,7 +150,8 @@ def test_a_full_disk_is_said_and_keeps_the_last_good_checkpoint(tmp_path, limit,
     """In the background, the next save or the end of the run says so."""
     save(tmp_path, step=1)
     assert limit < (tmp_path / "checkpoint/training.pt").stat().st_size
-    with file_size(limit), pytest.raises(OSError, match=f"{tmp_path}.* GiB free"):
+    full = limited(resource.RLIMIT_FSIZE, limit)
+    with full, pytest.raises(OSError, match=f"{tmp_path}.* GiB free"):
         save_in(tmp_path, {2: None}, background=background)
     assert {*os.listdir(tmp_path)} == {"checkpoint", "metrics.jsonl"}
     assert load_checkpoint(tmp_path, **new_parts())["step"] == 1
@@ -170,7 +159,7 @@ def test_a_full_disk_is_said_and_keeps_the_last_good_checkpoint(tmp_path, limit,
 
 def test_a_full_disk_hides_no_other_error(tmp_path, caplog):
     with (
-        file_size(2000),
+        limited(resource.RLIMIT_FSIZE, 2000),
         pytest.raises(RuntimeError, match="of the training"),
         begun_checkpoints(tmp_path, **new_parts(), background=True) as checkpoints,
     ):
@@ -209,25 +198,21 @@ def steps(run_dir: Path) -> dict[str, int]:
     return found
 
 
-def test_the_latest_the_one_before_and_the_best_stay(tmp_path):
-    losses = {100: 3.0, 200: 2.0, 300: 2.5, 400: float("nan"), 500: None}
-    save_in(tmp_path, losses, background=True)
+@pytest.mark.parametrize("links", [True, False])
+def test_the_latest_the_one_before_and_the_best_stay(tmp_path, monkeypatch, links):
+    """The best takes no room of its own where there are hard links."""
+    if not links:
+        monkeypatch.setattr(os, "link", mock.Mock(side_effect=OSError("not permitted")))
+    save_in(tmp_path, {100: 3.0, 200: 2.0})
+    for name in ("model.safetensors", "training.pt", "meta.json"):
+        pair = (tmp_path / "checkpoint.best" / name, tmp_path / "checkpoint" / name)
+        assert pair[0].samefile(pair[1]) == links
+    save_in(tmp_path, {300: 2.5, 400: float("nan"), 500: None}, background=True)
     assert steps(tmp_path) == {
         "checkpoint": 500,
         "checkpoint.previous": 400,
         "checkpoint.best": 200,
     }
-
-
-@pytest.mark.parametrize("links", [True, False])
-def test_the_best_takes_no_room_of_its_own_where_there_are_hard_links(tmp_path, monkeypatch, links):
-    if not links:
-        monkeypatch.setattr(os, "link", mock.Mock(side_effect=OSError("not permitted")))
-    save_in(tmp_path, {1: 2.0})
-    assert steps(tmp_path) == {"checkpoint": 1, "checkpoint.best": 1}
-    for name in ("model.safetensors", "training.pt", "meta.json"):
-        pair = (tmp_path / "checkpoint.best" / name, tmp_path / "checkpoint" / name)
-        assert pair[0].samefile(pair[1]) == links
 
 
 def foreign(file: Path) -> None:
@@ -346,12 +331,11 @@ def test_a_kill_between_any_two_steps_of_a_save(tmp_path):
     assert code == 0 and moments > 8 and last == 300 and best == {100, 300}
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_a_save_that_a_second_ctrl_c_ends_leaves_nothing(tmp_path, monkeypatch, background):
+def test_a_save_that_a_second_ctrl_c_ends_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "rename", mock.Mock(side_effect=KeyboardInterrupt))
     with (
         pytest.raises(KeyboardInterrupt),
-        begun_checkpoints(tmp_path, **new_parts(), background=background) as checkpoints,
+        begun_checkpoints(tmp_path, **new_parts()) as checkpoints,
     ):
         checkpoints.save(5, 60, last=True)
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
@@ -363,7 +347,7 @@ def test_a_background_save_is_of_its_moment(tmp_path, device):
     that change them.
     """
     model = nn.Linear(1024, 1024, device=device)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = AdamW(model.parameters(), fused=True)
     parts = {"model": model, "optimizer": optimizer, "scaler": None, "config": CONFIG}
 
     def step() -> None:

@@ -42,21 +42,18 @@ def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
 
 
 DAMAGED = {
-    "torn": b"{torn",
-    "nested": b'{"a":' + b"[" * 20_000,
-    "no-utf-8": b"a: \xff\xfe",
-    "no-mapping": b"[1]",
-    "empty": b"",
-    "aliases": b"a: &a [1, 1]\nb: &b [*a, *a]\nc: [*b, *b]",
-    "no-date": b"a: 2020-99-99",
+    "torn": ("env.json", b"{torn"),
+    "no-utf-8": ("env.json", b"a: \xff\xfe"),
+    "no-mapping": ("env.json", b"[1]"),
+    "nested": ("env.json", b'{"a":' + b"[" * 20_000),
+    "empty": ("config.yaml", b""),
+    "aliases": ("config.yaml", b"a: &a [1, 1]\nb: &b [*a, *a]\nc: [*b, *b]"),
+    "no-date": ("config.yaml", b"a: 2020-99-99"),
 }
 
 
-@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
-@pytest.mark.parametrize("name", ["env.json", "config.yaml"])
-def test_a_damaged_file_is_named_once_in_one_line_and_read_as_nothing(
-    tmp_path, caplog, name, content
-):
+@pytest.mark.parametrize("name, content", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_file_is_named_once_and_read_as_nothing(tmp_path, caplog, name, content):
     path = tmp_path / name
     assert read_mapping(path) == {} and not caplog.messages  # there is no such file
     path.write_bytes(content)

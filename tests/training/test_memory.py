@@ -5,11 +5,10 @@ error.
 import resource
 import sys
 
-import numpy as np
 import pytest
 import torch
 
-from tests.command import index, metrics, run, summary, tiny, tiny_sweep
+from tests.command import metrics, run, summary, tiny
 from training.record import memory
 from training.record.memory import (
     MemoryMeter,
@@ -21,7 +20,7 @@ from training.record.memory import (
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 # once CUDA runs there is no limit: drivers reserve far more addresses than memory
-limited = pytest.mark.skipif(
+has_a_limit = pytest.mark.skipif(
     sys.platform != "linux" or torch.cuda.is_available(), reason="only on Linux without a GPU"
 )
 
@@ -33,30 +32,26 @@ CUDA_MESSAGE = (
 
 @linux
 def test_peak_follows_what_was_touched_and_reset_forgets_it():
-    meter = MemoryMeter("cpu")
-
-    def process() -> float:
-        return meter.row()["memory/process_gib"]
-
-    before = process()
+    meter, of_the_process = MemoryMeter("cpu"), "memory/process_gib"
+    before = meter.row()[of_the_process]
     block = torch.ones(64 * 1024**2)  # 0.25 GiB
-    assert process() - before == pytest.approx(0.25, abs=0.02)
+    assert meter.row()[of_the_process] - before == pytest.approx(0.25, abs=0.02)
     del block
-    assert process() - before == pytest.approx(0.25, abs=0.02)
+    assert meter.row()[of_the_process] - before == pytest.approx(0.25, abs=0.02)
     meter.reset()
     row = meter.row()
-    assert row["memory/process_gib"] == pytest.approx(before, abs=0.02)
+    assert row[of_the_process] == pytest.approx(before, abs=0.02)
     assert row["memory/reserved_gib"] is None and row["memory/peak_gib"] is None
-    assert meter.summary["memory/process_gib"] == pytest.approx(before + 0.25, abs=0.02)
-
-
-def test_a_row_is_that_of_the_process_that_needs_most():
-    meter = MemoryMeter("cpu", lambda row: row | {"memory/process_gib": 1000.0})
-    assert meter.row()["memory/process_gib"] == meter.summary["memory/process_gib"] == 1000.0
+    assert meter.summary[of_the_process] == pytest.approx(before + 0.25, abs=0.02)
+    # of several processes, the one that needs most counts
+    others = MemoryMeter("cpu", lambda row: row | {of_the_process: 1000.0})
+    assert others.row()[of_the_process] == others.summary[of_the_process] == 1000.0
 
 
 def test_a_measured_step_counts_tensors_as_they_come_and_go():
-    """Held before, made within, freed within; views and shared storages once."""
+    """Held before, made within, freed within; views and shared storages once. The largest step
+    counts.
+    """
     meter, held = MemoryMeter("cpu"), torch.ones(2**20)  # 4 MiB
     with meter.measured([held, {"again": held[1:]}]):
         a = held + 1
@@ -67,7 +62,7 @@ def test_a_measured_step_counts_tensors_as_they_come_and_go():
     assert meter.row()["memory/peak_gib"] == three
     with meter.measured(held):
         del b
-    assert meter.row()["memory/peak_gib"] == three  # the largest
+    assert meter.row()["memory/peak_gib"] == three
     assert c.numel() == 2**20
 
 
@@ -86,7 +81,7 @@ def test_a_block_of_before_is_no_gain():
     assert meter.row()["memory/peak_gib"] == new.nbytes / 2**30
 
 
-@limited
+@has_a_limit
 def test_limit_makes_an_oversized_tensor_an_error_and_the_process_lives_on():
     before = resource.getrlimit(resource.RLIMIT_AS)
     # more than the machine has, less than the addresses Linux would hand out without the limit
@@ -100,20 +95,12 @@ def test_limit_makes_an_oversized_tensor_an_error_and_the_process_lives_on():
     described = describe_out_of_memory(caught.value)
     assert described["asked_gib"] == pytest.approx(numel * 4 / 1024**3)
     assert "can't allocate memory" in described["message"]
-
-
-@limited
-def test_a_lower_limit_counts():
-    """That of the caller, and that of the user."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    with cpu_memory_limit(2**28), pytest.raises(RuntimeError, match="can't allocate memory"):
-        torch.empty(2**29, dtype=torch.uint8)
-    try:
-        resource.setrlimit(resource.RLIMIT_AS, (2**35, hard))
-        with cpu_memory_limit():
-            assert resource.getrlimit(resource.RLIMIT_AS)[0] <= 2**35
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    # a lower limit counts: that of the caller, and that of the user
+    with cpu_memory_limit(2**28):
+        lower = resource.getrlimit(resource.RLIMIT_AS)
+        with cpu_memory_limit(), pytest.raises(RuntimeError, match="can't allocate memory"):
+            assert resource.getrlimit(resource.RLIMIT_AS) == lower
+            torch.empty(2**29, dtype=torch.uint8)
 
 
 @linux
@@ -129,32 +116,27 @@ def test_the_limit_of_a_container_counts(tmp_path, monkeypatch):
     assert memory.free_memory() == pytest.approx(machine, rel=0.5)
 
 
-@pytest.mark.parametrize(
-    ("error", "is_out"),
-    [
-        (torch.OutOfMemoryError(CUDA_MESSAGE), True),
-        (MemoryError(), True),
-        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8"), True),
-        (RuntimeError("CUDA error: out of memory"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED in `cublasCreate(handle)`"), True),
-        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
-        (ValueError("not enough memory of the past"), False),
-    ],
-    ids=repr,
+# {what says that memory ran out: the GiB that were asked for}
+OUT = {
+    torch.OutOfMemoryError(CUDA_MESSAGE): 2560.0,
+    MemoryError("Unable to allocate 8.00 PiB for an array"): 8 * 2.0**20,  # NumPy's
+    MemoryError(): None,
+    RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8"): None,
+    RuntimeError("CUDA error: out of memory"): None,
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED in `cublasCreate(handle)`"): None,
+}
+NOT_OUT = (
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    ValueError("not enough memory of the past"),
 )
-def test_what_counts_as_out_of_memory(error, is_out):
-    assert is_out_of_memory(error) is is_out
 
 
-def test_the_size_that_was_asked_for():
-    described = describe_out_of_memory(torch.OutOfMemoryError(CUDA_MESSAGE))
-    assert described["asked_gib"] == 2560.0
-    assert "2.50 TiB" in described["message"] and "\n" not in described["message"]
-    with pytest.raises(MemoryError) as caught:
-        np.zeros(2**50)
-    assert describe_out_of_memory(caught.value)["asked_gib"] == 8 * 2**20
-    wordless = describe_out_of_memory(MemoryError())
-    assert wordless["asked_gib"] is None and wordless["message"] == "MemoryError"
+def test_what_counts_as_out_of_memory_and_the_size_that_was_asked_for():
+    assert [error for error in (*OUT, *NOT_OUT) if is_out_of_memory(error)] == [*OUT]
+    assert {error: describe_out_of_memory(error)["asked_gib"] for error in OUT} == OUT
+    messages = [describe_out_of_memory(error)["message"] for error in OUT]
+    assert "2.50 TiB" in messages[0] and "\n" not in messages[0]
+    assert messages[2] == "MemoryError"
 
 
 @pytest.mark.gpu
@@ -173,30 +155,18 @@ def test_gpu_meter_and_release():
     assert describe_out_of_memory(caught.value)["asked_gib"] == 4096.0
 
 
-def test_memory_is_that_of_the_code_in_any_order_of_a_sweep(tmp_path):
-    """A regression test: a CPU's peak was the process's, and depended on the jobs before. So tiled
-    used more than naive. Long enough for the scores to be most of the memory.
-    """
-    shape = ("seq_len=384", "batch_size=1", "steps=3", "eval_every=0", "diagnose_every=0")
-    jobs = ("seed=0,1", "attention=tiled,naive")
-    done = run(*tiny_sweep(tmp_path, *shape, "log_every=3", *jobs))
-    assert done.code == 0, done.output
-    tiled, naive, again, _ = index(tmp_path)
-    assert tiled["memory/peak_gib"] == again["memory/peak_gib"]
-    # two heads of 384 x 384 scores, in float32 and as probabilities: what tiled does without
-    assert naive["memory/peak_gib"] - tiled["memory/peak_gib"] > 2 * 384 * 384 * 4 / 2**30
-
-
 def test_each_attention_of_a_run_is_measured(tmp_path):
-    """After a switch the second step is measured again; a run of one step measures that one."""
-    shape = ("seq_len=256", "batch_size=1", "eval_every=0", "diagnose_every=0")
-    switch = ("attention=naive", "attention.switch_at=3", "attention.switch_to=sdpa")
-    assert run(*tiny(tmp_path / "down", *shape, *switch, "steps=6")).code == 0
-    back = ("attention=sdpa", "attention.switch_at=3", "attention.switch_to=naive")
-    assert run(*tiny(tmp_path / "up", *shape, *back, "steps=6")).code == 0
-    rows = [row["memory/peak_gib"] for row in metrics(tmp_path / "up")]
-    assert rows[0] is None and rows[1] == rows[3] < rows[4] == rows[5]
-    assert summary(tmp_path / "down")["memory/peak_gib"] == rows[5]
+    """After a switch the second step is measured again; a run of one step measures that one. Long
+    enough for the scores to be most of the memory.
+    """
+    shape = ("seq_len=384", "batch_size=1", "eval_every=0", "diagnose_every=0")
+    switch = ("attention=tiled", "attention.switch_at=4", "attention.switch_to=naive")
+    # the measured steps, 2 and 6, do not look at the scores
+    assert run(*tiny(tmp_path / "two", *shape, *switch, "steps=8", "log_every=5")).code == 0
+    rows = {row["step"]: row["memory/peak_gib"] for row in metrics(tmp_path / "two")}
+    # two heads of 384 x 384 scores, in float32 and as probabilities: what tiled does without
+    assert rows[8] - rows[5] > 2 * 384 * 384 * 4 / 2**30
+    assert summary(tmp_path / "two")["memory/peak_gib"] == rows[8]
     assert run(*tiny(tmp_path / "one", *shape, "steps=1")).code == 0
     assert summary(tmp_path / "one")["memory/peak_gib"] > 0
 

@@ -6,24 +6,20 @@ from attention import BACKENDS
 from config import BACKEND_OPTIONS, AttentionConfig
 from training.record.names import attention_in_words, attention_names, belies_exact, name_runs
 
+NAMES = {
+    "tiled": AttentionConfig("tiled", block_kv=64, softmax_dtype="float32"),
+    "no_rescale block_kv=16": AttentionConfig("no_rescale", block_kv=16),
+    "naive window=16 softcap=50": AttentionConfig("naive", window=16, softcap=50.0),
+    # a user's attention may have another default
+    "a.b:C cap=2.5 block_kv=64": AttentionConfig("a.b:C", block_kv=64, options={"cap": 2.5}),
+}
 
-@pytest.mark.parametrize(
-    ("name", "settings", "names"),
-    [
-        ("tiled", {"block_kv": 64, "softmax_dtype": "float32"}, [(0, "tiled")]),
-        ("no_rescale", {"block_kv": 16}, [(0, "no_rescale block_kv=16")]),
-        ("naive", {"window": 16, "softcap": 50.0}, [(0, "naive window=16 softcap=50")]),
-        (
-            "tiled",
-            {"window": 8, "switch_at": 4, "switch_to": "naive:block_kv=16"},
-            [(0, "tiled window=8"), (4, "naive block_kv=16 window=8")],
-        ),
-        # a user's attention may have another default
-        ("a.b:C", {"block_kv": 64, "options": {"cap": 2.5}}, [(0, "a.b:C cap=2.5 block_kv=64")]),
-    ],
-)
-def test_an_attention_is_named_by_what_is_not_at_its_default(name, settings, names):
-    assert attention_names(AttentionConfig(name, **settings)) == names
+
+def test_an_attention_is_named_by_what_is_not_at_its_default():
+    for name, chosen in NAMES.items():
+        assert attention_names(chosen) == [(0, name)]
+    chosen = AttentionConfig("tiled", window=8, switch_at=4, switch_to="naive:block_kv=16")
+    assert attention_names(chosen) == [(0, "tiled window=8"), (4, "naive block_kv=16 window=8")]
 
 
 def test_the_defaults_are_those_of_the_backends():
@@ -74,37 +70,35 @@ def test_a_written_name_stays_and_is_added_to_where_sweeps_differ():
     ]
 
 
-def test_runs_that_are_the_same_are_told_apart_by_their_folders():
-    rows = [row("tiled", dir=f"outputs/{name}") for name in "ab"]
-    assert [name.run for name in name_runs(rows)] == ["tiled (a)", "tiled (b)"]
-
-
-def test_a_name_is_as_a_person_writes_it():
+def test_a_name_is_as_a_person_writes_it_and_tells_the_same_runs_apart():
     """A regression test: sweepers put a backslash before each colon."""
     rows = [row("mine:BACKEND", r"data.path=a\,b"), row("tiled", "data.path=c")]
     assert [name.run for name in name_runs(rows)] == ["mine:BACKEND path=a,b", "tiled path=c"]
+    rows = [row("tiled", dir=f"outputs/{name}") for name in "ab"]
+    assert [name.run for name in name_runs(rows)] == ["tiled (a)", "tiled (b)"]
 
 
 def start(step: int, *attention: tuple[int, str]) -> dict:
     return {"step": step, "attention": [list(each) for each in attention], "changed": {}}
 
 
-@pytest.mark.parametrize(
-    ("starts", "words"),
-    [
-        ([start(0, (0, "tiled")), start(5, (5, "tiled"))], "tiled"),
-        ([start(0, (0, "tiled")), start(5, (5, "sdpa"))], "tiled, sdpa after step 5"),
-        ([start(0, (0, "no_rescale"), (40, "tiled"))], "no_rescale, tiled after step 40"),
-        # a switch to the same attention is an experiment of its own
-        ([start(0, (0, "tiled"), (40, "tiled"))], "tiled, tiled after step 40"),
-        # the first start did not come to its switch
-        (
-            [start(0, (0, "naive"), (40, "tiled")), start(30, (30, "sdpa"), (50, "flex"))],
-            "naive, sdpa after step 30, flex after step 50",
-        ),
+STARTS = {
+    "tiled": [start(0, (0, "tiled")), start(5, (5, "tiled"))],
+    "tiled, sdpa after step 5": [start(0, (0, "tiled")), start(5, (5, "sdpa"))],
+    "no_rescale, tiled after step 40": [start(0, (0, "no_rescale"), (40, "tiled"))],
+    # a switch to the same attention is an experiment of its own
+    "tiled, tiled after step 40": [start(0, (0, "tiled"), (40, "tiled"))],
+    # the first start did not come to its switch
+    "naive, sdpa after step 30, flex after step 50": [
+        start(0, (0, "naive"), (40, "tiled")),
+        start(30, (30, "sdpa"), (50, "flex")),
     ],
-)
-def test_a_run_is_named_by_every_attention_of_its_starts(starts, words):
+}
+
+
+@pytest.mark.parametrize("words", STARTS)
+def test_a_run_is_named_by_every_attention_of_its_starts(words):
+    starts = STARTS[words]
     assert attention_in_words({"starts": starts}) == words
     # runs of earlier versions wrote one attention, that of their last start, as their variant
     last = starts[-1]["attention"][0][1]
@@ -112,15 +106,10 @@ def test_a_run_is_named_by_every_attention_of_its_starts(starts, words):
     assert [name.run for name in named] == [f"{words} seed=0", "flex seed=1"]
 
 
-@pytest.mark.parametrize(
-    ("summary", "belies"),
-    [
-        ({"val/loss": 1.5, "val/loss_exact": 1.6}, True),
-        ({"val/loss": 1.5, "val/loss_exact": 1.5005}, False),
-        ({"val/loss": 1.5, "val/loss_exact": 1.6, "defect": True}, False),
-        ({"val/loss": 1.5, "val/loss_exact": 1.6, "exact": False}, False),
-        ({"val/loss": 1.5, "val/loss_exact": None}, False),
-    ],
-)
-def test_an_attention_that_is_not_as_exact_as_labelled(summary, belies):
-    assert belies_exact(summary) is belies
+def test_an_attention_that_is_not_as_exact_as_labelled():
+    losses = {"val/loss": 1.5, "val/loss_exact": 1.6}
+    assert belies_exact(losses)
+    for exact in (1.5005, None):
+        assert not belies_exact(losses | {"val/loss_exact": exact})
+    for label in ({"defect": True}, {"exact": False}):
+        assert not belies_exact(losses | label)

@@ -1,14 +1,24 @@
-"""A run as an object and as a call: from any folder, with the refusals of train.py."""
+"""A run as an object and as a call: from any folder, with the refusals of train.py. Its held-out
+loss.
+"""
 
 import math
 import re
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 
+from attention import get_backend
+from config import ModelConfig
+from data.interface import IGNORED
+from model import GPT
 from tests import processes
-from tests.command import TINY, summary
+from tests.command import TINY, environment, summary
+from tests.weights import with_weights
 from training import build_run, compose, run
+from training.loop.evaluate import evaluate_under
 
 CALLS = """
 import config  # the user's own, imported first
@@ -43,7 +53,7 @@ def test_it_runs_beside_a_config_and_data_of_the_user(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data/__init__.py").write_text("OWNER = 'the user'\n")
     (tmp_path / "notebook.py").write_text(CALLS.format(tiny=TINY))
-    done = processes.run("notebook.py", cwd=tmp_path)
+    done = processes.run("notebook.py", cwd=tmp_path, env=environment())
     assert done.returncode == 0, done.stderr
     assert "refused: " in done.stdout and "attention/nope" in done.stdout
     assert "status: completed" in done.stdout and "step     4/4" in done.stdout
@@ -64,22 +74,19 @@ def test_the_summary_is_that_of_the_file(here, capsys):
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["attention=naive", "attention.block_kv=8"], "attention.block_kv=8"),
-        # what only the command has, or only a call may get wrong
-        (["--help"], "run()"),
-        (["experiment=break_it"], "experiment=break_it"),
-        (["attention=tiled steps=3"], "attention=tiled steps=3"),
+        ("attention=naive attention.block_kv=8", "attention.block_kv=8"),
+        # what only the command has
+        ("--help", "run()"),
+        ("experiment=break_it", "experiment=break_it"),
     ],
 )
 def test_what_train_refuses_is_a_value_error(here, overrides, named):
     """More refusals stand in test_bad_input."""
     with pytest.raises(ValueError, match=re.escape(named)):
-        run(*TINY, "hydra.run.dir=one", *overrides)
-
-
-def test_divergence_is_a_result(here):
-    ended = run(*TINY, "attention=no_max", "dtype=fp16", "optim.lr=100", "hydra.run.dir=one")
-    assert ended["status"] == "diverged" and ended["diagnosis"]["message"]
+        run(*TINY, "hydra.run.dir=one", *overrides.split())
+    # what only a call may get wrong
+    with pytest.raises(ValueError, match="attention=tiled steps=3"):
+        run("attention=tiled steps=3")
 
 
 def test_a_run_is_built_without_a_folder(here):
@@ -103,3 +110,26 @@ def test_bits_per_byte_count_the_bytes_of_the_targets(here):
     row = built.evaluate()
     bits = row["val/loss"] * targets.numel() / math.log(2)
     assert row["val/bpb"] == pytest.approx(bits / count, rel=1e-12)
+
+
+def test_a_loss_is_the_mean_over_all_targets_that_count():
+    """Of one pass none does."""
+    torch.manual_seed(0)
+    config = ModelConfig(num_layers=1, num_heads=2, hidden_size=16, max_seq_len=8)
+    model = with_weights(GPT(config, vocab_size=11, backend=get_backend("naive")), 0.5)
+    inputs, targets = torch.randint(11, (2, 4, 8))
+    for row, ignored in enumerate((7, 0, 3, 8)):
+        targets[row, :ignored] = IGNORED
+    logits = model(inputs).logits.flatten(0, 1)
+    right = (logits.argmax(-1) == targets.flatten()).sum() / (targets != IGNORED).sum()
+    loss, accuracy = evaluate_under(
+        model,
+        get_backend("sdpa"),
+        inputs,
+        targets,
+        batch_size=3,
+        autocast=torch.autocast("cpu", enabled=False),
+        accuracy=True,
+    )
+    expected = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED).item()
+    assert loss == pytest.approx(expected, rel=1e-5) and accuracy == pytest.approx(right.item())

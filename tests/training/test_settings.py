@@ -1,25 +1,30 @@
-"""Settings that nothing in a run reads: which they are, and that they are refused or left out,
-never ignored.
+"""Settings: those that nothing in a run reads, which are refused or left out and never ignored;
+in what those of two starts differ; and those of an older version.
 """
+
+import math
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
 from config import AttentionConfig, DataConfig, RunConfig
+from tests.training.test_checkpoint import save
 from training.launch.settings import settle, unread_settings
-
-
-def test_a_setting_is_read_under_some_choices_alone():
-    data = DataConfig("text", path="books")
-    unread = unread_settings(RunConfig(AttentionConfig("naive", block_kv=16), data=data))
-    assert list(unread) == ["attention.block_kv"]
-    assert "attention=naive" in unread["attention.block_kv"]
-    assert unread_settings(RunConfig()) == {}
+from training.loop.trained import read_run_config
+from training.record.starts import differences
 
 
 def test_what_was_asked_for_is_refused_and_what_a_recipe_sets_is_left_out():
+    """tests/test_bad_input.py has more that is refused."""
+
     def config() -> RunConfig:
         return RunConfig(AttentionConfig("sdpa", block_kv=16), data=DataConfig(num_pairs=5))
 
+    unread = unread_settings(config())
+    assert list(unread) == ["data.num_pairs", "attention.block_kv"]
+    assert "attention=sdpa" in unread["attention.block_kv"]
+    assert unread_settings(RunConfig()) == {}
     for asked, named in (
         (["attention", "attention.block_kv"], "attention.block_kv=16 .*attention=sdpa"),
         (["data.num_pairs"], "data.num_pairs=5 .*data=recall"),
@@ -27,7 +32,7 @@ def test_what_was_asked_for_is_refused_and_what_a_recipe_sets_is_left_out():
         with pytest.raises(ValueError, match=named):
             settle(config(), asked=asked)
     settled = config()
-    assert list(settle(settled, asked=["attention"])) == ["data.num_pairs", "attention.block_kv"]
+    assert settle(settled, asked=["attention"]) == unread
     assert settled.attention.block_kv is None and settled.data.num_pairs is None
 
 
@@ -37,8 +42,41 @@ def test_options_of_ones_own():
     assert own.options == {"a": 2.0}
 
 
-def test_a_tokenizer_is_asked_for_by_its_group():
-    config = RunConfig(data=DataConfig("last_write"))
-    config.tokenizer.name = "gpt2"
-    with pytest.raises(ValueError, match="tokenizer.name=gpt2 .*data=last_write"):
-        settle(config, asked=["tokenizer"])
+def test_differences():
+    custom = {"name": "custom", "options": {"a": 1}}
+    then = {"steps": 4, "gone": 1, "attention": custom, "resume": None}
+    now = {"steps": 6, "new": 2, "attention": custom | {"options": {}}, "resume": "RUN"}
+    assert differences(then, now) == {"steps": [4, 6], "attention.options": [{"a": 1}, {}]}
+    assert differences({"lr": math.nan}, {"lr": math.nan}) == {}
+
+
+def test_an_option_at_its_default_is_no_difference():
+    """conf/attention/ holds the defaults; an attention without an option has None."""
+
+    def settings(name: str, **options: object) -> dict:
+        return {"attention": {"name": name, "block_kv": None, "softmax_dtype": None} | options}
+
+    default = settings("tiled", block_kv=64, softmax_dtype="float32")
+    assert differences(settings("tiled"), default) == differences(default, settings("tiled")) == {}
+    assert differences(default, settings("naive")) == {"attention.name": ["tiled", "naive"]}
+    smaller = settings("tiled", block_kv=16)
+    assert differences(default, smaller) == {"attention.block_kv": [None, 16]}
+
+
+def saved(folder: Path, **groups: dict) -> Path:
+    """A checkpoint whose settings have these too."""
+    settings = asdict(RunConfig(seq_len=77))
+    for name, changed in groups.items():
+        settings[name] |= changed
+    save(folder, config=settings)
+    return folder
+
+
+def test_keys_that_went_are_left_out_if_the_weights_do_not_mean_another_model(tmp_path):
+    """A regression test: every run of the version before had such keys, and no script read it."""
+    former = {"model": {"gone": False, "init_std": 0.02}, "optim": {"gone": 0.5}}
+    run = saved(tmp_path, **former, attention={"options": {"dropped": False}})
+    found = read_run_config(run)
+    assert (found.seq_len, found.attention.options) == (77, {"dropped": False})
+    with pytest.raises(ValueError, match="attention.gone"):
+        read_run_config(saved(tmp_path, attention={"gone": [8, None]}))
