@@ -44,13 +44,3 @@ def test_several_runs_have_a_mean_and_a_deviation(small, tmp_path, capsys):
     assert first["mean"] != second["mean"]
     line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("naive and sdpa"))
     assert " ± " in line and f"{max(first['largest'], second['largest']):.1e}" in line
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"), [("{run} under=naive,tield", "tield"), ("{run}/typo", "typo")]
-)
-def test_refused_in_one_line(small, arguments, named):
-    before = sorted(small.iterdir())
-    with pytest.raises(SystemExit, match=f"^agree: .*{named}"):
-        agree.main(arguments.format(run=small).split())
-    assert sorted(small.iterdir()) == before

@@ -1,13 +1,12 @@
 """`python -m scripts.runs`: the runs below a folder, newest first, and damaged ones by name."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from scripts import runs
+from tests import processes
 
 LONG = f"pkg.module:{'N' * 120}"
 
@@ -45,11 +44,9 @@ def test_newest_first_with_its_losses_and_path(folder, capsys):
 # a file of a run, and what is wrong with it
 DAMAGED = [
     ("summary.json", '{"status": "comp'),
-    ("summary.json", "[" * 100_000),
     ("summary.json", '{"status": "completed", "starts": 3}'),
     ("summary.json", '{"status": "completed", "val/loss": "low", "starts": []}'),
     ("config.yaml", "attention: ["),
-    ("config.yaml", "[" * 100_000),
 ]
 
 
@@ -70,14 +67,6 @@ def test_a_killed_run_has_the_time_of_its_files(folder, capsys):
     assert "unfinished" in line and "2.0000" in line and " 3 " in line
 
 
-def test_nothing_to_list_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for arguments in ([], ["nowhere"]):
-        with pytest.raises(SystemExit, match="^runs: .*(multirun|nowhere)"):
-            runs.main(arguments)
-
-
 def test_it_imports_no_torch():
     code = "import sys; from scripts import runs; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    assert processes.run("-c", code, check=True).stdout == "False\n"

@@ -3,7 +3,6 @@
 from collections import Counter
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,11 +59,3 @@ def test_the_command_writes_a_vocabulary(tmp_path, monkeypatch):
     main([f"out={tmp_path / 'ranks.tiktoken'}", "vocab_size=300"])
     assert list(read_ranks(tmp_path / "ranks.tiktoken")) == train(counts, 300)
     assert len(read_ranks(RANKS_FILE)) == 8192  # as its name says
-
-
-@pytest.mark.parametrize("argument", ["vocab_size=10", "out=/proc/ranks"])
-def test_refused_in_one_line_before_the_corpus_is_read(argument, monkeypatch):
-    monkeypatch.setattr("scripts.train_bpe.count_pretokens", None)
-    with pytest.raises(SystemExit, match="^train_bpe: ") as ended:
-        main([argument])
-    assert argument.partition("=")[2] in ended.value.code and "\n" not in ended.value.code
