@@ -30,8 +30,8 @@ MEASURED = json.loads((RESULTS / "training_peaks_h200.json").read_text())["runs"
 # a vocabulary that makes the loss large, on an H100: see nanogpt_wall_h100.json
 WALL = "model=gpt2 tokenizer.vocab_size=50304 attention=triton seq_len=32768 batch_size=1"
 MEASURED.append({"overrides": WALL.split(), "memory/peak_gib": 13.54})
-# each kind of attention once, and that vocabulary
-SOME = ("naive", "sdpa attention.backend=cudnn", "no_max", WALL)
+# that vocabulary, a matrix of scores, and none
+SOME = ("naive", "sdpa attention.backend=cudnn", WALL)
 
 
 @pytest.mark.parametrize(
@@ -64,26 +64,26 @@ def test_the_peak_of_a_run_on_a_cpu(settings, tmp_path):
 
 
 def test_an_attention_of_ones_own_is_counted_too():
-    shape = ("model.num_layers=2", "seq_len=256", "batch_size=2", "device=cpu")
+    shape = ("model.num_layers=1", "seq_len=64", "batch_size=2", "device=cpu")
     own, ours = (peak_of(*shape, f"attention={name}") for name in (OWN, "naive"))
     assert own == ours
     assert plan.traffic_of(plan.plan_all(plan.Options([OWN]))[OWN]) is None
 
 
 def test_the_matrix_of_scores_and_the_batches_that_fit(typed):
-    model = ("model=gpt2", "model.num_layers=2", "seq_len=4096", "batch_size=4")
-    output = typed("plan", *model, "attention=naive,triton", "gpu=a100-40").out
+    model = ("model=gpt2", "model.num_layers=1", "seq_len=4096", "batch_size=4")
+    output = typed("plan", *model, "attention=naive,triton", "gpu=l4").out
     parts = {words: cells(output, words) for words in plan.PARTS.values()}
     naive_peak, triton_peak = totals = parts.pop(plan.PARTS["peak"])
-    # 2 layers, 4 sequences, 12 heads, 4096 x 4096, in float32 and again in bfloat16
-    assert naive_peak - triton_peak > 2 * 4 * 12 * 4096**2 * 6 / 2**30
+    # 4 sequences, 12 heads, 4096 x 4096, in float32 and again in bfloat16
+    assert naive_peak - triton_peak > 4 * 12 * 4096**2 * 6 / 2**30
     for total, column in zip(totals, zip(*parts.values(), strict=True), strict=True):
         assert sum(column) == pytest.approx(total, abs=0.01)
     naive_batch, triton_batch = map(
         int, re.findall(r"batch_size is about (\d+)$", output, re.MULTILINE)
     )
     assert 4 <= naive_batch < triton_batch
-    available = plan.GPUS["a100-40"].gib - plan.CONTEXT_GIB
+    available = plan.GPUS["l4"].gib - plan.CONTEXT_GIB
     sizes = (naive_batch, naive_batch + 1)
     fits, too_large = (peak_of(*model[:3], "attention=naive", f"batch_size={n}") for n in sizes)
     assert fits <= available < too_large
@@ -104,7 +104,8 @@ def test_an_assumption_comes_first_and_no_batch_size_is_guessed(typed):
 
 
 def test_a_recipe_may_set_a_key_that_one_attention_does_not_read(typed):
-    arguments = ("device=cpu", "experiment=break_it", "seq_len=32", "attention.block_kv=8")
+    arguments = ("device=cpu", "experiment=break_it", "model.num_layers=1", "seq_len=32")
+    arguments += ("attention.block_kv=8",)
     assert re.search("naive +tiled", typed("plan", *arguments, "attention=naive,tiled").out)
     with pytest.raises(SystemExit, match="attention.block_kv=8 .*attention=naive"):
         typed("plan", *arguments, "attention=naive")

@@ -93,11 +93,12 @@ def page(sweep):
     return report_on(sweep)
 
 
-SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in (one_run, an_oom_alone)]
+OTHERS = (one_run, an_oom_alone, twelve_variants)
+SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in OTHERS]
 
 
 @needs_browser
-@pytest.mark.parametrize("write", [broken_sweep, twelve_variants, *SLOW])
+@pytest.mark.parametrize("write", [broken_sweep, *SLOW])
 def test_a_browser_draws_every_chart_and_no_script_fails(tmp_path, write):
     write(tmp_path / "sweep")
     charts = report_on(tmp_path / "sweep").html.count('<script type="application/json">')

@@ -48,29 +48,28 @@ def marks_of(printed: str, name: str) -> str:
 
 
 def test_an_exact_and_a_broken_backend_are_as_documented(run_verify, tmp_path):
-    code, out = run_verify("attention=tiled,zero_init_max", f"out={tmp_path / 'found.json'}")
-    assert code == 0
+    """In a property that holds, one that a CPU lacks, one without features, and all that break."""
     red = get_backend("zero_init_max").breaks
-    expected = {name: "+  x" if name in red else "+  +" for name in PROPERTIES}
-    not_asked = {"streams and graphs": ".  .", "cache and pages": "+  ."}
-    assert {name: marks_of(out, name) for name in PROPERTIES} == expected | not_asked
+    expected = {"forward": "+  +", "streams and graphs": ".  .", "cache and pages": "+  ."}
+    expected |= dict.fromkeys(red, "+  x")
+    asked = ("attention=tiled,zero_init_max", f"out={tmp_path / 'found.json'}")
+    code, out = run_verify(*asked, only=expected)
+    assert code == 0 and {name: marks_of(out, name) for name in expected} == expected
 
     data = json.loads((tmp_path / "found.json").read_text())
     assert list(data["backends"]) == ["tiled", "zero_init_max"]
-    assert list(data["properties"]) == list(PROPERTIES)
+    assert list(data["properties"]) == list(expected)
     assert data["random_cases"] == {"number": 2, "seed": 0} and data["dtypes"] == ["fp32"]
     assert data["environment"]["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert str(ROOT) not in json.dumps(data)
     tiled, broken = data["backends"].values()
-    assert 0 < tiled["worst_multiple_of_naive"] < 3 and tiled["checks"] > 150
+    assert 0 < tiled["worst_multiple_of_naive"] < 3 and tiled["checks"] > 30
     cells = [cell for cell in tiled["cells"] if cell["property"] != "streams and graphs"]
     assert all(cell["status"] == "green" and cell["worst_share"] <= 1 for cell in cells)
     assert {cell["property"] for cell in broken["cells"] if cell["documented"]} == red
 
 
-def test_an_older_file_is_replaced_at_the_end_and_stays_where_a_run_is_stopped(
-    run_verify, tmp_path
-):
+def test_an_older_file_stays_until_the_end_and_where_a_run_is_stopped(run_verify, tmp_path):
     path, out = tmp_path / "found.json", f"out={tmp_path / 'found.json'}"
     run_verify("attention=tiled", out, only=["forward"])
     before = path.read_bytes()
@@ -132,6 +131,7 @@ def test_pytorchs_remarks_on_flex_attention_are_not_printed_and_others_are(
 
 
 @pytest.mark.slow
-def test_compiled_is_among_the_properties(capsys):
+def test_an_exact_backend_is_green_in_every_property(capsys):
     verify.main(["attention=tiled"])
-    assert marks_of(capsys.readouterr().out, "compiled = eager") == "+"
+    out = capsys.readouterr().out
+    assert {marks_of(out, name) for name in PROPERTIES if name != "streams and graphs"} == {"+"}
