@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from scripts import agree
 from tests.run_folder import write_run
@@ -44,3 +45,9 @@ def test_several_runs_have_a_mean_and_a_deviation(small, tmp_path, capsys):
     assert first["mean"] != second["mean"]
     line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("naive and sdpa"))
     assert " ± " in line and f"{max(first['largest'], second['largest']):.1e}" in line
+
+
+def test_tokens_count_as_equal_up_to_the_first_that_differs():
+    written = [torch.tensor([tokens]) for tokens in ([1, 2, 3, 4], [1, 2, 9, 4])]
+    found = agree.compare(*(agree.Reading(torch.zeros(1, 4), each) for each in written))
+    assert found["equal_tokens"] == [2]

@@ -81,7 +81,6 @@ REFUSED = {
     "trace run={runs}/text layer=1": ("layer=1", "0 to 0"),
     "trace run={runs}/text head=2": ("head=2", "0 to 1"),
     "train_bpe vocab_size=10": ("vocab_size=10", "256"),
-    "train_bpe out=/proc/ranks": ("/proc/ranks",),
     "tune head_dim=64": ("GPU",),
     "verify attention=flash": ("attention=flash", "naive, tiled"),
     "verify attention=no_such:BACKEND": ("attention=no_such:BACKEND", "ModuleNotFoundError"),

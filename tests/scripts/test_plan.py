@@ -104,8 +104,8 @@ def test_an_assumption_comes_first_and_no_batch_size_is_guessed(typed):
 
 
 def test_a_recipe_may_set_a_key_that_one_attention_does_not_read(typed):
-    arguments = ("device=cpu", "experiment=break_it", "model.num_layers=1", "seq_len=32")
-    arguments += ("attention.block_kv=8",)
+    small = ("device=cpu", "model.num_layers=1", "seq_len=32")
+    arguments = (*small, "experiment=break_it", "attention.block_kv=8")
     assert re.search("naive +tiled", typed("plan", *arguments, "attention=naive,tiled").out)
     with pytest.raises(SystemExit, match="attention.block_kv=8 .*attention=naive"):
         typed("plan", *arguments, "attention=naive")
@@ -120,8 +120,8 @@ def test_traffic_by_hand():
     assert call.flops == 4 * 256 * 256 * 64 / 2
     # naive moves far more than four matrices of scores: float32, and every step on its own
     assert naive(call) > 5 * (4 * 256 * 256 * 2 + 4 * line)
-    # a window of 64: the second tile sees keys from 65 on, which lie in the tile of keys from 64
-    assert fused(Call(1, 1, 256, 64, 2, window=64)) == 2 * line + 2 * (128 + 192) * 128 + 4 * 256
+    # a window of 65: the second tile sees keys from 64 on, where a tile of keys begins
+    assert fused(Call(1, 1, 256, 64, 2, window=65)) == 2 * line + 2 * (128 + 192) * 128 + 4 * 256
     # a kernel's traffic grows with the square of the length
     shorter, longer = (fused(Call(1, 8, length, 64, 2)) for length in (32768, 65536))
     assert longer == pytest.approx(4 * shorter, rel=0.02)

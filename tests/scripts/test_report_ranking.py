@@ -118,8 +118,9 @@ def test_runs_come_in_the_order_of_the_result(tmp_path):
     write_seeds(tmp_path, "naive", 2.0, 2.5)
     write_seeds(tmp_path, "no_rescale", 3.0, 3.5)
     write_seeds(tmp_path, "tiled", 1.9, 2.5)
-    write_run(tmp_path / "diverged", "alpha_beta", status="diverged")
+    # it was evaluated after its last step
+    write_run(tmp_path / "stopped", "alpha_beta", status="interrupted", steps_done=280)
     runs = load_runs([tmp_path])
     order = [run.variant for run in best_first(runs, rank(runs))]
     assert list(dict.fromkeys(order)) == ["tiled", "naive", "no_rescale", "alpha_beta"]
-    assert rank([run for run in runs if run.status == "diverged"]) == []
+    assert rank([run for run in runs if run.status == "interrupted"]) == []

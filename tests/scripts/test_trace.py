@@ -21,6 +21,7 @@ from tests.run_folder import write_run
 
 SHAPE = ModelConfig(num_layers=2, num_heads=4, num_kv_heads=2, hidden_size=32, max_seq_len=48)
 OBSERVABLE = [name for name, backend in BACKENDS.items() if backend.observable]
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture
@@ -174,7 +175,7 @@ def write_model(run_dir: Path, **settings) -> GPT:
 
 def test_takes_q_k_v_of_a_run(tmp_path):
     model = write_model(tmp_path / "run")
-    call, found = look(f"run={tmp_path}/run", "layer=1", "head=3", "sequence=2")
+    call, found = look(f"run={tmp_path}/run", "layer=1", "head=2", "sequence=2")
     data = build_data(DataConfig(source="last_write"), RunConfig().tokenizer, seq_len=48, seed=0)
     with torch.no_grad():
         tokens = data.val_batch(64).inputs[2:3]
@@ -182,11 +183,11 @@ def test_takes_q_k_v_of_a_run(tmp_path):
         x = model.blocks[0](x, None, None, None)
         block = model.blocks[1]
         qkv = block.attention.qkv(block.attention_norm(x))  # (1, 48, 4 * 8 + 2 * 8 + 2 * 8)
-    for x, start in ((call.q, 24), (call.k, 40), (call.v, 56)):
+    for x, start in ((call.q, 16), (call.k, 40), (call.v, 56)):
         assert torch.allclose(x[0, 0], qkv[0, :, start : start + 8], atol=1e-5)
     assert call.arguments == {"causal": True, "scale": 8**-0.5} and call.attention == "tiled"
     assert found.tiles[0] == (0, 8) and set(found.fates) == {"right"}
-    for word in ("layer 1", "head 3", f"{tmp_path}/run", "3 steps"):
+    for word in ("layer 1", "head 2", f"{tmp_path}/run", "3 steps"):
         assert word in call.source
 
 
@@ -220,9 +221,6 @@ def test_every_way_to_step(page_of):
     assert walked == [0, 1, 2, 1, 7, 3, 2, 4]
     assert broken == [i >= start for i in range(8)] and "65504" in say
     assert played == start + 1 and "query 115" in query and chosen == "2"
-
-
-SLOW = pytest.mark.slow
 
 
 @needs_browser

@@ -3,6 +3,7 @@
 from collections import Counter
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,14 +28,10 @@ def slow_train(pretokens: Counter, vocab_size: int) -> list[bytes]:
     return vocab
 
 
-@given(
-    st.dictionaries(
-        st.text("abc", min_size=1, max_size=12).map(str.encode),
-        st.integers(1, 5),
-        min_size=1,
-        max_size=12,
-    )
-)
+words = st.text("abc", min_size=1, max_size=12).map(str.encode)
+
+
+@given(st.dictionaries(words, st.integers(1, 5), min_size=1, max_size=12))
 def test_equals_the_slow_trainer(pretokens):
     assert train(Counter(pretokens), 270) == slow_train(Counter(pretokens), 270)
 
@@ -59,3 +56,6 @@ def test_the_command_writes_a_vocabulary(tmp_path, monkeypatch):
     main([f"out={tmp_path / 'ranks.tiktoken'}", "vocab_size=300"])
     assert list(read_ranks(tmp_path / "ranks.tiktoken")) == train(counts, 300)
     assert len(read_ranks(RANKS_FILE)) == 8192  # as its name says
+    monkeypatch.setattr("scripts.train_bpe.count_pretokens", None)
+    with pytest.raises(SystemExit, match="^train_bpe: .*/proc/ranks"):
+        main(["out=/proc/ranks"])  # before the corpus is read

@@ -79,7 +79,8 @@ def test_an_older_file_stays_until_the_end_and_where_a_run_is_stopped(run_verify
     asked = ("attention=no_scale,naive", "dtype=fp32,bf16", out)
     code, printed = run_verify(*asked, only=["forward"])
     assert code == 0 and marks_of(printed, "forward") == "x  +"
-    assert list(json.loads(path.read_text())["backends"]) == ["no_scale", "naive"]
+    data = json.loads(path.read_text())
+    assert [*data["backends"]] == ["no_scale", "naive"] and data["dtypes"] == ["fp32", "bf16"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run")
