@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from scripts import agree
 from tests.run_folder import write_run
@@ -46,11 +47,7 @@ def test_several_runs_have_a_mean_and_a_deviation(small, tmp_path, capsys):
     assert " ± " in line and f"{max(first['largest'], second['largest']):.1e}" in line
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"), [("{run} under=naive,tield", "tield"), ("{run}/typo", "typo")]
-)
-def test_refused_in_one_line(small, arguments, named):
-    before = sorted(small.iterdir())
-    with pytest.raises(SystemExit, match=f"^agree: .*{named}"):
-        agree.main(arguments.format(run=small).split())
-    assert sorted(small.iterdir()) == before
+def test_tokens_count_as_equal_up_to_the_first_that_differs():
+    written = [torch.tensor([tokens]) for tokens in ([1, 2, 3, 4], [1, 2, 9, 4])]
+    found = agree.compare(*(agree.Reading(torch.zeros(1, 4), each) for each in written))
+    assert found["equal_tokens"] == [2]

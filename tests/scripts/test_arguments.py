@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from scripts.arguments import Count, command, default, read_settings
+from scripts.arguments import Count, default, read_settings
 
 
 @dataclass
@@ -79,12 +79,3 @@ def test_a_wrong_argument_is_refused_with_the_way_out(argument, names):
 def test_a_missing_key_or_a_wrong_setting_is_named(options, argument, named):
     with pytest.raises(ValueError, match=named):
         read_settings(options, [argument])
-
-
-def test_help_is_the_docstring(capsys):
-    @command
-    def main(options: Files) -> None:
-        raise AssertionError
-
-    main(["--help"])
-    assert capsys.readouterr().out == f"{__doc__}\n"

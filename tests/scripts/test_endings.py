@@ -2,70 +2,125 @@
 what was there before stays.
 """
 
-import errno
 import os
-from importlib import import_module
-from pathlib import Path
+import shutil
+from dataclasses import replace
 
 import pytest
 
+from config import DataConfig
 from scripts.arguments import NoOptions, check_out, command
-from training.record.files import write_file
+from tests.run_folder import SMALL, write_run
 
 
-def ending(module: str, *arguments: str) -> object:
-    """The exit code, or the line, with which a command of scripts/ or lab/ ends."""
-    with pytest.raises(SystemExit) as ended:
-        import_module(module).main(arguments)
-    return ended.value.code
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Runs of each kind: on text, on packed text, on a task, without biases, without a checkpoint;
+    and a folder without any.
+    """
+    folder = tmp_path_factory.mktemp("runs")
+    write_run(folder / "text")
+    write_run(folder / "packed", data=DataConfig(source="stdlib", documents=True))
+    write_run(folder / "task", data=DataConfig(source="last_write"))
+    write_run(folder / "odd", shape=replace(SMALL, bias=False))
+    shutil.copytree(folder / "text", folder / "begun", ignore=lambda *_: ["checkpoint"])
+    (folder / "none").mkdir()
+    return folder
 
 
-def never(*_: object, **__: object) -> None:
-    raise AssertionError("the work began")
+# what is typed after `python -m scripts.`, and what the refusal names; of two mistakes the one that
+# is found before the work
+REFUSED = {
+    "agree {runs}/text under=naive,tield": ("tield",),
+    "agree {runs}/packed": ("documents",),
+    "agree {runs}/nowhere": ("nowhere",),
+    "benchmark attention=tiled:block=64": ("'block'",),
+    "benchmark window=8 causal=false check=false": ("window=8",),
+    "benchmark groups=3 check=false": ("H_kv=5",),
+    "benchmark attention=flex seq_len=8 head_dim=8 check=false": ("attention=flex",),
+    "benchmark memory_gib=8": ("max_length=true",),
+    "benchmark device=cuda": ("GPU",),
+    "benchmark attention=flash out=x.txt": ("x.txt",),
+    "cross_eval {runs}/nowhere": ("nowhere",),
+    "cross_eval {runs}/none": ("{runs}/none",),
+    "cross_eval {runs}/text under=tiled:tile=3": ("tile",),
+    "cross_eval {runs}/text out=x.txt": ("x.txt",),
+    "export run={runs}/text out={runs}/text": ("out={runs}/text",),
+    "export run={runs}/odd out=x": ("gpt2", "model.bias=true"),
+    "plan model=gpt3": ("gpt2",),
+    "plan attention=flash": ("tiled",),
+    "plan gpu=voodoo2": ("a100-40",),
+    "plan attention=naive attention.block_q=16": ("block_q",),
+    "plan ranks=2": ("ranks=2",),
+    "plan resume=outputs/x": ("resume=outputs/x",),
+    "profile modl=gpt2": ("modl",),
+    "profile warmup=0": ("warmup=0",),
+    "profile out=": ("out=",),
+    "recall {runs}/task lengths=32,33": ("33 tokens",),
+    "recall {runs}/task lengths=1": ("seq_len=1",),
+    "recall {runs}/text": ("data=stdlib",),
+    "report {runs}/none": ("{runs}/none",),
+    "report {runs}/nowhere": ("{runs}/nowhere",),
+    "report {runs}/text out=x.txt": ("x.txt",),
+    "runs": ("multirun",),
+    "runs nowhere": ("nowhere",),
+    "sample run={runs}/text temperature=-1": ("temperature=-1.0",),
+    "sample run={runs}/text attention=magic": ("attention=magic",),
+    "sample run={runs}/text device=cuda": ("device=cuda",),
+    "sample run={runs}": ("{runs}/",),  # it holds runs
+    "sample run={runs}/task": ("last_write",),  # whose tokens are no text
+    "sample run={runs}/begun": ("checkpoint",),
+    "trace attention=sdpa": ("attention=sdpa", "tiled"),
+    "trace attention=tests.user_backends:RIGHT": ("observer=",),
+    "trace inputs=normal seq_len=100000": ("seq_len=100000", "16384"),
+    "trace seq_len=64": ("seq_len=64", "random inputs="),
+    "trace row=8": ("row=8",),
+    "trace attention=flash out=x.txt": ("x.txt",),
+    "trace run=nowhere": ("nowhere", "checkpoint"),
+    "trace run={runs}/packed": ("data.documents=true",),
+    "trace run={runs}/text layer=1": ("layer=1", "0 to 0"),
+    "trace run={runs}/text head=2": ("head=2", "0 to 1"),
+    "train_bpe vocab_size=10": ("vocab_size=10", "256"),
+    "tune head_dim=64": ("GPU",),
+    "verify attention=flash": ("attention=flash", "naive, tiled"),
+    "verify attention=no_such:BACKEND": ("attention=no_such:BACKEND", "ModuleNotFoundError"),
+    "verify attention=tiled:block_q=[": ("attention=tiled:block_q=[",),
+    "verify attention=flash out=x.txt": ("x.txt",),
+    "verify device=cuda": ("device=cuda",),
+    "verify dtype=int8": ("dtype=int8", "fp32, bf16, fp16"),
+    "verify cases=-1": ("cases=-1", "0"),
+    "verify seed=9999999999999": ("seed=9999999999999", "1000000000000"),
+}
 
 
-# a command, its arguments but for out=, the ending of its file, and its work
-WRITERS = (
-    ("scripts.benchmark", ["attention=naive", "check=false"], ".json", "measured"),
-    ("scripts.verify", ["attention=naive"], ".json", "column_of"),
-    ("scripts.trace", [], ".html", "look"),
-    ("lab.condense_runs", ["."], ".json", "runs_below"),
-)
-
-
-@pytest.mark.parametrize(("module", "arguments", "suffix", "work"), WRITERS, ids=str)
-def test_a_file_that_cannot_be_written_is_refused_before_the_work(
-    monkeypatch, tmp_path, module, arguments, suffix, work
+@pytest.mark.parametrize(("line", "named"), REFUSED.items(), ids=REFUSED)
+def test_refused_in_one_line_and_nothing_is_written(
+    line, named, typed, runs, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(f"{module}.{work}", never)
-    (tmp_path / f"folder{suffix}").mkdir()
-    (tmp_path / "README.md").write_text("mine")
-    # a folder, a file of another kind, and a file in place of the folder
-    for name in (f"folder{suffix}", "README.md", f"README.md/out{suffix}"):
-        told = ending(module, *arguments, f"out={tmp_path / name}")
-        assert told.startswith(f"{module.rpartition('.')[2]}: ") and "\n" not in told
-        assert str(tmp_path) in told
-    assert sorted(os.listdir(tmp_path)) == ["README.md", f"folder{suffix}"]
-    assert (tmp_path / "README.md").read_text() == "mine"
+    monkeypatch.chdir(tmp_path)
+    command, *arguments = line.format(runs=runs).split()
+    before = sorted(runs.rglob("*"))
+    with pytest.raises(SystemExit) as ended:
+        typed(command + ".__main__" * (command == "report"), *arguments)
+    told = ended.value.code
+    assert told.startswith(f"{command}: ") and "\n" not in told
+    assert all(name.format(runs=runs) in told for name in named), told
+    assert sorted(runs.rglob("*")) == before and not os.listdir(tmp_path)
 
 
 def test_a_file_is_tried_without_being_touched_and_named_if_it_is_replaced(tmp_path, capsys):
     (tmp_path / "old.json").write_text("old")
+    (tmp_path / "folder.json").mkdir()
     for name in ("old.json", "new/x.json"):
         check_out(tmp_path / name)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(str(tmp_path / "old.json"))
+    # a file of another kind, a folder, and a file in place of the folder
+    for name in ("old.png", "folder.json", "old.json/x.json"):
+        with pytest.raises((ValueError, OSError), match=str(tmp_path)):
+            check_out(tmp_path / name)
+    assert sorted(os.listdir(tmp_path)) == ["folder.json", "new", "old.json"]
     assert (tmp_path / "old.json").read_text() == "old" and os.listdir(tmp_path / "new") == []
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_is_told_with_the_path(tmp_path, monkeypatch):
-    (tmp_path / "page.html").write_text("old")
-    monkeypatch.setattr(Path, "with_name", lambda path, name: Path("/dev/full"))
-    monkeypatch.setattr(Path, "unlink", lambda path: None)
-    with pytest.raises(OSError, match=f"{tmp_path}/page.html .*{os.strerror(errno.ENOSPC)}"):
-        write_file(tmp_path / "page.html", "new")
-    assert (tmp_path / "page.html").read_text() == "old"
 
 
 @pytest.mark.parametrize(

@@ -28,14 +28,10 @@ def slow_train(pretokens: Counter, vocab_size: int) -> list[bytes]:
     return vocab
 
 
-@given(
-    st.dictionaries(
-        st.text("abc", min_size=1, max_size=12).map(str.encode),
-        st.integers(1, 5),
-        min_size=1,
-        max_size=12,
-    )
-)
+words = st.text("abc", min_size=1, max_size=12).map(str.encode)
+
+
+@given(st.dictionaries(words, st.integers(1, 5), min_size=1, max_size=12))
 def test_equals_the_slow_trainer(pretokens):
     assert train(Counter(pretokens), 270) == slow_train(Counter(pretokens), 270)
 
@@ -60,11 +56,6 @@ def test_the_command_writes_a_vocabulary(tmp_path, monkeypatch):
     main([f"out={tmp_path / 'ranks.tiktoken'}", "vocab_size=300"])
     assert list(read_ranks(tmp_path / "ranks.tiktoken")) == train(counts, 300)
     assert len(read_ranks(RANKS_FILE)) == 8192  # as its name says
-
-
-@pytest.mark.parametrize("argument", ["vocab_size=10", "out=/proc/ranks"])
-def test_refused_in_one_line_before_the_corpus_is_read(argument, monkeypatch):
     monkeypatch.setattr("scripts.train_bpe.count_pretokens", None)
-    with pytest.raises(SystemExit, match="^train_bpe: ") as ended:
-        main([argument])
-    assert argument.partition("=")[2] in ended.value.code and "\n" not in ended.value.code
+    with pytest.raises(SystemExit, match="^train_bpe: .*/proc/ranks"):
+        main(["out=/proc/ranks"])  # before the corpus is read

@@ -41,9 +41,3 @@ def test_a_launch_takes_the_tile_that_is_timed(monkeypatch):
         sizes = [found[name] for name in ("BLOCK_Q", "BLOCK_KV", "num_warps", "num_stages")]
         assert sizes == list(tile)
     launch.constants.cache_clear()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a machine without a GPU")
-def test_tiles_are_only_timed_on_a_gpu():
-    with pytest.raises(SystemExit, match="^tune: .*GPU"):
-        tune.main(["head_dim=64"])
