@@ -12,18 +12,15 @@ from tests.command import contents, environment, index, run, summary, tiny, tiny
 
 
 def send_at(monkeypatch, place: str, *signals: signal.Signals) -> None:
-    """Send the signals to this process at the first call of our function module.name, or
-    module.class.name.
-    """
-    module, _, name = place.rpartition(".")
-    called, pending = getattr(resolve_name(module), name), list(signals)
+    """Send the signals to this process at the first call of our function module.name."""
+    called, pending = resolve_name(place), list(signals)
 
     def patched(*arguments, **options):
         while pending:
-            os.kill(os.getpid(), pending.pop(0))
+            signal.raise_signal(pending.pop(0))
         return called(*arguments, **options)
 
-    monkeypatch.setattr(f"{module}.{name}", patched)
+    monkeypatch.setattr(place, patched)
 
 
 AFTER = {

@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,6 +74,7 @@ def test_ctrl_c_ends_the_jobs_that_run_and_waits_for_them(tmp_path, monkeypatch)
             pids = [int(each.split()[1]) for each in told]
             groups.extend(os.getpgid(pid) == pid for pid in pids)
             signal.raise_signal(signal.SIGINT)
+        time.sleep(0.01)
 
     monkeypatch.setattr(gpus, "time", SimpleNamespace(sleep=wait_for_both))
     done = run(*tiny_sweep(tmp_path / "sweep", *TWO, "seed=0,1,2"))
@@ -96,7 +98,8 @@ def test_a_sweep_is_that_of_one_process(tmp_path):
     # as after a kill in its last step
     lost = tmp_path / "many/tiled/0"
     (lost / "summary.json").unlink()
-    shutil.rmtree(lost / "checkpoint")
+    for name in ("checkpoint", "checkpoint.best"):
+        shutil.rmtree(lost / name)
     assert run(*tiny_sweep(tmp_path / "many", *both["many"])).code == 0
     assert [each["step"] for each in summary(lost)["starts"]] == [0, 1]
     assert computed(tmp_path / "one/tiled/0") == computed(lost)

@@ -352,28 +352,26 @@ def test_a_switched_run_goes_on_under_a_third_attention(tmp_path):
     ]
 
 
-@pytest.fixture
-def run_of_before(tmp_path) -> Path:
-    """A run of commit ac47aec: no_rescale, six steps on the standard library."""
+def test_a_run_of_before_is_read_and_not_resumed(tmp_path, capsys):
+    """Of commit ac47aec: no_rescale, six steps on the standard library.
+
+    A regression test: Hydra said that a key that went is not in RunConfig.
+    """
     with tarfile.open(ROOT / "tests/assets/run_of_ac47aec.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
-    return tmp_path / "run_of_ac47aec"
-
-
-def test_a_run_of_before_is_read_and_not_resumed(run_of_before, capsys):
-    """A regression test: Hydra said that a key that went is not in RunConfig."""
-    before = contents(run_of_before)
+    run_dir = tmp_path / "run_of_ac47aec"
+    before = contents(run_dir)
     for new in ((), ("steps=9", "attention=tiled")):
-        answer = run(f"resume={run_of_before}", *new).complaint()
-        assert str(run_of_before) in answer and "commit ac47aec" in answer
-    assert contents(run_of_before) == before
-    config = read_run_config(run_of_before)
+        answer = run(f"resume={run_dir}", *new).complaint()
+        assert str(run_dir) in answer and "commit ac47aec" in answer
+    assert contents(run_dir) == before
+    config = read_run_config(run_dir)
     assert (config.attention.name, config.attention.block_kv, config.steps) == ("no_rescale", 16, 6)
-    assert "no_rescale block_kv=16" in summary_table([read_run(run_of_before)])
-    sample.main([f"run={run_of_before}", "tokens=5", "prompt=def"])
+    assert "no_rescale block_kv=16" in summary_table([read_run(run_dir)])
+    sample.main([f"run={run_dir}", "tokens=5", "prompt=def"])
     assert capsys.readouterr().out.startswith("def")
-    out = run_of_before / "cross_eval.json"
-    cross_eval.main([str(run_of_before), "under=sdpa", f"out={out}", "device=cpu"])
+    out = run_dir / "cross_eval.json"
+    cross_eval.main([str(run_dir), "under=sdpa", f"out={out}", "device=cpu"])
     (row,) = json.loads(out.read_text())["rows"]
     assert row["trained_under"] == "no_rescale block_kv=16"
-    assert row["loss"] == pytest.approx(summary(run_of_before)["val/loss_exact"], abs=1e-3)
+    assert row["loss"] == pytest.approx(summary(run_dir)["val/loss_exact"], abs=1e-3)

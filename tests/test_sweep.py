@@ -31,6 +31,7 @@ from tests.command import (
     tiny,
     tiny_sweep,
 )
+from training.launch.sweep import exit_code, finish_sweep
 from training.record.loggers import LOGGERS, LoggedRun, Logger
 
 needs_wandb = pytest.mark.skipif(
@@ -85,6 +86,28 @@ def test_a_failed_job_costs_the_exit_code_and_a_diverged_one_nothing(tmp_path):
     assert (failed["status"], diverged["status"]) == ("failed", "diverged")
     assert f"data.path={tmp_path}/no_such.txt" in failed["error"]
     assert failed["error"] in done.output and diverged["diagnosis"]["message"] in done.output
+
+
+@pytest.mark.parametrize(
+    "code, statuses",
+    [
+        (0, ["completed", "oom", "diverged"]),
+        (1, ["interrupted", "failed"]),
+        (1, ["completed", "unfinished"]),
+        (130, ["completed", "interrupted"]),
+    ],
+)
+def test_exit_code(code, statuses):
+    assert exit_code([{"status": status} for status in statuses]) == code
+
+
+def test_a_sweep_names_its_own_logdir_for_tensorboard(tmp_path, capsys):
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0/summary.json").write_text('{"status": "completed", "attention": "tiled"}')
+    with pytest.raises(SystemExit):
+        finish_sweep(tmp_path)
+    assert f"tensorboard --logdir {tmp_path}/tensorboard\n" in capsys.readouterr().out
 
 
 # what is typed, the variants that run, and the settings that are left out of some of them
