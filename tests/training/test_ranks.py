@@ -305,28 +305,22 @@ def test_a_rank_that_is_killed_ends_the_run(tmp_path):
     assert ranks[0].end().code == 1 and summary(tmp_path / "run")["status"] == "failed"
 
 
-NAN_ON_RANK_1 = """
-import os
-from attention import get_backend
-from dataclasses import replace
-
 calls = []
 
-def attend(*args, **options):
+
+def nan_on_rank_1(*args, **options):
     output = get_backend("naive").fn(*args, **options)
     calls.append(1)
     bad = os.environ.get("RANK") == "1" and len(calls) > 12
     return output._replace(out=output.out * float("nan")) if bad else output
 
-BACKEND = replace(get_backend("naive"), name="bad", fn=attend)
-"""
+
+NAN_ON_RANK_1 = replace(get_backend("naive"), name="bad", fn=nan_on_rank_1)
 
 
-def test_a_divergence_names_its_rank(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "bad.py").write_text(NAN_ON_RANK_1)
-    asked = (*SHARED, "attention=bad:BACKEND", "steps=50", "eval_every=0", "diagnose_every=0")
-    first, _ = run_ranks(*tiny(tmp_path / "run", *asked))
+def test_a_divergence_names_its_rank(tmp_path):
+    own = ("attention=tests.training.test_ranks:NAN_ON_RANK_1", "diagnose_every=0")
+    first, _ = run_ranks(*tiny(tmp_path / "run", *SHARED, *own, "steps=50", "eval_every=0"))
     ended = summary(tmp_path / "run")
     assert ended["status"] == "diverged", first.output
     named = {"rank": 1, "layer": 0, "tensor": "out", "sequence": 2}
