@@ -274,6 +274,15 @@ def test_a_sweep_under_torchrun_is_refused(tmp_path):
     assert "torchrun" in done.complaint() and not (tmp_path / "sweep").exists()
 
 
+def test_dropout_is_another_on_each_rank_and_step_and_the_same_again():
+    def drawn(rank: int, step: int) -> tuple[float, ...]:
+        Ranks(rank, 2).seed_step(0, step)
+        return tuple(torch.rand(4).tolist())
+
+    draws = [drawn(rank, step) for rank in (0, 1) for step in (3, 4)]
+    assert len(set(draws)) == 4 and drawn(0, 3) == draws[0]
+
+
 def start_long(folder: Path, *settings: str) -> list[Rank]:
     """Ranks that have saved a checkpoint."""
     asked = tiny(folder, *SHARED, "steps=100000", "eval_every=0", "checkpoint_every=2", *settings)
@@ -284,7 +293,7 @@ def start_long(folder: Path, *settings: str) -> list[Rank]:
 
 
 def test_a_signal_to_one_rank_ends_all_at_a_step_from_which_they_go_on_to_the_bit(tmp_path):
-    """With dropout, which is another on each rank and the same again after a resume."""
+    """With dropout."""
     settings = ("model.dropout=0.2", "checkpoint_every=2", "eval_every=0", "optim.warmup_steps=0")
     ranks = start_long(tmp_path / "run", *settings)
     ranks[1].terminate()
