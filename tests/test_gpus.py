@@ -59,7 +59,7 @@ echo $$ $(cut -d' ' -f5 /proc/self/stat)
 i=0
 until [ -s "$NOTED" ] || [ $((i += 1)) -gt 2000 ]; do sleep 0.05; done
 kill -INT $PPID
-while :; do sleep 0.05; done
+while kill -0 $PPID; do sleep 0.05; done
 """
 
 
