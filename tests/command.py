@@ -156,18 +156,28 @@ def wait_until(condition: Callable[[], bool], process: Process) -> None:
         time.sleep(0.01)
 
 
-def send_at_step(monkeypatch, step: int, *signals: signal.Signals, run_dir: Path = ROOT) -> None:
-    """Send the signals to this process while it first prepares that step, counted from 0, of the
-    first run or of the job of a sweep in run_dir.
+def at_step(monkeypatch, step: int, action: Callable[[], object], run_dir: Path = ROOT) -> None:
+    """Call this while this process first prepares that step, counted from 0, of the first run or of
+    the job of a sweep in run_dir.
     """
-    train_batch, pending = TextData.train_batch, list(signals)
+    train_batch, pending = TextData.train_batch, [action]
 
     def patched(self, at: int, num_sequences: int):
-        while at == step and pending and run_dir.exists():
-            os.kill(os.getpid(), pending.pop(0))
+        if at == step and pending and run_dir.exists():
+            pending.pop()()
         return train_batch(self, at, num_sequences)
 
     monkeypatch.setattr(TextData, "train_batch", patched)
+
+
+def send_at_step(monkeypatch, step: int, *signals: signal.Signals, run_dir: Path = ROOT) -> None:
+    """Send the signals to this process at that step; see at_step()."""
+
+    def send() -> None:
+        for each in signals:
+            signal.raise_signal(each)
+
+    at_step(monkeypatch, step, send, run_dir)
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -1,127 +1,99 @@
 """hydra/launcher=gpus: jobs side by side, each a process with a GPU of its own."""
 
-import os
-import signal
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from hydra_plugins import gpus
-from tests.command import computed, finish, index, run, start, summary, tiny_sweep, wait_until
+from tests.command import computed, index, run, summary, tiny_sweep
 
 LAUNCHER = "hydra/launcher=gpus"
 TWO = (LAUNCHER, "hydra.launcher.slots=2")
 
-OWN = """
-import os
-import time
-from attention import get_backend
-from dataclasses import replace
 
-import torch
+def use_as_python(monkeypatch, folder: Path, program: str) -> None:
+    (folder / "python").write_text(program)
+    (folder / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
 
-print("it sees", os.environ.get("CUDA_VISIBLE_DEVICES"))
-calls = []
 
-def killed(*args, **options):
-    calls.append(1)
-    if len(calls) > 12:
-        os.kill(os.getpid(), 9)
-    return get_backend("naive").fn(*args, **options)
-
-def no_memory(*args, **options):
-    calls.append(1)
-    if len(calls) > 12:
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    return get_backend("naive").fn(*args, **options)
-
-def waits(*args, **options):
-    calls.append(1)
-    if len(calls) == 30 and "GO" in os.environ:
-        print("it waits", flush=True)
-        while not os.path.exists(os.environ["GO"]):
-            time.sleep(0.01)
-    return get_backend("naive").fn(*args, **options)
-
-KILLED = replace(get_backend("naive"), name="killed", fn=killed)
-NO_MEMORY = replace(get_backend("naive"), name="no_memory", fn=no_memory)
-WAITS = replace(get_backend("naive"), name="waits", fn=waits)
+# in place of python: the first job is killed, the second ends without a word, the others train
+PYTHON = f"""#!/bin/sh
+echo "it sees $CUDA_VISIBLE_DEVICES"
+case "$*" in
+  *seed=0*) kill -9 $$ ;;
+  *seed=1*) exit 3 ;;
+  *) exec '{sys.executable}' "$@" ;;
+esac
 """
 
 
-def use_own(folder, monkeypatch) -> None:
-    """Make OWN importable as `own`, here and in the processes of jobs."""
-    (folder / "own.py").write_text(OWN)
-    monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
-    monkeypatch.delitem(sys.modules, "own", raising=False)
-
-
 def test_no_end_of_a_job_is_the_end_of_another(tmp_path, monkeypatch):
-    """20 s: of three jobs on two GPUs, one is killed. Each process sees its GPU alone.
-
-    The two GPUs were given to this process, by UUID and by number.
+    """Three jobs on two GPUs, which were given to this process by UUID and by number. Each process
+    sees its GPU alone.
     """
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a1b2,7")
-    use_own(tmp_path, monkeypatch)
+    use_as_python(monkeypatch, tmp_path, PYTHON)
     sweep = tmp_path / "sweep"
-    done = run(*tiny_sweep(sweep, LAUNCHER, "attention=own:KILLED,own:NO_MEMORY,tiled", "steps=12"))
+    done = run(*tiny_sweep(sweep, LAUNCHER, "seed=0,1,2"))
     assert done.code == 1 and "Traceback" not in done.output, done.output
     rows = index(sweep)
-    assert [row["status"] for row in rows] == ["failed", "oom", "completed"]
-    assert "signal 9" in rows[0]["error"] and rows[0]["error"] in (sweep / "table.txt").read_text()
+    assert [row["status"] for row in rows] == ["failed", "failed", "completed"]
+    for row, said in zip(rows, ("signal 9", "exit code 3"), strict=False):
+        assert said in row["error"] and row["error"] in (sweep / "table.txt").read_text()
     for job, seen in (("0", "GPU-a1b2"), ("1", "7")):
         assert f"it sees {seen}\n" in (sweep / job / "output.log").read_text()
         assert f"job {job} on GPU {seen}: " in done.output
-    assert not torch.cuda.is_initialized()
+
+
+# in place of python: the first job ends at once. When the sweep has noted it, and so has no other
+# to start, the second sends it Ctrl-C, and goes on until it is asked to end
+WAITS = """#!/bin/sh
+case "$*" in *seed=0*) exit 3 ;; esac
+trap 'echo asked to end; exit 130' TERM
+echo $$ $(cut -d' ' -f5 /proc/self/stat)
+i=0
+until [ -s "$NOTED" ] || [ $((i += 1)) -gt 2000 ]; do sleep 0.05; done
+kill -INT $PPID
+while kill -0 $PPID; do sleep 0.05; done
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the group of a process in /proc")
+def test_ctrl_c_ends_a_job_that_runs_and_waits_for_it(tmp_path, monkeypatch):
+    """A terminal sends it to every process of a group, so each job is in a group of its own."""
+    use_as_python(monkeypatch, tmp_path, WAITS)
+    sweep = tmp_path / "sweep"
+    done = run(*tiny_sweep(sweep, *TWO, "seed=0,1"), NOTED=str(sweep / "0/summary.json"))
+    assert done.code == 130 and "Traceback" not in done.output, done.output
+    ids, end = (sweep / "1/output.log").read_text().splitlines()
+    process, group = ids.split()
+    assert process == group and end == "asked to end"
+    assert [row["status"] for row in index(sweep)] == ["failed", "unfinished"]
 
 
 @pytest.mark.slow
 def test_a_sweep_is_that_of_one_process(tmp_path):
-    """Settings that some jobs do not read, and what Hydra was told beside."""
+    """Settings that some jobs do not read, and what Hydra was told beside. And it goes on."""
     swept = ("attention=naive,tiled", "attention.block_kv=16", "seed=0", "steps=2")
     swept += ("hydra.job_logging.root.level=ERROR", "hydra.sweep.subdir=${attention.name}/${seed}")
-    both = {"one": swept, "many": (*swept, *TWO)}
+    both = {"one": swept, "many": (*swept, "checkpoint_every=1", *TWO)}
     done = {name: run(*tiny_sweep(tmp_path / name, *asked)) for name, asked in both.items()}
     assert done["one"].code == done["many"].code == 0, done["many"].output
     for job in ("naive/0", "tiled/0"):
         assert computed(tmp_path / "one" / job) == computed(tmp_path / "many" / job)
-        for name in ("config.yaml", "overrides.yaml"):
-            ours, theirs = ((tmp_path / each / job / name).read_text() for each in both)
-            assert ours == theirs
-
-
-@pytest.mark.slow
-def test_ctrl_c_reaches_each_job_once_and_the_same_command_goes_on(tmp_path, monkeypatch):
-    """As a terminal sends it: to every process of the group. The jobs are in other groups. They
-    stay in a step until they have heard of it.
-    """
-    use_own(tmp_path, monkeypatch)
-    swept = ("attention=own:WAITS", "seed=0,1,2", "steps=40", "eval_every=0", *TWO)
-    asked = tiny_sweep(tmp_path / "sweep", *swept)
-    process = start(*asked, new_group=True, GO=str(tmp_path / "go"))
-    logs = [tmp_path / f"sweep/{job}/output.log" for job in "01"]
-
-    def said(words: str) -> bool:
-        return all(log.exists() and words in log.read_text() for log in logs)
-
-    wait_until(lambda: said("it waits"), process)
-    os.killpg(process.pid, signal.SIGINT)
-    wait_until(lambda: said("SIGTERM"), process)
-    (tmp_path / "go").touch()
-    done = finish(process)
-    assert done.code == 130 and "Traceback" not in done.output, done.output
-    statuses = [row["status"] for row in index(tmp_path / "sweep")]
-    assert statuses == ["interrupted", "interrupted", "not started"]
-    for log in logs:
-        assert log.read_text().count("interrupted after step") == 1
-        assert "stopped at once" not in log.read_text()
-    assert run(*asked).code == 0
-    assert [row["status"] for row in index(tmp_path / "sweep")] == ["completed"] * 3
-    starts = [len(summary(tmp_path / f"sweep/{job}")["starts"]) for job in "012"]
-    assert starts == [2, 2, 1]
+    # as after a kill in its last step
+    lost = tmp_path / "many/tiled/0"
+    (lost / "summary.json").unlink()
+    for name in ("checkpoint", "checkpoint.best"):
+        shutil.rmtree(lost / name)
+    assert run(*tiny_sweep(tmp_path / "many", *both["many"])).code == 0
+    assert [each["step"] for each in summary(lost)["starts"]] == [0, 1]
+    assert computed(tmp_path / "one/tiled/0") == computed(lost)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tells of a machine without a GPU")

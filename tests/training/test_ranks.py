@@ -2,7 +2,6 @@
 
 import atexit
 import os
-import socket
 import sys
 import tempfile
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from attention import ScoreMod, attention, get_backend
 from conformance.cases import every_index
@@ -21,16 +21,15 @@ from tests.command import (
     Done,
     checkpoint,
     computed,
-    environment,
     metrics,
     run,
     same,
     summary,
     tiny,
+    tiny_sweep,
 )
 from training.launch.command_line import compose
 from training.loop.ranks import GradientSum, Ranks, check_shares, join
-from training.record.runs import read_run
 
 # the ranks of a step share four sequences
 SHARED = ("batch_size=4", "seq_len=32", "log_every=2", "eval_sequences=6", "eval_every=2")
@@ -47,7 +46,7 @@ class Rank(HOW.Process):
     """A function in a process with these environment variables."""
 
     def __init__(self, function: Callable, **variables: str) -> None:
-        super().__init__()
+        super().__init__(daemon=True)  # a test that fails leaves none behind
         self.function, self.variables = function, variables
         self.output = Path(tempfile.mkdtemp()) / "output"
 
@@ -83,15 +82,17 @@ def train(*arguments: str) -> None:
 
 
 def start_ranks(*functions: Callable, **variables: str) -> list[Rank]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(len(functions))}
+    # they meet at a store that is open already, as torchrun has it: no port is named before it is
+    # taken
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    told |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": str(len(functions))}
     ranks = [Rank(function, **told, **variables) for function in functions]
     for number, rank in enumerate(ranks):
         rank.variables |= {"RANK": str(number), "LOCAL_RANK": str(number)}
         rank.variables["TORCHELASTIC_ERROR_FILE"] = str(rank.output.with_name("error.json"))
         rank.start()
+        rank.store = store  # it lives as long as the ranks; a process that is spawned has none
     return ranks
 
 
@@ -116,21 +117,34 @@ def alike(one: Path, other: Path) -> bool:
 slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
+@pytest.fixture
+def exchange() -> None:
+    """What an exchange of tokens for heads imports at its first call: 2 s, once for all ranks."""
+    import torch._dynamo  # noqa: F401
+
+
 @pytest.mark.parametrize(
     "settings",
     [("optim=muon",), slow(("data=last_write", "tokenizer.vocab_size=null"))],
     ids=["muon", "last_write"],
 )
 def test_two_ranks_are_two_passes_to_the_bit(tmp_path, settings):
-    """The run leaves one folder: the second rank's own is gone. Muon has AdamW beside it."""
-    alone = run(*tiny(tmp_path / "alone", *SHARED, *TWO_PASSES, *settings))
+    """A run of two ranks, of one, and of two again. It leaves one folder: the second rank's own is
+    gone. Muon has AdamW beside it.
+    """
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    alone = run(*tiny(whole, *SHARED, *TWO_PASSES, *settings, "steps=6"))
+    assert alone.code == 0, alone.output
     (tmp_path / "tmp").mkdir()
-    asked = tiny(tmp_path / "two", *SHARED, *settings)
+    asked = tiny(moved, *SHARED, *settings, "steps=2")
     first, second = run_ranks(*asked, TMPDIR=str(tmp_path / "tmp"))
-    assert (alone.code, first.code, second.code) == (0, 0, 0), alone.output + first.output
-    assert alike(tmp_path / "alone", tmp_path / "two")
-    assert "2 ranks" in first.output and second.output == ""
-    assert not list((tmp_path / "tmp").glob("tilegpt-rank-*"))
+    assert (first.code, second.code, second.output) == (0, 0, ""), first.output
+    assert "2 ranks" in first.output and not list((tmp_path / "tmp").glob("tilegpt-rank-*"))
+    assert run(f"resume={moved}", *TWO_PASSES, "steps=4").code == 0
+    first, second = run_ranks(f"resume={moved}", "steps=6", "batch_size=4", "tokens_per_step=null")
+    assert (first.code, second.code) == (0, 0), first.output + second.output
+    assert alike(whole, moved)
+    assert [each["step"] for each in summary(moved)["starts"]] == [0, 2, 4]
 
 
 TILES = ("attention=tiled", "attention.block_q=8", "attention.block_kv=8")
@@ -146,7 +160,7 @@ MODERN = ("attention.sinks=true", "model=modern", "model.num_kv_heads=2", "model
     ],
     ids=["sinks-rope-gqa", "alibi-kept", "compiled-two-passes"],
 )
-def test_a_shared_sequence_is_the_same_attention(tmp_path, settings):
+def test_a_shared_sequence_is_the_same_attention(exchange, tmp_path, settings):
     """Each rank computes whole sequences for its heads. What is computed token by token is summed
     in another order.
     """
@@ -189,7 +203,7 @@ def shared_calls() -> None:
 
 
 @pytest.mark.parametrize("world", [2, slow(4)], ids=["a-pair", "two-pairs"])
-def test_a_shared_call_to_the_bit(world):
+def test_a_shared_call_to_the_bit(exchange, world):
     """Output, largest score and gradients are what one process computes."""
     call_on_ranks(world, shared_calls)
 
@@ -228,18 +242,6 @@ def test_sums_of_gradients_and_the_largest_figures():
     call_on_ranks(2, summed_gradients)
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
-    whole, moved = tmp_path / "whole", tmp_path / "moved"
-    assert run(*tiny(whole, *SHARED, *TWO_PASSES, "steps=6")).code == 0
-    first, _ = run_ranks(*tiny(moved, *SHARED, "steps=2"))
-    assert first.code == 0, first.output
-    assert run(f"resume={moved}", *TWO_PASSES, "steps=4").code == 0
-    first, second = run_ranks(f"resume={moved}", "steps=6", "batch_size=4", "tokens_per_step=null")
-    assert (first.code, second.code) == (0, 0), first.output + second.output
-    assert alike(whole, moved)
-    assert [each["step"] for each in summary(moved)["starts"]] == [0, 2, 4]
-
-
 @pytest.mark.parametrize(
     "settings, said",
     [
@@ -259,25 +261,26 @@ def test_a_step_that_the_ranks_cannot_share_is_refused(settings, said):
         check_shares(config, Ranks(0, 2, context=config.parallel.context), [own])
 
 
-@pytest.mark.parametrize(
-    "own, said",
-    [
-        (("parallel.context=3", "parallel.context=3"), "parallel.context=3 "),
-        (("seed=1", "seed=2"), "seed: 1 on rank 0, and 2 on rank 1"),
-    ],
-)
-def test_a_refusal_ends_all_ranks(tmp_path, own, said):
+def test_a_refusal_ends_all_ranks(tmp_path):
     """Ranks with other settings would train other models."""
-    ranks = start_ranks(*(partial(train, *tiny(tmp_path / "run", each)) for each in own))
+    ranks = start_ranks(*(partial(train, *tiny(tmp_path, seed)) for seed in ("seed=1", "seed=2")))
     first, second = (each.end() for each in ranks)
+    said = "seed: 1 on rank 0, and 2 on rank 1"
     assert said in first.complaint() and second.code == 1 and said in ranks[1].error()
 
 
 def test_a_sweep_under_torchrun_is_refused(tmp_path):
-    sweep = ("-m", "seed=0,1", f"hydra.sweep.dir={tmp_path / 'sweep'}", *tiny(tmp_path)[:-1])
-    first, second = run_ranks(*sweep)
-    assert "torchrun" in first.complaint() and second.code == 1
-    assert not (tmp_path / "sweep").exists()
+    done = run(*tiny_sweep(tmp_path / "sweep", "seed=0,1"), WORLD_SIZE="2", RANK="0")
+    assert "torchrun" in done.complaint() and not (tmp_path / "sweep").exists()
+
+
+def test_dropout_is_another_on_each_rank_and_step_and_the_same_again():
+    def drawn(rank: int, step: int) -> tuple[float, ...]:
+        Ranks(rank, 2).seed_step(0, step)
+        return tuple(torch.rand(4).tolist())
+
+    draws = [drawn(rank, step) for rank in (0, 1) for step in (3, 4)]
+    assert len(set(draws)) == 4 and drawn(0, 3) == draws[0]
 
 
 def start_long(folder: Path, *settings: str) -> list[Rank]:
@@ -289,13 +292,20 @@ def start_long(folder: Path, *settings: str) -> list[Rank]:
     return ranks
 
 
-def test_a_signal_to_one_rank_ends_all_at_the_same_step(tmp_path):
-    ranks = start_long(tmp_path / "run")
+def test_a_signal_to_one_rank_ends_all_at_a_step_from_which_they_go_on_to_the_bit(tmp_path):
+    """With dropout."""
+    settings = ("model.dropout=0.2", "checkpoint_every=2", "eval_every=0", "optim.warmup_steps=0")
+    ranks = start_long(tmp_path / "run", *settings)
     ranks[1].terminate()
     assert [each.end().code for each in ranks] == [130, 130]
     ended = summary(tmp_path / "run")
     assert ended["status"] == "interrupted"
     assert checkpoint(tmp_path / "run")["step"] == ended["steps_done"]
+    steps = f"steps={ended['steps_done'] + 3}"
+    whole = tiny(tmp_path / "whole", *SHARED, *settings, steps)
+    for asked in (whole, (f"resume={tmp_path / 'run'}", steps)):
+        assert all(each.code == 0 for each in run_ranks(*asked))
+    assert alike(tmp_path / "whole", tmp_path / "run")
 
 
 def test_a_rank_that_is_killed_ends_the_run(tmp_path):
@@ -304,56 +314,22 @@ def test_a_rank_that_is_killed_ends_the_run(tmp_path):
     assert ranks[0].end().code == 1 and summary(tmp_path / "run")["status"] == "failed"
 
 
-def test_where_the_first_rank_is_killed_the_run_is_unfinished_and_resumes_to_the_bit(tmp_path):
-    """With dropout, which is another on each rank and the same again after a resume."""
-    settings = ("model.dropout=0.2", "checkpoint_every=2", "eval_every=0", "optim.warmup_steps=0")
-    ranks = start_long(tmp_path / "run", *settings)
-    ranks[0].kill()
-    assert ranks[0].end().code != 0 and ranks[1].end().code == 1
-    assert not (tmp_path / "run/summary.json").exists()
-    assert read_run(tmp_path / "run")["status"] == "unfinished"
-    steps = f"steps={checkpoint(tmp_path / 'run')['step'] + 3}"
-    whole = tiny(tmp_path / "whole", *SHARED, *settings, steps)
-    for asked in (whole, (f"resume={tmp_path / 'run'}", steps)):
-        assert all(each.code == 0 for each in run_ranks(*asked))
-    assert alike(tmp_path / "whole", tmp_path / "run")
-
-
-FAILS = """
-import os
-from attention import get_backend
-from dataclasses import replace
-
 calls = []
 
-def attend(*args, **options):
+
+def nan_on_rank_1(*args, **options):
     output = get_backend("naive").fn(*args, **options)
     calls.append(1)
-    if os.environ.get("RANK") == "1" and len(calls) > 12:
-        HOW
-    return output
-
-ATTENTION = replace(get_backend("naive"), name="fails", fn=attend)
-"""
+    bad = os.environ.get("RANK") == "1" and len(calls) > 12
+    return output._replace(out=output.out * float("nan")) if bad else output
 
 
-@pytest.mark.slow
-def test_torchrun_names_the_rank_that_fails_and_its_error(tmp_path):
-    (tmp_path / "fails.py").write_text(FAILS.replace("HOW", "raise MemoryError('no more')"))
-    asked = tiny(tmp_path / "run", *SHARED, "attention=fails:ATTENTION", "steps=50", "eval_every=0")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    done = processes.run(*torchrun, "train.py", *asked, env=environment(PYTHONPATH=str(tmp_path)))
-    cause = done.stderr.partition("Root Cause")[2]
-    assert done.returncode != 0 and "rank      : 1 " in cause, done.stderr
-    assert "MemoryError: no more" in cause
+NAN_ON_RANK_1 = replace(get_backend("naive"), name="bad", fn=nan_on_rank_1)
 
 
-def test_a_divergence_names_its_rank(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    bad = "return output._replace(out=output.out * float('nan'))"
-    (tmp_path / "fails.py").write_text(FAILS.replace("HOW", bad))
-    asked = (*SHARED, "attention=fails:ATTENTION", "steps=50", "eval_every=0", "diagnose_every=0")
-    first, _ = run_ranks(*tiny(tmp_path / "run", *asked))
+def test_a_divergence_names_its_rank(tmp_path):
+    own = ("attention=tests.training.test_ranks:NAN_ON_RANK_1", "diagnose_every=0")
+    first, _ = run_ranks(*tiny(tmp_path / "run", *SHARED, *own, "steps=50", "eval_every=0"))
     ended = summary(tmp_path / "run")
     assert ended["status"] == "diverged", first.output
     named = {"rank": 1, "layer": 0, "tensor": "out", "sequence": 2}
@@ -361,9 +337,14 @@ def test_a_divergence_names_its_rank(tmp_path, monkeypatch):
     assert "rank 1: layer 0, head 0" in first.output
 
 
-def test_a_rank_without_a_gpu_is_refused(monkeypatch):
+@pytest.mark.parametrize(
+    "device, context, said",
+    [("cuda", 1, "1 GPUs for 2 ranks.* --nproc-per-node=1"), ("cpu", 3, "parallel.context=3 .* 2")],
+)
+def test_ranks_that_cannot_meet_are_refused(monkeypatch, device, context, said):
+    """By each of them, which does not wait for the others."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")  # which has one, and does not wait for the others
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match="1 GPUs for 2 ranks.* --nproc-per-node=1"):
-        join("cuda")
+    with pytest.raises(ValueError, match=said):
+        join(device, context)
