@@ -124,12 +124,14 @@ def test_scores_past_the_largest_number(name, causal):
 def test_a_large_sink_takes_all_and_a_small_one_nothing(name):
     # 12 queries, 8 keys: the first four rows see none
     q, k, v = (random(1, 2, n, 4, seed=n) for n in (12, 8, 8))
-    plain = attention(q, k, v, backend=name)
+    plain = attention(q.requires_grad_(), k, v, backend=name)
     sinks = torch.full((2,), -torch.inf, device=DEVICE, requires_grad=True)
     none = attention(q, k, v, backend=name, sinks=sinks)
     torch.testing.assert_close(none.out, plain.out)
-    if name == "triton":
-        assert not torch.autograd.grad(none.out.sum(), sinks)[0].any()
+    of_q, of_sinks = torch.autograd.grad(none.out.square().sum(), (q, sinks))
+    (expected,) = torch.autograd.grad(plain.out.square().sum(), q)
+    torch.testing.assert_close(of_q, expected)
+    assert not of_sinks.any()
     whole = attention(q, k, v, backend=name, sinks=torch.full((2,), 1e4, device=DEVICE))
     assert not whole.out.any() and (whole.lse == 1e4).all()
 
