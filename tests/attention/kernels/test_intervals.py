@@ -115,6 +115,7 @@ def check_starts(lo: Tensor, hi: Tensor) -> None:
         ([1, 2, 3, 250, 5], [261]),
         ([127, 129, 40, 300], [60, 64, 200, 172], [496, 100]),
         ([40, 20, 30],),
+        ([40, 250],),  # no block starts in the last 128 rows by itself
     ],
 )
 def test_blocks_start_where_long_documents_do(sequences, causal):
