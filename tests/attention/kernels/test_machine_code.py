@@ -76,9 +76,7 @@ def check(hopper: list[tuple[str, str, int, str]], portable: list[tuple[str, int
 
 @NEEDED
 def test_sm_90_compiles():
-    """7 s: the interpreters run what the compiler refuses. The process takes two of them to begin,
-    and one of the Hopper kernels two.
-    """
+    """5 s, half of them the process's imports: the interpreters run what the compiler refuses."""
     check([("backward", "bf16", 128, "causal")], SOME_TILES)
 
 
