@@ -219,6 +219,7 @@ def test_largest_score_of_each_row(head_dim, num_queries, num_keys, window, inte
         # as it follows
         (8, 16, 1, False, 8),  # too short to be enough
         (3, 1000, 32, False, 3),
+        (6, 100, 1, False, 3),
         (4, 132, 64, True, 1),
         (4, 140, 64, True, 4),  # a second round for eight blocks alone
         (1, 20, 64, False, 1),
