@@ -11,62 +11,51 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from attention import attention, get_backend
+from attention import get_backend
 from attention.kernels.select import why_not_hopper
+from conformance.cases import Case, run
 
 ROOT = Path(__file__).parents[1]
 MODEL, HOPPER = ROOT / "model" / "kernels", ROOT / "attention" / "kernels" / "hopper"
+DOCUMENTS = {"document_ids": True}
 CALLS = [
     {},
-    {"num_keys": 200, "num_queries": 130, "causal": False},
+    {"num_queries": 130, "causal": False},
     {"num_kv_heads": 1},
-    {"window": 70},
-    {"documents": 60},
-    {"documents": 150, "num_queries": 400, "num_keys": 400},
+    {"optional": {"window": 70}},
+    {"optional": DOCUMENTS},
+    {"batch": 2, "num_queries": 400, "num_keys": 400, "optional": DOCUMENTS},  # some are long
 ]
 # Racecheck reports these lines of the Hopper kernels and the MLP's. docs/hopper.md says why their
 # accesses are ordered. A warp stores numbers, and one of its threads hands them over at a barrier.
-# Triton's own code for divided warps keeps words in shared memory.
-ORDERED = (
-    "_rows.index(item % STAGES).store(",
-    "def forward_kernel(",
-    "def backward_kernel(",
-    "def mlp_kernel(",
-)
-# nothing is reported of the word that the forward has in common with it
-ORDERED_IN_THE_BACKWARD = ("word.store(", "word.load(")
+# Triton's own code for divided warps keeps words in shared memory. Of the word that the forward has
+# in common with the backward it reports nothing.
+ORDERED = {
+    "": (
+        "_rows.index(item % STAGES).store(",
+        "def forward_kernel(",
+        "def backward_kernel(",
+        "def mlp_kernel(",
+    ),
+    "backward_kernel": ("word.store(", "word.load("),
+}
 PORTABLE_CALLS = [
     {"dtype": torch.float32},
-    {"softcap": 5.0},
+    {"optional": {"softcap": 5.0}},
     {"num_queries": 130, "num_keys": 130, "head_dim": 256},
 ]
 
 
-def call(
-    kernel: str,
-    head_dim: int = 64,
-    num_queries: int = 200,
-    num_keys: int = 200,
-    num_kv_heads: int = 2,
-    **options: object,
-) -> None:
-    """One attention, forward and backward."""
-    dtype = options.pop("dtype", torch.bfloat16)
-    if size := options.pop("documents", None):
-        options["document_ids"] = torch.arange(num_keys, device="cuda").expand(1, -1) // size
-    shapes = (
-        (1, heads, length, head_dim)
-        for heads, length in ((2, num_queries), (num_kv_heads, num_keys), (num_kv_heads, num_keys))
-    )
-    q, k, v = (
-        torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for shape in shapes
-    )
-    out = attention(q, k, v, backend=get_backend("triton", kernel=kernel), **options).out
-    check(out, *torch.autograd.grad(out, (q, k, v), torch.randn_like(out)))
+def call(kernel: str, dtype: torch.dtype = torch.bfloat16, **fields: Any) -> None:
+    """One attention, forward and backward. fields: those of Case that are not as usual."""
+    case = Case(**{"num_queries": 200, "num_keys": 200, "head_dim": 64} | fields)
+    backend = get_backend("triton", kernel=kernel)
+    check(*run(backend, *case.make(dtype, "cuda")).values())
 
 
 def check(*results: torch.Tensor) -> None:
@@ -107,7 +96,7 @@ def main(what: str) -> None:
             continue
         for options in CALLS:
             for head_dim in (64, 128) if name == "hopper" else (40, 64, 128):
-                call(name, head_dim, **options)
+                call(name, head_dim=head_dim, **options)
         for options in PORTABLE_CALLS if name == "portable" else []:
             call(name, **options)
 
@@ -118,7 +107,7 @@ def unexplained(report: str, sources: dict[str, list[str]]) -> list[str]:
     """
     found = []
     for pair in re.split(r"(?=Error: Race reported)", report)[1:]:
-        ordered = ORDERED + (ORDERED_IN_THE_BACKWARD if "backward_kernel" in pair else ())
+        ordered = [each for kernel in ORDERED if kernel in pair for each in ORDERED[kernel]]
         places = re.findall(r" in (\w+\.py):(\d+)", pair)
         lines = [sources[name][int(number) - 1] for name, number in places]
         if not any(each in line for line in lines for each in ordered):
@@ -126,22 +115,15 @@ def unexplained(report: str, sources: dict[str, list[str]]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("kernel", "line", "explained"),
-    [
-        ("backward_kernel", 1, True),
-        ("forward_kernel", 1, False),
-        ("forward_kernel", 2, False),
-        ("backward_kernel", 2, False),
-    ],
-)
-def test_a_word_is_ordered_in_the_backward_alone(kernel, line, explained):
+def test_a_word_is_ordered_in_the_backward_alone():
     sources = {"primitives.py": ["    word.store(x)", "    expect(y)"], "forward.py": ["z"]}
-    report = (
-        f"Error: Race reported between Write access at {kernel}+0x10 in primitives.py:{line}\n"
-        " and Read access in forward.py:1\n"
-    )
-    assert unexplained(report, sources) == ([] if explained else [report])
+    race = "Error: Race reported between Write access at {}+0x10 in primitives.py:{}\n"
+    races = [
+        race.format(kernel, line) + " and Read access in forward.py:1\n"
+        for kernel in ("backward_kernel", "forward_kernel")
+        for line in (1, 2)
+    ]
+    assert unexplained("".join(races), sources) == races[1:]
 
 
 @pytest.mark.gpu

@@ -37,6 +37,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -177,14 +178,7 @@ def atomic_add(pointer: Pointer, value: int) -> Value:
 class Descriptor:
     """Of a tensor in global memory, for boxes of one shape."""
 
-    def __init__(
-        self,
-        base: torch.Tensor,
-        shape: list[int],
-        strides: list[int],
-        block_shape: list[int],
-        layout: Any,
-    ):
+    def __init__(self, base: torch.Tensor, shape: Any, strides: Any, block_shape: Any, layout: Any):
         size = base.element_size()
         check(base.data_ptr() % 16 == 0, "a descriptor's tensor starts at a multiple of 16 bytes")
         check(strides[-1] == 1, f"the last of {strides} is not 1")
@@ -395,27 +389,18 @@ def warpgroup_mma_wait(outstanding: int, deps: tuple) -> Any:
     return results if len(results) > 1 else results[0]
 
 
-class NamedBarriers:
-    """bar.sync and bar.arrive: a barrier opens when as many threads have come as all of them
+def come(number: int, expected: int, *, stay: bool) -> None:
+    """bar.sync and bar.arrive: a named barrier opens when as many threads have come as all of them
     say.
     """
-
-    def __init__(self, program: "Program"):
-        self.program, self.present, self.generation = program, {}, {}
-
-    def come(self, number: int, expected: int, *, stay: bool) -> None:
-        generation = self.generation.get(number, 0)
-        present = self.present.get(number, 0) + self.program.threads[here.partition]
-        check(present <= expected, f"more than {expected} threads at named barrier {number}")
-        self.present[number] = present % expected
-        if present == expected:
-            self.generation[number] = generation + 1
-            self.program.changed.notify_all()
-        if not stay:
-            self.program.give_way()
-            return
-        opened = lambda: self.generation.get(number, 0) != generation  # noqa: E731
-        self.program.wait_until(opened, f"named barrier {number}")
+    program = here.program
+    barrier = program.named.setdefault((number, expected), Barrier(expected))
+    phase = barrier.phase
+    barrier.progress(program.threads[here.partition])
+    if stay:
+        program.wait_until(lambda: barrier.phase != phase, f"named barrier {number}")
+    else:
+        program.give_way()
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -511,7 +496,7 @@ def inline_asm(
 ) -> Value:
     """The few instructions that the kernels write themselves."""
     if found := re.match(r"bar\.(sync|arrive) \$1, (\d+);", code):
-        here.program.named.come(int(raw(arguments[0])), int(found[2]), stay=found[1] == "sync")
+        come(int(raw(arguments[0])), int(found[2]), stay=found[1] == "sync")
         return Value(0)
     if code.startswith("cp.async.bulk.wait_group.read 0;"):
         store_wait(0)
@@ -544,8 +529,9 @@ class Program:
         self.number, self.grid = number, grid
         self.num_warps, self.threads = num_warps, {}
         self.changed = threading.Condition(TURN)
-        self.memory, self.barriers, self.unfenced, self.copies = [], {}, [], []
-        self.named = NamedBarriers(self)
+        self.memory, self.unfenced, self.copies = [], [], []
+        self.barriers: dict[int, Barrier] = {}  # by address
+        self.named: dict[tuple[int, int], Barrier] = {}  # by number and threads
         self.errors: list[BaseException] = []
         self.over = False
         self.partitions = 0
@@ -602,16 +588,8 @@ class Program:
             check(bool(self.copies), f"deadlock in program {self.number}: {waits}")
             self.copies.pop(random.randrange(len(self.copies)))()
 
-    def specialize(
-        self,
-        partitions: list[tuple[Callable, tuple]],
-        num_warps: list[int],
-        num_registers: list[int],
-    ) -> None:
-        check(
-            len(partitions) - 1 == len(num_warps) == len(num_registers),
-            "every partition but the first needs its warps and registers",
-        )
+    def specialize(self, partitions: list[tuple], num_warps: list[int], _: list[int]) -> None:
+        """The first partition has the program's own warps; registers are not modelled."""
         fence_async_shared()
         names = [f"{function.__name__} {i}" for i, (function, _) in enumerate(partitions)]
         warps = zip(names, (self.num_warps, *num_warps), strict=True)
@@ -732,51 +710,42 @@ def fake_language() -> dict[str, Any]:
     }
 
 
-def fake_gluon() -> dict[str, types.ModuleType]:
+def jit(function: Callable | None = None, **_: Any) -> Any:
+    return Kernel(function) if function is not None else Kernel
+
+
+def fake_gluon() -> dict[str, Any]:
     """The modules that the kernels import, as far as they use them."""
-    barrier = {
-        "init": init,
-        "expect": expect,
-        "arrive": arrive,
-        "wait": wait,
-        "MBarrierLayout": no_layout,
+    module = types.SimpleNamespace
+    language = module(**fake_language())
+    gluon = module(jit=jit, constexpr_function=lambda function: function, language=language)
+    hopper = module(
+        mbarrier=module(
+            init=init, expect=expect, arrive=arrive, wait=wait, MBarrierLayout=no_layout
+        ),
+        tma=module(
+            async_copy_global_to_shared=await_copy,
+            async_copy_shared_to_global=partial(start_store, add=False),
+            store_wait=store_wait,
+        ),
+        fence_async_shared=fence_async_shared,
+        warpgroup_mma=warpgroup_mma,
+        warpgroup_mma_wait=warpgroup_mma_wait,
+    )
+    name = "triton.experimental.gluon"
+    return {
+        "triton._C.libtriton": module(ir=None),
+        "triton.language.core": module(_aggregate=lambda cls: cls),
+        "triton.experimental": module(gluon=gluon),
+        name: gluon,
+        f"{name}.language": language,
+        f"{name}.language._core": module(builtin=lambda function: function),
+        f"{name}.language.nvidia.hopper": hopper,
+        f"{name}.nvidia.hopper": module(TensorDescriptor=Descriptor),
     }
-    stores = {"async_copy_global_to_shared": await_copy, "store_wait": store_wait}
-    stores["async_copy_shared_to_global"] = lambda *arguments: start_store(*arguments, add=False)
-    hopper = {
-        "mbarrier": types.SimpleNamespace(**barrier),
-        "tma": types.SimpleNamespace(**stores),
-        "fence_async_shared": fence_async_shared,
-        "warpgroup_mma": warpgroup_mma,
-        "warpgroup_mma_wait": warpgroup_mma_wait,
-    }
-
-    def jit(function: Callable | None = None, **_: Any) -> Any:
-        return Kernel(function) if function is not None else Kernel
-
-    gluon = "triton.experimental.gluon"
-    contents = {
-        "triton._C.libtriton": {"ir": None},
-        "triton.experimental": {},
-        gluon: {"jit": jit, "constexpr_function": lambda function: function},
-        f"{gluon}.language": fake_language(),
-        f"{gluon}.language._core": {"builtin": lambda function: function},
-        f"{gluon}.language.nvidia": {},
-        f"{gluon}.language.nvidia.hopper": hopper,
-        f"{gluon}.nvidia": {},
-        f"{gluon}.nvidia.hopper": {"TensorDescriptor": Descriptor},
-        "triton.language.core": {"_aggregate": lambda cls: cls},
-    }
-    modules = {}
-    for name, members in contents.items():
-        modules[name] = types.ModuleType(name)
-        modules[name].__dict__.update(members)
-    modules["triton.experimental"].gluon = modules[gluon]
-    modules[gluon].language = modules[f"{gluon}.language"]
-    return modules
 
 
-def interpreted(function: Any, gl: types.ModuleType) -> Kernel | None:
+def interpreted(function: Any, gl: Any) -> Kernel | None:
     """A Triton function that the kernels call, in this interpreter's language; None if None."""
     if function is None:
         return None
@@ -784,20 +753,6 @@ def interpreted(function: Any, gl: types.ModuleType) -> Kernel | None:
     known = {name: x for name, x in function.fn.__globals__.items() if name in code.co_names}
     known = {name: interpreted(x, gl) if hasattr(x, "fn") else x for name, x in known.items()}
     return Kernel(types.FunctionType(code, known | {"tl": gl}))
-
-
-@contextmanager
-def replaced(modules: dict[str, types.ModuleType]):
-    before = {name: sys.modules.get(name) for name in modules}
-    sys.modules.update(modules)
-    try:
-        yield
-    finally:
-        for name, module in before.items():
-            if module is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = module
 
 
 def load_kernels(
@@ -808,30 +763,25 @@ def load_kernels(
 
     edit: what a test breaks. cache_bytes: of the device's L2 cache.
     """
-    # plain Triton, which has an interpreter of its own
-    import attention.kernels.hopper.pre_post  # noqa: F401
+    # what the kernels import beside Gluon comes from outside
+    import attention.kernels.hopper.launch  # noqa: F401
 
     edited = Package(FOLDER).edited((edit,)) if edit else {}
-    ours, prefix = {}, "attention.kernels.hopper."
-    names = ("primitives", "forward", "backward", "launch")
-    with replaced(
-        fake_gluon() | {prefix + name: types.ModuleType(prefix + name) for name in names}
-    ):
-        for name in names:
+    prefix = "attention.kernels.hopper."
+    names = "primitives", "forward", "backward", "launch"
+    ours = {name: types.ModuleType(prefix + name) for name in names}
+    with patch.dict(sys.modules, fake_gluon() | {prefix + name: ours[name] for name in names}):
+        for name, module in ours.items():
             file = FOLDER / f"{name}.py"
-            module = sys.modules[prefix + name]
             source = edited.get(name, file.read_text())
             exec(compile(source, file, "exec"), module.__dict__)
             if name == "primitives":
-                module.add_box = lambda *arguments: start_store(*arguments, add=True)
-            ours[name] = module
-    gl = ours["forward"].gl
-    ours["launch"].find_score_mod = lambda name: interpreted(find_score_mod(name), gl)
+                module.add_box = partial(start_store, add=True)
+    launch, gl = ours["launch"], ours["forward"].gl
     ours["forward"].with_sink = interpreted(with_sink, gl)
-    ours["launch"].multiprocessors = lambda device: 2
-    ours["launch"].cache_bytes = lambda device: cache_bytes
-    ours["launch"].counters = lambda device: COUNTERS
+    counters = torch.zeros(2, dtype=torch.int32)  # every launch must leave them at zero
+    launch.find_score_mod = lambda name: interpreted(find_score_mod(name), gl)
+    launch.multiprocessors = lambda device: 2
+    launch.cache_bytes = lambda device: cache_bytes
+    launch.counters = lambda device: counters
     return ours
-
-
-COUNTERS = torch.zeros(2, dtype=torch.int32)  # every launch must leave them at zero

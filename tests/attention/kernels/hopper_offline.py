@@ -9,20 +9,15 @@ interpreter compiles nothing.
 
 import json
 import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
 
-from attention.kernels.hopper import backward, forward, launch
+from attention.kernels.hopper import launch
+from attention.kernels.launch import Settings
 from attention.kernels.select import SHIPPED
-from tests.attention.kernels.portable_offline import assemble
+from tests.attention.kernels.offline import launches_compile, machine_code, on_meta
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -71,105 +66,33 @@ VARIANTS = {
 }
 
 
-# arguments that some variants do without
-OF_INTERVALS = ("lo_ptr", "hi_ptr", "ranges_ptr")
-OF_SCORE_MOD = {
-    "forward": ("params_ptr", "scale"),
-    "backward": ("params_ptr", "past", "num_heads"),
-}
-OF_STARTS = {
-    "forward": ("starts_ptr", "out_ptr", "stride_ob", "stride_oh", "stride_on"),
-    "backward": ("starts_ptr", "dk_ptr", "dv_ptr")
-    + tuple(f"stride_{name}{dimension}" for name in ("dk", "dv") for dimension in "bhn"),
-}
-
-
-def constants_of(kernel: str, head_dim: int, variant: Variant) -> dict[str, Any]:
-    """The kernel's arguments that are constants in this variant; None is an absent tensor."""
-    q_shape = torch.Size((1, 4, variant.num_queries, head_dim))
-    k_shape = torch.Size((1, 4 // variant.groups, variant.num_keys, head_dim))
+def compile_variant(kernel: str, dtype: str, head_dim: int, name: str) -> dict[str, Any]:
+    """Compile one variant. kernel: forward or backward; dtype: bf16 or fp16."""
+    variant = VARIANTS[name]
+    q = on_meta(1, 4, variant.num_queries, head_dim, dtype=DTYPES[dtype])
+    k = q.new_empty(1, 4 // variant.groups, variant.num_keys, head_dim)
+    lse, numbers = on_meta(*q.shape[:3]), on_meta(4)
+    lo = on_meta(1, variant.num_queries, dtype=torch.int32) if variant.intervals else None
+    params = numbers if variant.score_mod else None
     mod = variant.score_mod and f"{SHIPPED}{variant.score_mod}"
-    masks = variant.causal, variant.intervals
-    if kernel == "forward":
-        constants = launch.forward_constants(q_shape, variant.num_keys, *masks, mod)
-        constants["TOP"] = variant.top
-    else:
-        constants = launch.backward_constants(q_shape, k_shape, *masks, variant.shares, mod)
-    absent = [] if variant.intervals else [*OF_INTERVALS]
-    absent += [] if mod else OF_SCORE_MOD[kernel]
-    absent += [] if variant.starts else OF_STARTS[kernel]
-    absent += [] if variant.sinks else ["sinks_ptr"]
-    absent += [] if variant.top else ["top_ptr"]
-    absent += [] if variant.shares > 1 else ["shares_ptr"]
-    return constants | dict.fromkeys(absent)
-
-
-def tensordesc(block: tuple[int, ...], dtype: torch.dtype) -> str:
-    name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
-    return f"tensordesc<{name}{list(block)},{launch.shared_layout(block, dtype)!r}>"
-
-
-def type_of(name: str, dtype: str, constants: dict[str, Any]) -> str:
-    """The type of a kernel's argument, as Triton writes it."""
-    head_dim, block_q = constants["D"], constants["BLOCK_Q"]
-    block_kv = constants.get("BLOCK_KV", launch.BLOCK_KV // 2)
-    if name in constants:
-        return "constexpr"
-    if name == "dq_desc":
-        return tensordesc(launch.sum_block(head_dim, block_q), torch.float32)
-    if name.endswith("_desc"):
-        columns, element = head_dim, DTYPES[dtype]
-        if name in ("dk_desc", "dv_desc"):
-            columns = min(head_dim, launch.gradient_columns(element, head_dim, block_q))
-        rows = block_q if name in ("q_desc", "do_desc", "out_desc") else block_kv
-        return tensordesc((1, 1, rows, columns), element)
-    if name in ("out_ptr", "dk_ptr", "dv_ptr"):
-        return f"*{dtype}"
-    if name in (*OF_INTERVALS, "starts_ptr", "counter_ptr"):
-        return "*i32"
-    if name.endswith("_ptr"):
-        return "*fp32"
-    return "fp32" if name.startswith("scale") else "i32"
-
-
-def compile_variant(kernel: str, dtype: str, head_dim: int, variant: str) -> dict[str, Any]:
-    """Compile one variant. kernel: forward or backward; dtype: bf16 or fp16. Raises Triton's error
-    if it cannot be compiled.
-    """
-    function = {"forward": forward.forward_kernel, "backward": backward.backward_kernel}[kernel]
-    constants = constants_of(kernel, head_dim, VARIANTS[variant])
-    names = function.arg_names
-    types = {name: type_of(name, dtype, constants) for name in names}
-    values = {(i,): constants[name] for i, name in enumerate(names) if name in constants}
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(names)
-        if name not in constants and name.endswith("_ptr")
-    }
-    source = GluonASTSource(function, types, constexprs=values, attrs=aligned)
-    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-    made = assemble(binary.asm["ptx"], 90)
-    code = disassemble(made.cubin)
-    return {
-        "variant": variant,
-        "spilled": made.spilled,  # bytes per thread
-        "shared": binary.metadata.shared,  # bytes per program
-        "warnings": made.warnings,  # ptxas' warning numbers for products that it serialises
+    settings = Settings(variant.causal, head_dim**-0.5, mod, documents=variant.starts)
+    launch.counters = lambda device: on_meta(2, dtype=torch.int32)
+    launch.shares_of = lambda *_, **__: variant.shares
+    with launches_compile(f"{kernel}_kernel") as found:
+        if kernel == "forward":
+            top, sinks = lse if variant.top else None, numbers if variant.sinks else None
+            launch.forward(q, k, k, q, lse, top, lo, lo, params, sinks, settings)
+        else:
+            launch.backward(q, None, q, k, k, q, lse, q, k, k, lo, lo, params, settings)
+    compiled = found[0]._asdict()
+    code = machine_code(compiled.pop("cubin"))
+    return compiled | {
+        "variant": name,
         "products": len(re.findall(r"\bHGMMA\b", code)),
         # for each loop over tiles: how many exponentials lie between the wait that leaves a product
         # running and the next wait
         "overlapped": exponentials_under_way(code),
     }
-
-
-def disassemble(cubin: bytes) -> str:
-    nvdisasm = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run(
-            [nvdisasm, "-c", file.name], capture_output=True, text=True, check=True
-        ).stdout
 
 
 def exponentials_under_way(code: str) -> list[int]:

@@ -4,32 +4,25 @@ test_machine_code.py has what the compiler makes of them.
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from attention import BACKENDS, AttentionOutput, Backend, attention
-from attention.interface import FEATURES
-from attention.kernels import key_intervals, score_change
+from attention import BACKENDS, Backend, attention
+from attention.kernels import hopper, key_intervals
+from attention.kernels import launch as launches
 from attention.kernels.hopper.launch import shares_of
-from attention.kernels.launch import (
-    Settings,
-    backward,
-    empty_gradients,
-    gradient_of_sinks,
-    is_packed,
-    unpacked,
-)
+from attention.kernels.launch import Settings, backward, forward
 from attention.kernels.select import why_not_hopper
-from attention.mask import visible_keys
 from conformance.cases import Case, probabilities
 from tests.attention.kernels import gluon_interpreter
-from tests.attention.kernels.gluon_interpreter import COUNTERS, Failure, load_kernels
+from tests.attention.kernels.gluon_interpreter import Failure, load_kernels
 from tests.attention.test_conformance import check
 from tests.conformance.edits import drop, swap
 
@@ -37,6 +30,7 @@ INTERPRETED = pytest.mark.skipif(
     torch.cuda.is_available(),
     reason="the plain Triton kernels around the Hopper ones are compiled here",
 )
+TRITON = BACKENDS["triton"]
 
 
 def slow(*values: Any) -> Any:
@@ -46,60 +40,32 @@ def slow(*values: Any) -> Any:
 # in the interpreter
 
 
-@pytest.fixture(autouse=True)
-def counters_at_zero():
-    """Also after a launch that failed."""
-    yield
-    COUNTERS.zero_()
-
-
 @cache
-def launcher():
-    return load_kernels()["launch"]
+def unchanged_kernels() -> dict[str, ModuleType]:
+    return load_kernels()
 
 
-class Interpreted(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, launch, settings, masks, sinks, q, k, v):
-        """masks: lo, hi and the numbers of the score modifier."""
-        out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan)
-        launch.forward(q, k, v, out, lse, None, *masks, sinks, settings)
-        ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.others = launch, settings, masks
-        return out, lse
+@pytest.fixture
+def interpret(monkeypatch) -> Callable:
+    """attention=triton runs the Hopper kernels in the interpreter; call it with other kernels."""
 
-    @staticmethod
-    def backward(ctx, d_out, d_lse):
-        *tensors, lse, sinks = ctx.saved_tensors
-        q, k, v = tensors[:3]
-        launch, settings, masks = ctx.others
-        memory = empty_gradients(q, k, v, is_packed(q, k, v))
-        grads = unpacked([x.fill_(torch.nan) for x in memory], q.shape[1], k.shape[1])
-        given = d_out.contiguous(), d_lse.contiguous(), *tensors, lse
-        delta = launch.backward(*given, *grads, *masks, settings)
-        d_sinks = None if sinks is None else gradient_of_sinks(sinks, lse, delta)
-        return None, None, None, d_sinks, *grads
+    def run(kernels: dict[str, ModuleType]) -> None:
+        launch = kernels["launch"]
 
+        def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others) -> None:
+            launch.forward(q, k, v, out.fill_(torch.nan), lse.fill_(torch.nan), *others)
 
-def interpreted_backend(launch: Any = None) -> Backend:
-    """launch: the module of load_kernels(), by default that of the unchanged kernels."""
+        def backward(*inputs: Any) -> Tensor:
+            for gradient in inputs[7:10]:
+                gradient.fill_(torch.nan)
+            return launch.backward(*inputs)
 
-    def function(q, k, v, *, causal, scale, sinks=None, **others) -> AttentionOutput:
-        lo = hi = None
-        changes = [others.pop(name, None) for name in ("softcap", "alibi_slopes", "score_mod")]
-        mod, params = score_change(q.device, *changes)
-        given = {name for name, each in others.items() if each is not None}
-        if given:
-            # as attention.kernels hands them on
-            lo, hi = key_intervals(q, k, causal=causal, **others)
-            causal = causal and not {"key_lengths", "cu_seqlens"} & given
-        packed = "window" not in given and bool({"document_ids", "cu_seqlens"} & given)
-        settings, masks = Settings(causal, scale, mod, documents=packed), (lo, hi, params)
-        results = Interpreted.apply(launch or launcher(), settings, masks, sinks, q, k, v)
-        return AttentionOutput(*results)
+        stand_in = SimpleNamespace(forward=forward, backward=backward)
+        monkeypatch.setattr(hopper, "launch", stand_in)
 
-    features = FEATURES - {"value_dim", "max_score"}
-    return Backend("hopper-interpreted", function, features=features)
+    monkeypatch.setattr(launches, "runs_hopper", lambda *inputs: True)
+    run(unchanged_kernels())
+    return run
 
 
 @dataclass(frozen=True)
@@ -134,9 +100,7 @@ def sized(num_queries: int, num_keys: int, head_dim: int, **others: Any) -> Case
 
 
 def uneven(head_dim: int, *ends: Iterable[int], causal: bool = True, **optional: bool) -> Case:
-    """Sequences, or documents, whose queries and keys end here; keys where queries do if not
-    given.
-    """
+    """Sequences or documents whose queries end here, and whose keys do too or at other ends."""
     ends = tuple(map(tuple, ends if len(ends) == 2 else 2 * ends))
     shape = {"num_queries": ends[0][-1], "num_keys": ends[1][-1], "head_dim": head_dim}
     return Uneven(**shape, causal=causal, ends=ends, optional=optional)
@@ -148,33 +112,28 @@ BOTH = {"softcap": 2.0, "alibi_slopes": True}
 # several blocks of queries, several tiles of keys, and more work than the interpreter's two
 # programs: each kernel, each mask, a change of the scores and each order of the work
 QUICK_CASES = [
-    sized(290, 290, 128, num_heads=4, num_kv_heads=2),
-    # of three heads in sections of two, a launch pointed past the last head
-    sized(200, 200, 64, num_heads=3, num_kv_heads=3),
+    # the first 170 rows see no key; of three heads in sections of two, a launch pointed past the
+    # last head
+    sized(300, 130, 64, num_heads=3, num_kv_heads=3, sinks=True),
     # masked scores are 0, far above all others
     sized(130, 200, 64, num_heads=4, num_kv_heads=1, causal=False, inputs="negative"),
-    sized(300, 130, 64, sinks=True),  # the first 170 rows see no key
-    sized(130, 400, 128, num_kv_heads=1, window=40),  # no query sees the first keys
     uneven(64, *ACROSS, cu_seqlens=True),
     # queries of a document see all the last keys of a block, and not the first
     uneven(128, (0, 12, 220, 240, 400), document_ids=True),
+    sized(130, 400, 128, num_kv_heads=1, window=40),  # no query sees the first keys
     # sequences end inside a tile and on its edge, and some are empty
-    sized(130, 384, 64, batch=3, num_heads=1, num_kv_heads=1, key_lengths=True),
-    sized(200, 300, 64, batch=2, **BOTH),
-    # longer than SHORT, and at D 128 than LONG: there the work has another order
-    sized(130, 1100, 128, num_kv_heads=1),
+    sized(130, 384, 64, batch=3, num_kv_heads=1, key_lengths=True, **BOTH),
+    # longer than SHORT and LONG, where the work has another order; the diagonal in one tile
+    sized(66, 1090, 128, num_heads=4),
 ]
 # for make test-all and the device, which runs the calls of test_conformance.py too
 SLOW_CASES = [
-    sized(130, 322, 128, inputs="spike"),
+    sized(290, 290, 128, num_heads=4),
+    sized(130, 384, 64, batch=3, num_heads=1, num_kv_heads=1, key_lengths=True),
+    sized(130, 1100, 128, num_kv_heads=1),
     sized(450, 450, 64, window=100),
     sized(270, 270, 128, batch=2, num_heads=1, num_kv_heads=1, causal=False, document_ids=True),
     sized(130, 200, 128, batch=2, causal=False, score_mod=True),
-    sized(130, 1100, 64, num_heads=1, num_kv_heads=1),
-    sized(256, 256, 64, causal=False),
-    sized(300, 130, 128, num_kv_heads=1),
-    sized(1, 200, 64),
-    sized(200, 200, 64, inputs="growing"),
     sized(600, 600, 128, num_kv_heads=1, window=300),
     sized(300, 130, 64, window=5),
     # of eight blocks of keys the first six are seen by no query
@@ -201,57 +160,52 @@ SLOW_CASES = [
     sized(200, 300, 64, batch=2, num_heads=4, score_mod=True),
     sized(130, 1100, 64, inputs="growing"),
     sized(1100, 1100, 64, num_kv_heads=1),
-    sized(300, 1100, 128),
 ]
 
 
 @INTERPRETED
 @pytest.mark.parametrize("case", [*QUICK_CASES, *map(slow, SLOW_CASES)], ids=str)
-def test_interpreted(case):
-    check(interpreted_backend(), case, torch.float16, "cpu")
-    assert not COUNTERS.any(), "a launch leaves the counters as it found them"
+def test_interpreted(case, interpret):
+    check(TRITON, case, torch.float16, "cpu")
+    counters = unchanged_kernels()["launch"].counters("cpu")
+    assert not counters.any(), "a launch leaves the counters as it found them"
+
+
+# with several programs for the query heads of one key/value head
+SHARED_CASES = [
+    sized(200, 130, 64, num_heads=12),
+    slow(sized(200, 200, 128, batch=2, num_heads=8)),
+    slow(sized(300, 130, 128, batch=2, num_heads=12)),
+]
+
+
+@INTERPRETED
+@pytest.mark.parametrize("case", SHARED_CASES, ids=str)
+def test_shares_of_a_group_are_joined_where_the_cache_is_small(case, interpret):
+    interpret(load_kernels(cache_bytes=1))
+    check(TRITON, case, torch.float16, "cpu")
 
 
 @INTERPRETED
 @pytest.mark.parametrize(
-    ("head_dim", "num_queries", "num_keys", "causal", "window"),
-    [
-        (128, 300, 300, True, 70),
-        slow(64, 290, 290, True, None),
-        slow(64, 300, 130, True, None),
-    ],
+    ("head_dim", "num_queries", "num_keys", "window"),
+    [(128, 300, 300, 70), slow(64, 290, 290, None), slow(64, 300, 130, None)],
 )
-def test_largest_score_of_each_row(head_dim, num_queries, num_keys, causal, window):
+def test_largest_score_of_each_row(head_dim, num_queries, num_keys, window, interpret):
     """Though the maximum that is subtracted lags behind it. The scores grow by less than the
     threshold from tile to tile, so that it does.
     """
     q = torch.randn(1, 2, num_queries, head_dim).half()
     k, v = (torch.randn(1, 2, num_keys, head_dim).half() for _ in range(2))
     k = k * torch.linspace(1.5, 0.5, num_keys)[:, None].half()  # tiles are walked backwards
-    mask = {"causal": causal, "window": window}
-    visible = visible_keys(q, k, **mask)
-    lo, hi = (visible.lo.int(), visible.hi.int()) if window else (None, None)
-    out = torch.full_like(q, torch.nan)
-    lse, top = torch.full((2, 1, 2, num_queries), torch.nan)
-    settings = Settings(causal, head_dim**-0.5)
-    launcher().forward(q, k, v, out, lse, top, lo, hi, None, None, settings)
+    mask = {"causal": True, "window": window}
+    lo, hi = key_intervals(q, k, **mask) if window else (None, None)
+    settings = Settings(True, head_dim**-0.5)
+    top = forward(q, k, v, lo, hi, None, None, True, settings)[3]
     wide = q.double(), k.double()
     largest = probabilities(*wide, mask | {"scale": head_dim**-0.5}).amax(-1).log()
     exact = largest + attention(*wide, v.double(), backend="naive", **mask).lse
     torch.testing.assert_close(top.double(), exact, rtol=1e-5, atol=1e-5)
-
-
-@INTERPRETED
-@pytest.mark.parametrize(
-    ("batch", "groups", "num_queries", "num_keys", "head_dim"),
-    [(1, 6, 200, 130, 64), slow(2, 4, 200, 200, 128), slow(2, 6, 300, 130, 128)],
-)
-def test_shares_of_a_group_are_joined(batch, groups, num_queries, num_keys, head_dim):
-    """Several programs for the query heads of one key/value head, as where the cache is small."""
-    launch = load_kernels(cache_bytes=1)["launch"]
-    heads = {"num_heads": 2 * groups, "num_kv_heads": 2}
-    case = sized(num_queries, num_keys, head_dim, batch=batch, **heads)
-    check(interpreted_backend(launch), case, torch.float16, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -260,7 +214,6 @@ def test_shares_of_a_group_are_joined(batch, groups, num_queries, num_keys, head
         # fastest on an H200, whose cache has 60 MiB
         (16, 128, 16, False, 8),  # MQA, 16 heads, 16,384 keys: 128 programs for 132 multiprocessors
         (8, 1024, 4, False, 2),  # 64:8, four sequences of 4,096 keys
-        (4, 512, 8, False, 2),
         (4, 512, 4, False, 1),
         (8, 2048, 32, False, 4),
         # as it follows
@@ -298,50 +251,39 @@ def compare_packed(
     assert torch.equal(dk, expected[0]) and torch.equal(dv, expected[1])
     eps = torch.finfo(dq.dtype).eps
     assert (dq - expected_dq).float().norm() <= eps * expected_dq.float().norm()
-    grads = dq, dk, dv
-    assert [x.stride() for x in grads] == [x.stride() for x in views]
-    assert [x.storage_offset() for x in grads] == [x.storage_offset() for x in views]
-    assert len({x.untyped_storage().data_ptr() for x in grads}) == 1
+    for gradient, view in zip((dq, dk, dv), views, strict=True):
+        assert gradient.stride() == view.stride()
+        assert gradient.storage_offset() == view.storage_offset()
+        assert gradient.untyped_storage().data_ptr() == dq.untyped_storage().data_ptr()
 
 
 @INTERPRETED
 @pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(2, 64), slow(1, 128)])
-def test_parts_of_a_projection_are_read_and_written_where_they_are(num_kv_heads, head_dim):
+def test_parts_of_a_projection_are_read_and_written_where_they_are(
+    num_kv_heads, head_dim, interpret
+):
     projected = torch.randn(2, 200, 2 + 2 * num_kv_heads, head_dim).half()
-    compare_packed(interpreted_backend(), projected, num_kv_heads)
-
-
-def same_bits(x: Tensor, y: Tensor) -> bool:
-    return torch.equal(x.view(torch.int16), y.view(torch.int16))
+    compare_packed(TRITON, projected, num_kv_heads)
 
 
 @INTERPRETED
-@pytest.mark.parametrize(
-    ("where", "causal"),
-    [("q", True), slow("v", True), slow("d_out", False)],
-)
-def test_nan_is_not_lost_in_a_polynomial(where, causal, monkeypatch):
-    """One number of one row: it spoils what it spoils where all exponentials are exp2's, but for dv
-    of some keys.
+@pytest.mark.slow
+def test_nan_is_not_lost_in_a_polynomial(interpret, monkeypatch):
+    """One number of one query: dv of half of the keys may miss it, where the row is one of those
+    whose exponentials are the polynomial's.
     """
+    same_bits = lambda x, y: torch.equal(x.view(torch.int16), y.view(torch.int16))  # noqa: E731
     monkeypatch.setattr(gluon_interpreter, "unchanged", same_bits)
-    exact = load_kernels()
-    exact["backward"].exp2_by_two_units = exact["backward"].gl.exp2
-    backends = interpreted_backend(), interpreted_backend(exact["launch"])
-    # one query alone sees the last key; of row 72, half of the exponentials are the polynomial's
     for row in (3, 72, 199):
-        tensors = {name: torch.randn(1, 1, 200, 64).half() for name in ("q", "k", "v", "d_out")}
-        tensors[where][0, 0, row, 5] = torch.nan
-        finite = []
-        for backend in backends:
-            q, k, v = (tensors[name].clone().requires_grad_() for name in "qkv")
-            out = attention(q, k, v, backend=backend, causal=causal).out
-            grads = torch.autograd.grad(out, (q, k, v), tensors["d_out"])
-            finite.append([x.isfinite() for x in grads])
-        (dq, dk, dv), (expected_dq, expected_dk, expected_dv) = finite
-        assert torch.equal(dq, expected_dq) and torch.equal(dk, expected_dk)
-        assert (dv >= expected_dv).all() and (~dv).sum() >= 0.45 * (~expected_dv).sum()
-        assert not (dq.all() and dk.all() and dv.all())
+        q, k, v = (torch.randn(1, 1, 200, 64).half() for _ in range(3))
+        q[0, 0, row, 5] = torch.nan
+        tensors = [x.requires_grad_() for x in (q, k, v)]
+        out = attention(*tensors, backend=TRITON).out
+        dq, dk, dv = torch.autograd.grad(out, tensors, torch.randn_like(out))
+        for x in (out, dq):
+            assert x[0, 0, row].isnan().all() and x.isnan().sum() == 64
+        assert dk[0, 0, : row + 1].isnan().all()
+        assert dv[0, 0, : row + 1].isnan().float().mean() >= 0.45
 
 
 @INTERPRETED
@@ -350,7 +292,7 @@ def test_exponentials_by_polynomial():
     x = torch.linspace(-130, 0.9, 4096).reshape(64, 64)
     x[:, 8], x[:, 17] = -torch.inf, torch.nan
     with torch.no_grad():
-        p = load_kernels()["primitives"].exp2_by_two_units(gluon_interpreter.Value(x)).data
+        p = unchanged_kernels()["primitives"].exp2_by_two_units(gluon_interpreter.Value(x)).data
     # below the smallest normal number the units give 0, or next to it
     exact = torch.where(x < -126, 0, x.double().exp2())
     error = (p.double() / exact - 1).abs()[x > -126]
@@ -364,7 +306,7 @@ def test_exponentials_by_polynomial():
 @INTERPRETED
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_an_accumulator_is_rescaled_where_any_row_of_a_warp_asks_for_it(head_dim):
-    rescaled = load_kernels()["primitives"].rescaled
+    rescaled = unchanged_kernels()["primitives"].rescaled
     acc, alpha = torch.randn(64, head_dim), torch.ones(64, 1)
     for row in (None, 0, 8, 29, 63):
         if row is not None:
@@ -401,17 +343,17 @@ QUICK_ERRORS = "v-released-before-its-product", "ds-not-fenced"
         for name, error in ERRORS.items()
     ],
 )
-def test_the_interpreter_sees_an_error_in_the_protocol(edit, said):
-    backend = interpreted_backend(load_kernels(edit)["launch"])
+def test_the_interpreter_sees_an_error_in_the_protocol(edit, said, interpret):
+    interpret(load_kernels(edit))
     q, k, v = (torch.randn(1, 2, 600, 64).half().requires_grad_() for _ in range(3))
     with pytest.raises(Failure, match=said):
         for _ in range(10):  # boxes come in any order, and not every order shows every error
-            attention(q, k, v, backend=backend).out.sum().backward()
+            attention(q, k, v, backend=TRITON).out.sum().backward()
 
 
 # on the device
 
-HOPPER = BACKENDS["triton"].configured(kernel="hopper")
+HOPPER = TRITON.configured(kernel="hopper")
 ON_HOPPER = pytest.mark.skipif(
     not torch.cuda.is_available()
     or bool(why_not_hopper(device=torch.device("cuda"), dtype=torch.bfloat16, head_dim=64)),

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.library import opcheck
 
 import model.kernels
 from model.kernels import add_norm, fits_norm_kernel, has_norm_kernel
@@ -95,7 +96,7 @@ def check(assert_near):
 
 
 # several rows a program, a short last program, a wide row; each dtype, each norm
-PAIRS = [
+EXAMPLES = [
     (64, 37, "layernorm", "fp32"),
     (96, 40, "rmsnorm", "fp32-bf16"),
     (96, 5, "layernorm-nobias", "fp32-fp16"),
@@ -103,16 +104,19 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("width", "tokens", "norm", "dtypes"), PAIRS)
-def test_kernel_gives_sum_norm_and_gradients(kernel, check, width, tokens, norm, dtypes):
-    check(add_norm, *example(width, tokens, norm, dtypes))
+@pytest.mark.parametrize("shown", EXAMPLES, ids=lambda shown: "-".join(map(str, shown)))
+def test_kernel_gives_sum_norm_and_gradients(kernel, check, shown):
+    check(add_norm, *example(*shown))
 
 
-def test_behind_the_last_norm_nobody_uses_the_sum(kernel, check):
-    check(add_norm, *example(96, 40, "layernorm", "fp32-bf16"), sum_used=False)
+def test_kernel_reads_rows_that_lie_apart_and_no_gradient_of_a_sum_that_nobody_uses(kernel, check):
+    """As behind the last norm."""
+    x, branch, norm = example(96, 6, "layernorm", "fp32-bf16")
+    apart = x.mT.contiguous().mT, branch.transpose(0, 1).contiguous().transpose(0, 1)
+    check(add_norm, *apart, norm, sum_used=False)
 
 
-def test_nor_anybody_the_norm(kernel):
+def test_a_norm_that_nobody_uses_has_no_gradient(kernel):
     x, branch, norm = example(64, 3, "layernorm")
     leaves = [x.requires_grad_(), branch.requires_grad_(), norm.weight]
     of_x, of_branch, of_weight = torch.autograd.grad(add_norm(x, branch, norm)[0].sum(), leaves)
@@ -127,11 +131,6 @@ def test_without_a_branch_and_in_float64_it_is_pytorchs(kernel):
     assert all(torch.equal(*pair) for pair in zip(add_norm(*wide), plain(*wide), strict=True))
 
 
-def test_rows_that_lie_apart_in_memory(kernel, check):
-    x, branch, norm = example(64, 6, "layernorm")
-    check(add_norm, x.mT.contiguous().mT, branch.transpose(0, 1).contiguous().transpose(0, 1), norm)
-
-
 @pytest.mark.parametrize(("norm", "dtypes"), [("layernorm", "fp32-bf16"), ("rmsnorm", "fp32")])
 def test_lawful_operators(norm, dtypes):
     from model.kernels.norm import add_norm_backward, add_norm_forward
@@ -140,11 +139,11 @@ def test_lawful_operators(norm, dtypes):
     narrow, bias = DTYPES[dtypes][1], getattr(module, "bias", None)
     centred = norm == "layernorm"
     inputs = x.requires_grad_(), branch.requires_grad_(), module.weight, bias, 1e-5, centred, narrow
-    torch.library.opcheck(add_norm_forward, inputs)
+    opcheck(add_norm_forward, inputs)
     total, y, statistics = (x.detach() for x in add_norm_forward(*inputs))
     given = torch.randn_like(y), total, module.weight.detach(), statistics, narrow, centred
-    torch.library.opcheck(add_norm_backward, (torch.randn_like(total), *given))
-    torch.library.opcheck(add_norm_backward, (None, *given))
+    for d_total in (torch.randn_like(total), None):
+        opcheck(add_norm_backward, (d_total, *given))
 
 
 def test_in_one_graph_with_the_kernel(kernel):
