@@ -81,7 +81,6 @@ def test_bytes_that_are_no_text_stop_nothing(tokenizer):
 
 
 LONG = {
-    "bpe-newline": (bpe, "\n" * 1_000_000),
     "bpe-a-space": (bpe, "a " * 500_000),
     "gpt2-space-word": (gpt2_like, " " * 1_000_000 + "x"),
     "gpt2-a": (gpt2_like, "a" * 1_000_000),
