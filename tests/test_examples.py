@@ -32,10 +32,8 @@ ATTENTIONS = [
 ]
 RING = "examples.ring_attention:BACKEND"  # the one that computes softmax attention
 # a right attention of any kind is green in these
-OWED = (
-    *("forward", "no leak (outputs)", "no leak (gradients)", "rows without a key"),
-    *("prefill = decode", "mask positions"),
-)
+PROPERTIES = ("forward", "no leak (outputs)", "no leak (gradients)", "rows without a key")
+OWED = {"properties": (*PROPERTIES, "prefill = decode", "mask positions"), "random_cases": 0}
 DIFFERENTIAL = "attention=examples.differential_attention:BACKEND"
 
 
@@ -102,8 +100,8 @@ def test_a_run_with_parameters_of_its_own_goes_on_to_the_last_bit(tmp_path):
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
-@pytest.mark.parametrize("properties", [OWED, pytest.param(None, marks=pytest.mark.slow)])
-def test_they_keep_what_every_attention_owes(name, properties):
-    cells = verify_backend(get_backend(name), properties=properties, random_cases=1)
+@pytest.mark.parametrize("how", [OWED, pytest.param({}, marks=pytest.mark.slow)])
+def test_they_keep_what_every_attention_owes(name, how):
+    cells = verify_backend(get_backend(name), **how)
     assert {cell.property: cell.note for cell in cells if not cell.ok} == {}
     assert sum(cell.checks for cell in cells) > 20

