@@ -113,9 +113,6 @@ def test_a_store_may_be_deleted_and_is_closed_with_the_data(config):
     assert after == free
 
 
-# documents apart
-
-
 def test_documents_by_hand():
     """An end belongs to the document it ends, even twice in a row, as first token or as last."""
     tokens = np.array([1, 2, END, 3, END, END, 4, 5, END], dtype=np.uint16)

@@ -8,12 +8,9 @@ from dataclasses import replace
 import pytest
 
 from lab import condense_runs, decoding, headline
-from tests.command import run, tiny
+from tests.command import ROOT, run, tiny
 
-COMMANDS = (
-    "condense_runs", "crash_test", "decoding", "headline", "nanogpt_wall", "peers", "results",
-    "steps_on_ranks",
-)  # fmt: skip
+COMMANDS = sorted(file.stem for file in (ROOT / "lab").glob("*.py"))
 
 
 @pytest.mark.parametrize("name", COMMANDS)

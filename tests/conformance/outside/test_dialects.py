@@ -85,13 +85,9 @@ def test_a_refusal_of_a_further_form_of_masks_is_no_mistake():
     assert any("float32" in refusal and "RuntimeError" in refusal for refusal in subject.refusals)
 
 
-def swallows(q, k, v, **others):
-    return q
-
-
 def test_sinks_are_handed_in_only_where_the_function_names_them():
     """**others may take sinks and do nothing with them."""
-    assert target(f"{__name__}:swallows", "fa").dialect.sinks == ""
+    assert target(f"{MINE}:keywords", "fa").dialect.sinks == ""
 
 
 @pytest.mark.parametrize(

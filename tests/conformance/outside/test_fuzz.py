@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attention import AttentionOutput, Backend, attention, get_backend
+from attention import get_backend
 from conformance.backend_under_test import Subject
 from conformance.outside import command
 from conformance.outside import fuzz as fuzzing
+from conformance.outside.dialects import target
 from conformance.outside.fuzz import fuzz
 from conformance.views import LAYOUTS
 from tests import user_backends
@@ -79,18 +80,11 @@ def test_an_attention_that_raises_is_a_failure_and_not_the_end(backend, error):
     assert failed and all(error in str(each) for each in failed)
 
 
-def destroys(q, k, v, *, causal, scale):
-    out = attention(q, k, v, backend="naive", causal=causal, scale=scale).out
-    v.zero_()
-    return AttentionOutput(out)
-
-
-DESTROYS = Backend("destroys", destroys, backward=False)
-
-
 def test_inputs_that_change_are_a_failure():
     """A regression test: the result was compared with a reference on the changed inputs."""
-    for trial in fuzz(Subject(DESTROYS, "cpu", torch.float32), calls=3, seed=0):
+    how = {"layout": "BHND", "gqa": "no", "backward": False}
+    found = target("tests.user_attentions:scales_in_place", None, how)
+    for trial in fuzz(found.subject("cpu", torch.float32), calls=3, seed=0):
         assert "changes its inputs" in str(trial.failures)
 
 
