@@ -24,30 +24,34 @@ from tests.command import (
 )
 
 NOTEBOOK = ROOT / "examples/break_attention.ipynb"
+CELLS = json.loads(NOTEBOOK.read_text())["cells"]
 ATTENTIONS = [
     f"examples.{file.stem}:BACKEND"
     for file in sorted(NOTEBOOK.parent.glob("*.py"))
     if file.stem not in ("__init__", "numpy_attention")
 ]
 RING = "examples.ring_attention:BACKEND"  # the one that computes softmax attention
+# a right attention of any kind is green in these
+PROPERTIES = ("forward", "no leak (outputs)", "no leak (gradients)", "rows without a key")
+OWED = {"properties": (*PROPERTIES, "prefill = decode", "mask positions"), "random_cases": 0}
 DIFFERENTIAL = "attention=examples.differential_attention:BACKEND"
-
-
-def sources(kind: str) -> list[str]:
-    cells = json.loads(NOTEBOOK.read_text())["cells"]
-    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == kind]
 
 
 @pytest.mark.slow
 def test_every_cell_runs(tmp_path):
     """Its own assertions say what must come out."""
-    cells = sources("code")[:-1]  # the last one shows the report in Jupyter
+    # the last one shows the report in Jupyter
+    cells = ["".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"][:-1]
     (tmp_path / "cells.py").write_text("\n\n".join(cells))
     variables = environment(MPLBACKEND="Agg", PYTHONPATH=str(ROOT))
     done = processes.run("cells.py", cwd=tmp_path, env=variables, timeout=1200, check=True)
     assert (tmp_path / "runs/losses.png").stat().st_size > 10_000
     assert "my_attention:BACKEND" in (tmp_path / "runs/report.html").read_text()
     assert "attention=leaky_attention:BACKEND" in done.stdout
+
+
+def test_no_outputs_are_committed():
+    assert not [cell for cell in CELLS if cell.get("outputs") or cell.get("execution_count")]
 
 
 def test_an_own_attention_lies_where_the_command_was_typed(tmp_path):
@@ -57,11 +61,6 @@ def test_an_own_attention_lies_where_the_command_was_typed(tmp_path):
     settings = tiny(tmp_path / "run", "attention=own:BACKEND", "hydra.job.chdir=true")
     command = (str(ROOT / "train.py"), *settings)
     processes.run(*command, cwd=tmp_path, env=environment(), check=True)
-
-
-def test_no_outputs_are_committed():
-    cells = json.loads(NOTEBOOK.read_text())["cells"]
-    assert not [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")]
 
 
 def test_they_train_beside_softmax_attention_and_rank_apart(tmp_path):
@@ -100,19 +99,9 @@ def test_a_run_with_parameters_of_its_own_goes_on_to_the_last_bit(tmp_path):
     assert "blocks.0.attention.own.gain" in other and "(16,)" in other
 
 
-def green(name: str, **options) -> None:
-    cells = verify_backend(get_backend(name), **options)
+@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("how", [OWED, pytest.param({}, marks=pytest.mark.slow)])
+def test_they_keep_what_every_attention_owes(name, how):
+    cells = verify_backend(get_backend(name), **how)
     assert {cell.property: cell.note for cell in cells if not cell.ok} == {}
     assert sum(cell.checks for cell in cells) > 20
-
-
-@pytest.mark.parametrize("name", ATTENTIONS)
-def test_they_keep_what_every_attention_owes(name):
-    properties = ("forward", "no leak (outputs)", "no leak (gradients)", "rows without a key")
-    green(name, properties=(*properties, "prefill = decode", "mask positions"), random_cases=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ATTENTIONS)
-def test_they_hold_every_property(name):
-    green(name)

@@ -18,7 +18,7 @@ EditError of one sentence.
 import ast
 import builtins
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,16 +60,16 @@ def argument(place: str, function: str, parameter: str, old: str, new: str) -> E
 
 
 class Package:
-    """The modules of a package. read: another text of a file, to test the edits."""
+    """The modules of a package."""
 
-    def __init__(self, folder: Path, read: Callable[[Path], str] = Path.read_text) -> None:
+    def __init__(self, folder: Path) -> None:
         self.sources: dict[str, str] = {}
         self.homes: dict[str, list[str]] = {}  # the modules that define each qualified name
         self.functions: dict[tuple[str, str], Any] = {}
         for path in sorted(folder.rglob("*.py")):
             module = ".".join(path.relative_to(folder).with_suffix("").parts)
             module = module.removesuffix(".__init__")
-            self.sources[module] = read(path)
+            self.sources[module] = path.read_text()
             for name, node in definitions(ast.parse(self.sources[module])):
                 self.homes.setdefault(name, []).append(module)
                 self.functions[module, name] = node

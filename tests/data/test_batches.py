@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from config import TokenizerConfig
-from data import Batch, PackedBatch, build_data
+from data import build_data
 from data.batches import windows
 from data.token_file import TokenFile
 
@@ -57,12 +57,6 @@ def test_the_fingerprint_changes_with_what_a_loss_depends_on(config, tmp_path):
     (tmp_path / "corpus" / "07.txt").write_text("changed")
     others.append(open_data(config))
     assert len({fingerprint, *(data.fingerprint for data in others)}) == 5
-
-
-def test_the_description_names_corpus_and_documents(config):
-    together, apart = (open_data(config, documents=each).description for each in (False, True))
-    assert f"data.path={config.path}" in together and "\n" not in together
-    assert apart.startswith(together) and "apart" in apart
 
 
 @pytest.mark.parametrize("short_half", ["train", "val"])
@@ -119,9 +113,6 @@ def test_a_store_may_be_deleted_and_is_closed_with_the_data(config):
     assert after == free
 
 
-# documents apart
-
-
 def test_documents_by_hand():
     """An end belongs to the document it ends, even twice in a row, as first token or as last."""
     tokens = np.array([1, 2, END, 3, END, END, 4, 5, END], dtype=np.uint16)
@@ -129,19 +120,15 @@ def test_documents_by_hand():
     assert batch.inputs.tolist() == [[1, 2, END, 3, END, END], [END, 3, END, END, 4, 5]]
     assert batch.document_ids.tolist() == [[0, 0, 0, 1, 1, 2], [0, 1, 1, 2, 3, 3]]
     assert batch.targets.tolist() == [[2, END, 3, END, END, 4], [3, END, END, 4, 5, END]]
-
-
-def test_tokens_and_targets_are_those_of_documents_together(config):
-    apart = open_data(config, documents=True).train_batch(3, 64)
-    together = open_data(config).train_batch(3, 64)
-    assert isinstance(together, Batch) and all(map(torch.equal, together, apart[:2]))
-    assert isinstance(apart, PackedBatch) and (apart.document_ids > 0).any()
-    assert [x.dtype for x in apart] == [torch.int64, torch.int64, torch.int32]
-    assert all(x.shape == (64, 32) and x.is_contiguous() for x in apart)
+    assert [x.dtype for x in batch] == [torch.int64, torch.int64, torch.int32]
+    together = windows(np.stack([tokens[:7], tokens[2:]]))
+    assert len(together) == 2 and all(map(torch.equal, together, batch))
 
 
 def test_a_single_document_is_the_same_either_way(config):
     """Its end is a target but never an input: there is nothing to keep apart."""
+    several = open_data(config, documents=True).description
+    assert f"data.path={config.path}" in several and "apart" in several
     config.path += "/59.txt"
     apart, together = (open_data(config, documents=each) for each in (True, False))
     assert (apart.fingerprint, apart.description) == (together.fingerprint, together.description)

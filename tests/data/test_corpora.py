@@ -1,6 +1,5 @@
 """Which documents a local source yields, and one clear error for each wrong way to name one."""
 
-import gzip
 import json
 import os
 from pathlib import Path
@@ -67,21 +66,20 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize(("path", "found"), FOUND.items(), ids=FOUND)
-def test_path_forms(tmp_path, path, found):
+def test_path_forms(tmp_path):
     write(tmp_path, b_txt="two", c_txt="three", a__x_txt="one", d_md="four")
-    assert list(read(tmp_path / path)) == found
+    assert {path: list(read(tmp_path / path)) for path in FOUND} == FOUND
 
 
-@pytest.mark.parametrize("path", ["", "**", "**/*"], ids=["folder", "stars", "stars-all"])
-def test_a_folder_and_a_pattern_read_the_same(tmp_path, path):
+def test_a_folder_and_a_pattern_read_the_same(tmp_path):
     """In order, without hidden and empty files, caches, pipes and broken links."""
     write(tmp_path, b_txt="two", a__x_md="one", c_txt="", _hidden="no", a___DS="no")
     write(tmp_path, __pycache____z_txt="no")
     (tmp_path / "c.d").mkdir()
     os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "broken.txt").symlink_to(tmp_path / "gone.txt")
-    assert read(tmp_path / path) == {"a/x.md": "one", "b.txt": "two"}
+    for path in ("", "**", "**/*"):
+        assert read(tmp_path / path) == {"a/x.md": "one", "b.txt": "two"}, path
 
 
 @pytest.mark.parametrize("path", ["", "**/*.txt"], ids=["folder", "pattern"])
@@ -152,17 +150,14 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize(("form", "content"), FORMS.items(), ids=FORMS)
-def test_tables_give_one_document_a_row(tmp_path, form, content):
+def test_tables_give_one_document_a_row(tmp_path):
     """Regression tests: the syntax of .ndjson, .JSONL and .csv was trained on."""
-    file = tmp_path / f"a::b [1].{form}"
-    file.write_bytes(content.encode())
-    assert read(file) == {f"{file.name}:0": "one", f"{file.name}:3": "two, 2"}
-
-
-def test_a_parquet_file_is_a_table(tmp_path):
-    parquet(tmp_path / "a.parquet", text=["one", None, "", "two"], n=[1, 2, 3, 4])
-    assert read(tmp_path) == {"a.parquet:0": "one", "a.parquet:3": "two"}
+    parquet(tmp_path / "a::b [1].parquet", text=["one", None, "", "two, 2"], n=[1, 2, 3, 4])
+    for form, content in FORMS.items():
+        (tmp_path / f"a::b [1].{form}").write_bytes(content.encode())
+    for form in (*FORMS, "parquet"):
+        file = tmp_path / f"a::b [1].{form}"
+        assert read(file) == {f"{file.name}:0": "one", f"{file.name}:3": "two, 2"}
 
 
 def test_only_the_column_that_is_read_decides(tmp_path):
@@ -197,15 +192,11 @@ BAD = {
     "pipe": ({}, "pipe", "pipe names no file"),
     "nul-bytes": ({"a_txt": "fine", "b_txt": b"text\0more"}, "", r"b\.txt.*position 4: NUL"),
     "latin-1": ({"b_txt": "naïve".encode("latin-1")}, "", r"b\.txt.*utf-8.*position 2"),
-    "utf-16": ({"b_txt": "naive".encode("utf-16")}, "b.txt", r"b\.txt.*utf-8"),
-    "gz": ({"a_jsonl_gz": gzip.compress(b"words")}, "", r"a\.jsonl\.gz"),
     "no-column": ({"a_jsonl": lines({"body": "x", "n": 1})}, "", r"row 0 .*field=text.*body, n"),
     "no-column-later": ({"a_jsonl": lines({"text": "x"}, {"body": "x"})}, "", "row 1 .*body"),
-    "no-column-of-csv": ({"a_csv": "body,n\nx,1\n"}, "", r"row 0 .*field=text.*body, n"),
     "column-of-numbers": ({"a_jsonl": '{"text": 3}\n'}, "", r"row 0 .*field=text.*int"),
     "no-object": ({"a_jsonl": '"text"\n'}, "", r"a\.jsonl.*row 0 "),
     "half-a-line": ({"a_jsonl": GOOD + '{"text": "x"\n'}, "", r"a\.jsonl.*row 1000 "),
-    "bad-bytes": ({"a_jsonl": GOOD.encode() + b'{"text": "\xff"}'}, "", "row 1000 "),
     "half-a-pair": ({"a_jsonl": GOOD + r'{"text": "\ud83d"}'}, "", "row 1000 .*ud83d"),
     "deep": ({"a_jsonl": GOOD + "[" * 100_000}, "", "row 1000 "),
     "one-name-twice": ({"a_csv": "text,text\nx,y\n"}, "", r"a\.csv.*text, text"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from config import TokenizerConfig
 from data import build_tokenizer
-from data.tokenizer import CHUNK, END_OF_TEXT, RANKS_FILE, Tokenizer, bpe, read_ranks
+from data.tokenizer import CHUNK, RANKS_FILE, Tokenizer, bpe, own, read_ranks
 
 BYTE, BPE = build_tokenizer(TokenizerConfig("byte")), build_tokenizer(TokenizerConfig("bpe"))
 by_name = pytest.mark.parametrize("tokenizer", [BYTE, BPE], ids=lambda tokenizer: tokenizer.name)
@@ -32,12 +32,7 @@ def gpt2_like() -> Tokenizer:
     """Our ranks under GPT-2's pattern, whose lookahead overflows on long runs of space."""
     from tiktoken_ext.openai_public import r50k_pat_str
 
-    ranks = read_ranks(RANKS_FILE)
-    special = {END_OF_TEXT: len(ranks)}
-    encoding = tiktoken.Encoding(
-        "gpt2_like", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special
-    )
-    return Tokenizer(encoding, "gpt2_like")
+    return own("gpt2_like", r50k_pat_str, read_ranks(RANKS_FILE), "gpt2_like")
 
 
 @by_name
@@ -81,7 +76,6 @@ def test_bytes_that_are_no_text_stop_nothing(tokenizer):
 
 
 LONG = {
-    "bpe-newline": (bpe, "\n" * 1_000_000),
     "bpe-a-space": (bpe, "a " * 500_000),
     "gpt2-space-word": (gpt2_like, " " * 1_000_000 + "x"),
     "gpt2-a": (gpt2_like, "a" * 1_000_000),

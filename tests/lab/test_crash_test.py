@@ -21,17 +21,14 @@ def test_one_bit_makes_another_run():
         "weights": {"w": torch.zeros(3)},
         "training": {"optimizer": [{"step": torch.tensor(3.0)}, (1, 2)]},
     }
-    assert same(state, copy.deepcopy(state))
-    for change in (
-        lambda other: other["weights"]["w"].view(torch.int32)[1].add_(1),
-        lambda other: other["training"]["optimizer"].__setitem__(1, (1, 3)),
-    ):
-        other = copy.deepcopy(state)
-        change(other)
-        assert not same(state, other)
+    other, third = copy.deepcopy(state), copy.deepcopy(state)
+    assert same(state, other)
+    other["weights"]["w"].view(torch.int32)[1].add_(1)
+    third["training"]["optimizer"][1] = (1, 3)
+    assert not same(state, other) and not same(state, third)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 def test_no_harm_goes_unseen(tmp_path, seed):
     save(tmp_path)
     said = damage(newest_first(tmp_path)[0].iterdir(), random.Random(seed))

@@ -63,3 +63,9 @@ def test_both_programs_have_the_same_work(arguments):
     assert learning_rate(first // 2, 100, optim) == pytest.approx(
         optim.lr * (first // 2 + 1) / (first + 1)
     )
+
+
+def test_a_folder_without_nanogpt_is_refused():
+    with pytest.raises(SystemExit) as end:
+        nanogpt_wall.main(["folder=nowhere"])
+    assert "folder=nowhere" in end.value.code and "train.py, model.py" in end.value.code

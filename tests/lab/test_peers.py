@@ -55,15 +55,3 @@ def test_a_wrong_result_has_no_speed(monkeypatch, tmp_path):
     ours, tiled, bad = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert ours["apart"] == 0 and tiled["apart"] < 1e-5 and tiled["backward_tflops"] > 0
     assert "wrong" in bad and "forward_tflops" not in bad
-
-
-def test_means_of_each_kind_of_shape():
-    speeds = {"a": (800.0, 400.0), "b": (300.0, 600.0), "c": (500.0, None)}
-    rows = [
-        {"shape": shape, "kind": "MHA", "attention": name, "forward_tflops": speed}
-        for shape, both in speeds.items()
-        for name, speed in zip(("ours", "theirs"), both, strict=True)
-    ]
-    head, kind, _ = peers.summary(rows)
-    assert head == ["shapes", "ours over", "forward", "backward"]
-    assert kind == ["MHA", "theirs", "1.00 (0.50), n=2", "-"]

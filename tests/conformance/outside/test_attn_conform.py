@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -15,18 +16,20 @@ import torch
 from attention import get_backend
 from conformance.outside import command
 from conformance.properties import PROPERTIES, SLOW
-from scripts import verify
+from tests import processes
 
 ROOT = Path(__file__).resolve().parents[3]
 QUICK = ("device=cpu", "quick=true", "cases=0")
 ATTENTIONS = "tests.user_attentions"
+PACKAGES = ("attention", "conformance")
 # nothing of this folder is found by its environment
 CLEAN = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
 
 
 @pytest.fixture
 def attn_conform(monkeypatch, capsys):
-    """attn_conform(argument, ...): (exit code or complaint, what it printed)."""
+    """attn_conform(argument, ...): (exit code or complaint, what it printed), without a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     def run(*arguments: str) -> tuple[str | int | None, str]:
         monkeypatch.setattr(sys, "argv", ["attn-conform", *arguments])
@@ -58,17 +61,12 @@ def test_a_wrong_backend_is_red(attn_conform):
     assert re.search(r"^\. .*, grouped heads, .*gqa", out, re.MULTILINE)
 
 
-def test_the_table_is_that_of_verify(attn_conform, capsys):
-    _, out = attn_conform("zero_init_max", "device=cpu", "cases=2")
-    verify.main(["attention=zero_init_max", "device=cpu", "cases=2"])
-    assert capsys.readouterr().out == out
-
-
 # arguments, and what the refusal names: a key or value, and the way out
 REFUSED = {
     "run nope": ("nope", "naive, tiled"),
     "run tests.user_backends:RIGHT_IN_FP32 dtype=bf16": ("attn-conform: ",),
     "run tests.user_backends:RIGHT dialect=fa": ("Backend",),
+    "run naive device=cuda cases=0": ("device=cuda", "cpu"),
     "run ATTENTIONS:flash": ("attn-conform probe ATTENTIONS:flash",),
     "run ATTENTIONS:flash dialect=fa3": ("dialect=fa3", "backend, fa"),
     "run ATTENTIONS:masked more_mask_forms=additive,half": (
@@ -88,7 +86,6 @@ REFUSED = {
     "run ATTENTIONS:lse_is_none dialect=backend": ("NoneType", "returns=out,lse"),
     "run ATTENTIONS:gives_a_dict layout=BHND": ("a dict", "returns=out"),
     "run ATTENTIONS:scales_in_place layout=BHND": ("changes its inputs",),
-    "run tests.conformance.outside.test_fuzz:DESTROYS": ("changes its inputs",),
     "fuzz naive seed=10000000000000": ("seed=10000000000000", "1000000000000"),
     "run ATTENTIONS:torch.nn.Linear dialect=fa": ("class",),
     "mine.py:attend": ("mine:attend",),
@@ -109,12 +106,6 @@ def test_refused(attn_conform, arguments, names):
     assert all(name.replace("ATTENTIONS", ATTENTIONS) in code for name in names), code
 
 
-def test_a_gpu_that_is_not_there(attn_conform, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    code, _ = attn_conform("run", "naive", "device=cuda", "cases=0")
-    assert code.startswith("attn-conform: device=cuda") and "cpu" in code
-
-
 def test_a_module_of_this_folder_that_another_hides(attn_conform, tmp_path, monkeypatch):
     """A regression test: an attention.py of the user was not found, or ours was tested instead."""
     (tmp_path / "attention.py").write_text("def attend(q, k, v): return q")
@@ -122,40 +113,46 @@ def test_a_module_of_this_folder_that_another_hides(attn_conform, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     code, _ = attn_conform("run", "attention:attend", "layout=BHND")
     assert "attention:attend" in code and "attention.py" in code
-    sdpa = "torch.nn.functional:scaled_dot_product_attention"
-    assert attn_conform("fuzz", sdpa, "dialect=sdpa", "device=cpu", "calls=2")[0] == 0
+    assert attn_conform("fuzz", SDPA, "dialect=sdpa", "device=cpu", "calls=2")[0] == 0
 
 
-def test_a_reader_that_has_read_enough():
+def test_a_reader_that_has_read_enough(monkeypatch):
     """A regression test: `attn-conform run ... | head -1` ended with a traceback."""
-    words = [sys.executable, "-m", "conformance.outside.command", "naive", *QUICK]
+    monkeypatch.setattr(sys, "argv", ["attn-conform", "naive", *QUICK])
+    before = os.dup(1)
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(words, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.dup2(writer, 1)
     os.close(writer)
-    assert (done.returncode, done.stderr) == (141, "")
+    try:
+        with open(1, "w", closefd=False) as stdout, pytest.raises(SystemExit) as stopped:
+            monkeypatch.setattr(sys, "stdout", stdout)
+            command.main()
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
+    assert stopped.value.code == 141
 
 
 def test_a_disk_that_fills_up_leaves_the_old_file(attn_conform, tmp_path):
-    resource = pytest.importorskip("resource")
     file = tmp_path / "found.json"
     file.write_text("old")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-    try:
+    with processes.limited(resource.RLIMIT_FSIZE, 100):
         code, _ = attn_conform("run", "naive", *QUICK, f"out={file}")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert code.startswith("attn-conform: ") and file.read_text() == "old"
 
 
-def test_both_distributions_bring_the_command():
+def test_both_distributions_bring_the_command_and_its_packages():
     """A regression test: the README's install did not provide the attn-conform that it names."""
     for folder in (ROOT, ROOT / "packaging/attn-conform"):
-        project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-        assert project["scripts"] == {"attn-conform": "conformance.outside.command:main"}
+        found = tomllib.loads((folder / "pyproject.toml").read_text())
+        assert found["project"]["scripts"] == {"attn-conform": "conformance.outside.command:main"}
+    files = [file for name in PACKAGES for file in (ROOT / name).rglob("*.py")]
+    folders = {".".join(file.parent.relative_to(ROOT).parts) for file in files}
+    assert {*found["tool"]["setuptools"]["packages"]} == folders
 
 
+SDPA = "torch.nn.functional:scaled_dot_product_attention"
 # attention, and what the command that a probe prints says of it
 PROBED = {
     f"{ATTENTIONS}:flash": "layout=BNHD scale=softmax_scale returns=out,lse lse_gradient=false",
@@ -166,9 +163,11 @@ PROBED = {
     f"{ATTENTIONS}:Student": "causal=3 corner=top_left scale= gqa=no",
     f"{ATTENTIONS}:masked": "mask=mask scale=",
     f"{ATTENTIONS}:keywords": "lse_base=2 returns=out,lse",
-    "torch.nn.functional:scaled_dot_product_attention": "causal=is_causal gqa=enable_gqa "
-    "mask=attn_mask more_mask_forms=additive,float32 corner=top_left",
+    SDPA: "causal=is_causal gqa=enable_gqa mask=attn_mask more_mask_forms=additive,float32 "
+    "corner=top_left",
 }
+# test_dialects runs these in the dialects that have a name
+GREEN = {SDPA, *(f"{ATTENTIONS}:{name}" for name in ("flash", "flash_varlen", "Student"))}
 
 
 @pytest.mark.parametrize(("name", "wanted"), PROBED.items(), ids=PROBED)
@@ -177,7 +176,8 @@ def test_a_probe_finds_the_conventions(attn_conform, name, wanted):
     command, verb, *words = out.splitlines()[-1].split()
     assert (code, command, verb, words[0]) == (0, "attn-conform", "run", name)
     assert {*wanted.split()} <= {*words}
-    assert attn_conform(verb, *words, *QUICK)[0] == 0
+    if name not in GREEN:
+        assert attn_conform(verb, *words, *QUICK)[0] == 0
 
 
 def test_a_probe_of_a_leak_cannot_tell_the_corner(attn_conform):
@@ -201,7 +201,6 @@ def test_what_a_probe_says_of_a_kernel_is_enough_to_run_it(attn_conform):
 SCRIPTS = [
     ("top_left", "fa", "N != M", ["N1-M2-D1"]),
     ("base_2", "fa", "lse", ["lse", "N1-D1"]),
-    ("no_scale", "fa", "forward", ["out", "H1"]),
     ("leaks", "sdpa causal=causal corner=bottom_right", "no leak (outputs)", ["out", "N2-D1"]),
 ]
 RUN_ALL = """
@@ -231,7 +230,7 @@ def test_the_file_and_the_smallest_failing_calls(attn_conform, tmp_path, monkeyp
         first = Path(cells[property]["script"]).read_text().splitlines()[0]
         assert all(part in first for part in parts), first
     scripts = [str(file) for file in tmp_path.glob("*.py")]
-    assert len(scripts) > 12
+    assert len(scripts) > 8
     (tmp_path / "tests").mkdir()
     shutil.copy(ROOT / "tests/user_attentions.py", tmp_path / "tests")
     words = [sys.executable, "-c", RUN_ALL, *scripts]
@@ -242,69 +241,49 @@ def test_the_file_and_the_smallest_failing_calls(attn_conform, tmp_path, monkeyp
     assert all("error" in line and "passes" not in line for line in failures)
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory) -> Path:
-    """A virtual environment with the wheel, which sees the packages of this one."""
-    folder = tmp_path_factory.mktemp("product")
-    source = folder / "source"
-    for name in ("attention", "conformance", "packaging"):
-        ignored = shutil.ignore_patterns("__pycache__", "build", "*.egg-info")
-        shutil.copytree(ROOT / name, source / name, ignore=ignored)
-    shutil.copy(ROOT / "LICENSE", source)
-    environment = folder / "environment"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
-    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
-    wheel = ["wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", folder]
-    subprocess.run([*pip, *wheel, source / "packaging/attn-conform"], check=True)
-    (built,) = folder.glob("attn_conform-*.whl")
-    install = ["--python", environment / "bin/python", "install", "--no-deps", "--no-index"]
-    subprocess.run([*pip, *install, built], check=True)
-    shutil.rmtree(source)
-
-    site = next(environment.glob("lib/python*/site-packages"))
-    # the .pth files of the other folder are not read, so that no checkout is found
-    (site / "others.pth").write_text(str(Path(torch.__file__).parents[1]))
-    return environment
+IMPORTS = """
+import sys, attention, conformance.outside.command
+assert not {'triton', 'hydra', 'wandb', 'training'} & sys.modules.keys()
+print(attention.__path__[0], conformance.__path__[0], sep='\\n')
+"""
 
 
 @pytest.mark.slow
-def test_the_wheel_beside_a_users_own_modules(environment, tmp_path):
-    """The command and the pytest plugin run on a user's attention, in a folder with the user's own
-    config.py and data/, and import neither of them.
+def test_the_wheel_beside_a_users_own_modules(tmp_path):
+    """It holds every file, and needs no triton, hydra, wandb or checkout. The command and the
+    pytest plugin run on a user's attention, in a folder with the user's own config.py and data/,
+    and import neither of them.
     """
-    shutil.copy(ROOT / "tests/user_attentions.py", tmp_path / "mine.py")
-    (tmp_path / "data").mkdir()
-    for file in ("config.py", "data/__init__.py", "model.py"):
-        (tmp_path / file).write_text("raise RuntimeError('the user has not asked for this')")
-    (tmp_path / "test_mine.py").write_text("def test_mine(): pass")
+    source, site, mine = (tmp_path / name for name in ("source", "site", "mine"))
+    for name in (*PACKAGES, "packaging"):
+        ignored = shutil.ignore_patterns("__pycache__", "build", "*.egg-info")
+        shutil.copytree(ROOT / name, source / name, ignore=ignored)
+    shutil.copy(ROOT / "LICENSE", source)
+    how = ("--no-deps", "--no-index", "--no-build-isolation", "--target", str(site))
+    project = str(source / "packaging/attn-conform")
+    processes.run("-m", "pip", "install", "-q", *how, project, check=True)
+    shutil.rmtree(source)
 
-    def run(*command: str) -> str:
-        command = (str(environment / "bin" / command[0]), *command[1:])
-        done = subprocess.run(command, cwd=tmp_path, env=CLEAN, capture_output=True, text=True)
+    (mine / "data").mkdir(parents=True)
+    shutil.copy(ROOT / "tests/user_attentions.py", mine / "mine.py")
+    for file in ("config.py", "data/__init__.py", "model.py"):
+        (mine / file).write_text("raise RuntimeError('the user has not asked for this')")
+    (mine / "test_mine.py").write_text("def test_mine(): pass")
+
+    def run(*arguments: str) -> str:
+        done = processes.run(*arguments, cwd=mine, env=CLEAN | {"PYTHONPATH": str(site)})
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    out = run("attn-conform", "run", "mine:flash", "dialect=fa", *QUICK)
-    assert marks(out)["forward"] == "+"
-    words = ("--attention=mine:flash", "--dialect=fa", "-q", "-k", "mine or forward or block")
-    out = run("python", "-m", "pytest", "-p", "no:cacheprovider", "-rs", *words)
-    assert "2 passed, 1 skipped" in out and "block_q" in out
-
-
-def test_every_file_is_in_the_wheel(environment, tmp_path):
-    """It runs without triton, hydra, wandb and this checkout."""
-    program = (
-        "import sys, attention, conformance.outside.command\n"
-        "assert not {'triton', 'hydra', 'wandb', 'training'} & sys.modules.keys()\n"
-        "print(attention.__path__[0], conformance.__path__[0], sep='\\n')"
-    )
-    words = [environment / "bin/python", "-I", "-c", program]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    for package, folder in zip(("attention", "conformance"), done.stdout.splitlines(), strict=True):
-        assert Path(folder).is_relative_to(environment)
+    for name, found in zip(PACKAGES, run("-c", IMPORTS).splitlines(), strict=True):
+        assert found == str(site / name)
         files, installed = (
             {str(x.relative_to(at)) for x in at.rglob("*") if x.suffix not in ("", ".pyc")}
-            for at in (ROOT / package, Path(folder))
+            for at in (ROOT / name, site / name)
         )
         assert files == installed
+    out = run(str(site / "bin/attn-conform"), "run", "mine:flash", "dialect=fa", *QUICK)
+    assert marks(out)["forward"] == "+"
+    words = ("--attention=mine:flash", "--dialect=fa", "-q", "-k", "mine or forward or block")
+    out = run("-m", "pytest", "-p", "no:cacheprovider", "-rs", *words)
+    assert "2 passed, 1 skipped" in out and "block_q" in out

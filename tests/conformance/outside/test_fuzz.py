@@ -3,18 +3,19 @@ they reach every feature.
 """
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
-from attention import AttentionOutput, Backend, attention, get_backend
+from attention import get_backend
 from conformance.backend_under_test import Subject
 from conformance.outside import command
 from conformance.outside import fuzz as fuzzing
+from conformance.outside.dialects import target
 from conformance.outside.fuzz import fuzz
 from conformance.views import LAYOUTS
 from tests import user_backends
-from tests.attention.test_conformance import needed
 
 
 def trials(name: str, dtype: torch.dtype = torch.float32, *, calls: int, seed: int = 0) -> list:
@@ -29,10 +30,12 @@ def test_exact_attention_is_green(dtype):
 
 
 def test_calls_reach_every_feature_and_layout():
-    drawn = trials("naive", calls=80)
-    features = set().union(*(needed(trial.case) | trial.case.optional.keys() for trial in drawn))
-    wanted = get_backend("naive").features - {"max_score", "cu_seqlens"}
-    assert wanted <= features and "sinks" in features
+    naive, drawn = get_backend("naive"), trials("naive", calls=80)
+    for feature in naive.features - {"max_score", "cu_seqlens"}:  # none is drawn for these
+        lacking = replace(naive, features=naive.features - {feature})
+        subject = Subject(lacking, "cpu", torch.float32)
+        assert not all(subject.takes(trial.case, backward=False) for trial in drawn), feature
+    assert any("sinks" in trial.case.optional for trial in drawn)
     assert {trial.layout for trial in drawn} == {"contiguous", *LAYOUTS}
 
 
@@ -77,38 +80,25 @@ def test_an_attention_that_raises_is_a_failure_and_not_the_end(backend, error):
     assert failed and all(error in str(each) for each in failed)
 
 
-def destroys(q, k, v, *, causal, scale):
-    out = attention(q, k, v, backend="naive", causal=causal, scale=scale).out
-    v.zero_()
-    return AttentionOutput(out)
-
-
-DESTROYS = Backend("destroys", destroys, backward=False)
-
-
 def test_inputs_that_change_are_a_failure():
     """A regression test: the result was compared with a reference on the changed inputs."""
-    for trial in fuzz(Subject(DESTROYS, "cpu", torch.float32), calls=3, seed=0):
+    how = {"layout": "BHND", "gqa": "no", "backward": False}
+    found = target("tests.user_attentions:scales_in_place", None, how)
+    for trial in fuzz(found.subject("cpu", torch.float32), calls=3, seed=0):
         assert "changes its inputs" in str(trial.failures)
 
 
-taken = []
+def test_an_interrupted_command_says_what_it_found(monkeypatch, capsys):
+    try_out, left = fuzzing.try_out, list(range(10))
 
+    def interrupted(*call):
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        return try_out(*call)
 
-def interrupted(q, k, v, *, causal, scale):
-    """Somebody presses Ctrl-C in the tenth call."""
-    taken.append(q.shape)
-    if len(taken) == 10:
-        raise KeyboardInterrupt
-    return user_backends.right(q, k, v, causal=causal, scale=scale)
-
-
-INTERRUPTED = Backend("interrupted", interrupted)
-
-
-def test_an_interrupted_command_says_what_it_found(capsys):
-    taken.clear()
+    monkeypatch.setattr(fuzzing, "try_out", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        command.run_fuzz([f"{__name__}:INTERRUPTED", "device=cpu"])
+        command.run_fuzz(["naive", "device=cpu"])
     found = re.match(r"fp32  (\d+) calls .* (\d+) failures", capsys.readouterr().out)
     assert found is not None and int(found[1]) > 0 and found[2] == "0"
