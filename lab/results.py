@@ -160,18 +160,21 @@ def nanogpt() -> Iterable[str]:
     yield table(head, rows)
 
 
-def four_gpus() -> Iterable[str]:
-    data = load("four_gpus_h200")
-    alone = {x["seq_len"]: x["tokens_per_sec"] for x in data["rows"] if x["who"] == "ours:alone"}
+def several_gpus() -> Iterable[str]:
     rows = []
-    for row in data["rows"]:
-        times = (1e3 * x for x in (row["seconds"], *row["least_and_most"]))
-        rows.append(
-            f"{row['who']} | {row['seq_len']:,} | {row['batch']} | {between(*times, '{:,.0f}')} | "
-            f"{row['tokens_per_sec'] / alone[row['seq_len']]:.2f} | {row['peak_gib']:.1f}"
-        )
-    yield measured(data)
-    yield table("who | tokens | sequences | ms a step | times one GPU | peak GiB", rows)
+    for gpus, name in {2: "two_gpus_h200", 4: "four_gpus_h200"}.items():
+        data = load(name)
+        alone = {x["seq_len"]: x for x in data["rows"] if x["who"] == "ours:alone"}
+        for row in data["rows"]:
+            times = (1e3 * x for x in (row["seconds"], *row["least_and_most"]))
+            faster = row["tokens_per_sec"] / alone[row["seq_len"]]["tokens_per_sec"]
+            rows.append(
+                f"{gpus} | {row['who']} | {row['seq_len']:,} | {row['batch']} | "
+                f"{between(*times, '{:,.0f}')} | {faster:.2f} | {row['peak_gib']:.1f}"
+            )
+        yield measured(data)
+    head = "GPUs | who | tokens | sequences | ms a step | times one GPU | peak GiB"
+    yield table(head, rows)
 
 
 def mistakes() -> Iterable[str]:
@@ -206,7 +209,7 @@ def killed() -> Iterable[str]:
 TABLES = {
     each.__name__: each
     for each in (laptop, headline, retrieval, memory, peers, decoding)
-    + (nanogpt, four_gpus, mistakes, killed)
+    + (nanogpt, several_gpus, mistakes, killed)
 }
 
 
