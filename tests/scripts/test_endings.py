@@ -125,7 +125,11 @@ def test_a_file_is_tried_without_being_touched_and_named_if_it_is_replaced(tmp_p
 
 @pytest.mark.parametrize(
     ("error", "ends"),
-    [(OSError("/nowhere is\ngone"), "test_endings: /nowhere is gone"), (KeyboardInterrupt, 130)],
+    [
+        (OSError("/nowhere is\ngone"), "test_endings: /nowhere is gone"),
+        (MemoryError("no more"), "test_endings: out of memory: no more; ask for smaller sizes"),
+        (KeyboardInterrupt, 130),
+    ],
 )
 def test_an_error_is_one_line_and_ctrl_c_exit_code_130(capsys, error, ends):
     @command
