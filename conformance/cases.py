@@ -307,8 +307,8 @@ def scores_of(q: Tensor, k: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, 
 def error_of_delta(
     v: Tensor, p: Tensor, out: Tensor, d_out: Tensor, d_lse: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """What rounding does to delta, and to dp beside it: (B, H, N, 1). v (B, H, M, D_v) and the rest
-    are exact, `dtype` is that of the inputs.
+    """What rounding does to delta, and to dp beside it: (B, H, N, 1). The tensors hold exact
+    values; v is (B, H, M, D_v), p (B, H, N, M). `dtype` is that of the inputs.
     """
     statistics = torch.promote_types(dtype, torch.float32)
     of_sums = (d_out.abs() @ v.abs().mT).amax(-1, keepdim=True) + d_lse.abs().unsqueeze(-1)

@@ -136,8 +136,8 @@ def decoding() -> Iterable[str]:
 
 
 def nanogpt() -> Iterable[str]:
-    rows, wall = [], "nanogpt_wall"
-    for name in (f"{wall}_defaults_h200", f"{wall}_h100", f"{wall}_h200"):
+    rows = []
+    for name in ("nanogpt_wall_defaults_h200", "nanogpt_wall_h100", "nanogpt_wall_h200"):
         data = load(name)
         yield measured(data)
         runs = by(data["runs"], "seq_len", "who")

@@ -98,9 +98,9 @@ def environment(**variables: str) -> dict[str, str]:
 def run(*arguments: str, curve: bool = False, **variables: str) -> Done:
     """train.py with these arguments and environment variables, in this process.
 
-    Two things would take half of the time of a tiny run, and are left out: its picture, unless
-    `curve` asks for it, and the first of Hydra's two compositions. That one finds out whether a
-    recipe asks for a sweep.
+    Two things would take half of the time of a tiny run, and are left out. One is its picture,
+    unless `curve` asks for it. The other is the first of Hydra's two compositions, which finds out
+    whether a recipe asks for a sweep.
     """
     torch.set_num_threads(1)
     output, code = io.StringIO(), 0

@@ -299,7 +299,7 @@ def test_a_logger_is_told_what_a_sweep_compares(tmp_path, monkeypatch):
 @needs_wandb
 @pytest.mark.slow
 def test_what_wandb_shows_of_a_run_that_diverges(tmp_path):
-    """The lowest and the last loss, and the speed of the whole run, not that of its last row."""
+    """The lowest and the last loss, and the speed of the whole run."""
     asked = ("logger=wandb", "sample_tokens=8", "eval_every=2")
     done = finish(start(*tiny(tmp_path, *DIVERGES, *asked), WANDB_MODE="offline"))
     assert done.code == 0 and "Traceback" not in done.output, done.output

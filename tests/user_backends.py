@@ -24,10 +24,6 @@ def nan(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
     return AttentionOutput(right(q, k, v, **arguments).out * torch.nan)
 
 
-def not_causal(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> AttentionOutput:
-    return naive(q, k, v, causal=False, scale=scale)
-
-
 def wrong(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> AttentionOutput:
     return naive(q, k, v, causal=causal, scale=1.01 * scale)
 
@@ -61,7 +57,6 @@ RIGHT_IN_FP32 = Backend("right_in_fp32", right, dtypes=(torch.float32,))
 WRONG_SHAPE = Backend("wrong_shape", wrong_shape)
 WRONG_DTYPE = Backend("wrong_dtype", wrong_dtype)
 NAN = Backend("nan", nan)
-NOT_CAUSAL = Backend("not_causal", not_causal)
 WRONG = Backend("wrong", wrong)
 RAISES = Backend("raises", raises)
 EXITS = Backend("exits", exits)

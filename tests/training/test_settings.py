@@ -1,5 +1,5 @@
-"""Settings: those that nothing in a run reads, which are refused or left out and never ignored;
-in what those of two starts differ; and those of an older version.
+"""Settings. One that nothing in a run reads is refused or left out, never ignored. Those of two
+starts are compared, and those of an older version are read.
 """
 
 import math

@@ -100,7 +100,7 @@ def sized(num_queries: int, num_keys: int, head_dim: int, **others: Any) -> Case
 
 
 def uneven(head_dim: int, *ends: Iterable[int], causal: bool = True, **optional: bool) -> Case:
-    """Sequences or documents whose queries end here, and whose keys do too or at other ends."""
+    """Sequences or documents that end at `ends`: for queries and keys, or one tuple for each."""
     ends = tuple(map(tuple, ends if len(ends) == 2 else 2 * ends))
     shape = {"num_queries": ends[0][-1], "num_keys": ends[1][-1], "head_dim": head_dim}
     return Uneven(**shape, causal=causal, ends=ends, optional=optional)

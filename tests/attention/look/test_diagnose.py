@@ -240,7 +240,7 @@ def test_what_is_not_finite_is_not_compared_away():
 
 
 def test_recorder_keeps_the_tensors_of_a_call_in_the_graph_until_it_is_dropped():
-    """A regression test: the checks remembered its backend, so each comparison of a run kept the
+    """A regression test: the checks remembered its backend. So each comparison of a run kept the
     activations of a sequence, and no later step could become a CUDA graph.
     """
     recorder = Recorder(get_backend("no_rescale", **TILES), keep_calls=True)
