@@ -137,7 +137,7 @@ def decoding() -> Iterable[str]:
 
 def nanogpt() -> Iterable[str]:
     rows = []
-    for name in ("nanogpt_wall_defaults_h200", "nanogpt_wall_h100", "nanogpt_wall_h200"):
+    for name in ("nanogpt_wall_defaults_h200", "nanogpt_wall_h100"):
         data = load(name)
         yield measured(data)
         runs = by(data["runs"], "seq_len", "who")
