@@ -95,8 +95,8 @@ class Run:
         return self.data.tokenizer.count_bytes(targets) / targets.size
 
     def batches(self, *, whole: bool = False) -> Prefetcher:
-        """The batches of each step, read ahead; a context manager. `whole` gives whole sequences
-        where ranks share them, not read ahead.
+        """This rank's batches of each step, read ahead; a context manager. With `whole` those of
+        all ranks, not read ahead.
         """
         count, length = self.config.sequences_per_step, self.config.seq_len
         return Prefetcher(
@@ -104,13 +104,13 @@ class Run:
             count,
             self.batch_size,
             self.device,
-            rows=self.ranks.rows(count),
+            rows=slice(None) if whole else self.ranks.rows(count),
             columns=slice(None) if whole else self.ranks.columns(length),
             ahead=0 if whole else None,
         )
 
     def sequences(self, step: int) -> list[Pass]:
-        """The batch of a step again, in whole sequences: it is a function of seed and step."""
+        """The batch of a step again, of all ranks: it is a function of seed and step."""
         with self.batches(whole=True) as batches:
             return batches.passes(step - 1)
 
