@@ -12,7 +12,7 @@ from torch import Tensor
 from attention import Backend, dtype_name
 from config import RunConfig
 from data import TrainingData, build_data
-from data.prefetch import Pass, Prefetcher
+from data.prefetch import Prefetcher
 from model import GPT, sample_text
 from training.loop.compiler import importing_torch_compile
 from training.loop.device import autocast_to, pick_device, pick_dtype, set_deterministic
@@ -94,25 +94,22 @@ class Run:
         targets = self.held_out[1].numpy()  # in text, every target counts
         return self.data.tokenizer.count_bytes(targets) / targets.size
 
-    def batches(self, *, whole: bool = False) -> Prefetcher:
-        """This rank's batches of each step, read ahead; a context manager. With `whole` those of
-        all ranks, not read ahead.
-        """
-        count, length = self.config.sequences_per_step, self.config.seq_len
+    def batches(self) -> Prefetcher:
+        """This rank's part of each step, in passes and read ahead; a context manager."""
+        count = self.config.sequences_per_step
         return Prefetcher(
             self.data,
             count,
             self.batch_size,
             self.device,
-            rows=slice(None) if whole else self.ranks.rows(count),
-            columns=slice(None) if whole else self.ranks.columns(length),
-            ahead=0 if whole else None,
+            rows=self.ranks.rows(count),
+            columns=self.ranks.columns(self.config.seq_len),
         )
 
-    def sequences(self, step: int) -> list[Pass]:
-        """The batch of a step again, of all ranks: it is a function of seed and step."""
-        with self.batches(whole=True) as batches:
-            return batches.passes(step - 1)
+    def sequences(self, step: int) -> list[tuple[Tensor, ...]]:
+        """What all ranks read in this step, once more, batch_size sequences at a time."""
+        batch = self.data.train_batch(step - 1, self.config.sequences_per_step)
+        return list(zip(*(x.to(self.device).split(self.batch_size) for x in batch), strict=True))
 
     @phase("evaluating")
     def evaluate(self, switch_to: Backend | None = None) -> dict[str, float]:
