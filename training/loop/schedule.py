@@ -122,14 +122,13 @@ def check_model(
 
     A user's own attention or score_mod is run to find out.
     """
-    functions = layer_functions(config.attention, config.model)
-    by_window = {function.get("window"): function for function in functions}.values()
     if name := config.attention.score_mod:
         check_score_mod(get_score_mod(name), name, config.model.num_heads, device)
     backend.check_model(**config.model.attention_sizes, dtype=dtype, device=device)
     will_graph(config, backend, dtype=dtype, device=device)
     if ":" in backend.name or config.attention.score_mod is not None:  # pkg.module:NAME
-        for function in by_window:
+        functions = layer_functions(config.attention, config.model)
+        for function in {each.get("window"): each for each in functions}.values():
             layer = CausalSelfAttention(config.model, Seam(backend), function)
             layer.own = own_module(backend, config.model, layer=0)
             try_in_layer(layer.to(device), config, dtype)
