@@ -59,27 +59,26 @@ class Corpus:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def documents(self) -> Iterator[Document]:
-        """The documents in a fixed order. Empty texts are left out.
+        """One document for each text file, and one for each row of a table, in a fixed order. Empty
+        texts are left out.
 
         Raises ValueError, naming the file and the row, for what cannot be read.
         """
-        return (document for document in self._read() if document.text)
-
-    def _read(self) -> Iterator[Document]:
-        """One document for each text file, and one for each row of a table."""
         field, place = self.config.field, subject(self.config)
         try:
             if self.config.source == "hub":
                 for number, text in enumerate(texts(hub_rows(self.config), field)):
-                    yield Document(str(number), text)
+                    if text:
+                        yield Document(str(number), text)
             for file in self.files:
                 path = file.relative_to(self.root).as_posix()
                 place = f"{subject(self.config)}: {file}"
                 if file.suffix.lower() in TABLES:
                     for number, text in enumerate(texts(read_rows(file, field), field)):
-                        yield Document(f"{path}:{number}", text)
-                else:
-                    yield Document(path, read_text(file))
+                        if text:
+                            yield Document(f"{path}:{number}", text)
+                elif text := read_text(file):
+                    yield Document(path, text)
         except (OSError, ValueError, RuntimeError) as error:
             raise ValueError(f"{place}: {error}") from error
 
