@@ -41,17 +41,16 @@ class SyntheticData:
         )
 
     def train_batch(self, step: int, num_sequences: int) -> Batch:
-        return to_batch(*self.draw(generator(self.seed, step), num_sequences)[:2])
+        return self._draw(generator(self.seed, step), num_sequences)
 
     def val_batch(self, num_sequences: int) -> Batch:
-        return to_batch(*self.draw(generator(VAL_SEED, 0), num_sequences)[:2])
+        return self._draw(generator(VAL_SEED, 0), num_sequences)
 
-    def draw(self, random: np.random.Generator, num_sequences: int) -> Sequences:
-        """Inputs, targets (IGNORED where nothing is asked) and sources."""
+    def _draw(self, random: np.random.Generator, num_sequences: int) -> Batch:
         task, shape = TASKS[self.config.source], (num_sequences, self.seq_len)
         inputs, answers, sources = task(self.config, random, shape)
         found = np.take_along_axis(answers, sources.clip(0), axis=1)
-        return inputs, np.where(sources >= 0, found, IGNORED), sources
+        return to_batch(inputs, np.where(sources >= 0, found, IGNORED))
 
 
 def last_write(config: DataConfig, random: np.random.Generator, shape: Shape) -> Sequences:
