@@ -34,8 +34,6 @@ from data.tokenizer import Tokenizer
 class TextData:
     """TrainingData over a token store, which is built first if this machine has none."""
 
-    metric = None
-
     def __init__(
         self, config: DataConfig, tokenizer: Tokenizer, *, seq_len: int, seed: int
     ) -> None:

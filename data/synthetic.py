@@ -24,7 +24,6 @@ class SyntheticData:
     """TrainingData that is drawn anew at every step. It has no text, hence no tokenizer."""
 
     tokenizer = None
-    metric = "accuracy"
 
     def __init__(self, config: DataConfig, *, seq_len: int, seed: int) -> None:
         keys, values = config.num_keys, config.num_values

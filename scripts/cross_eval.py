@@ -198,7 +198,7 @@ def judge(
     common = {
         "trained_under": named(trained.model.backend),
         "sequences": count,
-        "metric": data.metric or "loss",
+        "metric": "loss" if data.tokenizer else "accuracy",
     }
     batch = data.val_batch(count)
     rows = [

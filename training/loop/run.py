@@ -126,7 +126,7 @@ class Run:
         if switch_to is not None:
             attentions["_switched"] = switch_to
         how = {"batch_size": self.batch_size, "autocast": self.autocast, "ranks": self.ranks}
-        how["accuracy"] = self.data.metric == "accuracy"
+        how["accuracy"] = self.data.tokenizer is None
         row = {}
         for suffix, attention in attentions.items():
             loss, accuracy = evaluate_under(self.model, attention, *self.held_out, **how)
