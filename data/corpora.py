@@ -17,6 +17,7 @@ from config import DataConfig
 from data.local_files import list_files
 from data.network import answers
 from data.readers import TABLES, Row, read_rows, read_text, texts
+from data.token_file import size_and_time
 
 
 class Document(NamedTuple):
@@ -53,8 +54,7 @@ class Corpus:
         it is tokenized, the hub is not asked again, with or without a network.
         """
         config = self.config
-        found = [(str(file), file.stat()) for file in self.files]
-        files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+        files = [(str(file), *size_and_time(file)) for file in self.files]
         parts = [config.name, config.subset, config.split, config.field, files]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
