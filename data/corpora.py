@@ -8,10 +8,8 @@ text          data.path=FILE, a folder or a glob; a table gives one document per
 hub           data.name=org/name on the Hugging Face hub (data.subset, data.split, data.field)
 """
 
-import hashlib
-import json
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from config import DataConfig
 from data.local_files import list_files
@@ -47,16 +45,15 @@ class Corpus:
         self.config = config
         self.root, self.files = (None, []) if config.source == "hub" else list_files(config)
 
-    def identity(self) -> str:
-        """A hash of what is known without reading the corpus. It names the token store.
+    def identity(self) -> list[Any]:
+        """What is known without reading the corpus, for JSON. It names the token store.
 
         Files count by path, size and time of change. A hub dataset counts by its name alone: once
         it is tokenized, the hub is not asked again, with or without a network.
         """
         config = self.config
         files = [(str(file), *size_and_time(file)) for file in self.files]
-        parts = [config.name, config.subset, config.split, config.field, files]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        return [config.name, config.subset, config.split, config.field, files]
 
     def documents(self) -> Iterator[Document]:
         """One document for each text file, and one for each row of a table, in a fixed order. Empty
