@@ -50,8 +50,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
     repeat = {"overrides": job_overrides(), "environment": run.environment}
     recorder = Recorder(run_dir, config, start, checkpoints, summary, **repeat)
 
-    # the recorder is first, so that it sees how the others end
-    with recorder.recording(), Interrupt(summary) as interrupt, stepper:
+    with recorder.recording(), Interrupt(summary) as interrupt, stepper:  # the recorder ends last
         recorder.begin(run.evaluate() if start.step == 0 and config.eval_every else {})
         for step in range(start.step + 1, config.steps + 1):
             due = config.due(step)
@@ -64,7 +63,6 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
 
             # Look before the update: these weights produced this loss. Where nothing is due, a GPU
             # works on this step and its update meanwhile, and `seen` is the step before.
-            # A signal to one rank stops all: the others would wait for it.
             last = run.ranks.any(interrupt.requested) or step == config.steps
             seen = stepper.see(now, due, last=last)
             if seen.diverged:

@@ -107,7 +107,7 @@ class Ranks:
         }
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
+        """Whether the flag is set on any rank. One that stops alone leaves the others waiting."""
         if not self.several:
             return flag
         import torch
