@@ -46,11 +46,11 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
     start = checkpoints.begin(entry)
     rows = read_metrics(run_dir / "metrics.jsonl")  # of earlier starts of this run
     monitor = AttentionMonitor(run, rows, summary)
-    stepper = Stepper(run, start.step, summary, stop=Interrupt())
+    stepper = Stepper(run, start.step, summary)
     repeat = {"overrides": job_overrides(), "environment": run.environment}
     recorder = Recorder(run_dir, config, start, checkpoints, summary, **repeat)
 
-    with recorder.recording(), stepper:  # the recorder sees how the stepper ends
+    with recorder.recording(), Interrupt(summary) as interrupt, stepper:  # the recorder ends last
         recorder.begin(run.evaluate() if start.step == 0 and config.eval_every else {})
         for step in range(start.step + 1, config.steps + 1):
             due = config.due(step)
@@ -63,7 +63,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
 
             # Look before the update: these weights produced this loss. Where nothing is due, a GPU
             # works on this step and its update meanwhile, and `seen` is the step before.
-            last = stepper.stopping() or step == config.steps
+            last = run.ranks.any(interrupt.requested) or step == config.steps
             seen = stepper.see(now, due, last=last)
             if seen.diverged:
                 due, last = config.due(seen.step, diverged=True), True

@@ -34,8 +34,6 @@ from data.tokenizer import Tokenizer
 class TextData:
     """TrainingData over a token store, which is built first if this machine has none."""
 
-    metric = None
-
     def __init__(
         self, config: DataConfig, tokenizer: Tokenizer, *, seq_len: int, seed: int
     ) -> None:
@@ -44,10 +42,7 @@ class TextData:
         self.vocab_size = tokenizer.vocab_size
         self.seq_len = seq_len
         self.seed = seed
-        # if neither half has a second document, there is nothing to keep apart: batches and losses
-        # are the same with and without data.documents
-        documents = meta["documents"]
-        apart = config.documents and max(documents.values()) > 1
+        documents, apart = meta["documents"], config.documents
         self.end_of_text = tokenizer.end_of_text if apart else None
         identity = f"{meta['corpus']} {tokenizer.fingerprint} {config.val_fraction}"
         identity += " documents" * apart

@@ -8,15 +8,14 @@ text          data.path=FILE, a folder or a glob; a table gives one document per
 hub           data.name=org/name on the Hugging Face hub (data.subset, data.split, data.field)
 """
 
-import hashlib
-import json
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from config import DataConfig
 from data.local_files import list_files
 from data.network import answers
 from data.readers import TABLES, Row, read_rows, read_text, texts
+from data.token_file import size_and_time
 
 
 class Document(NamedTuple):
@@ -46,40 +45,37 @@ class Corpus:
         self.config = config
         self.root, self.files = (None, []) if config.source == "hub" else list_files(config)
 
-    def identity(self) -> str:
-        """A hash of what is known without reading the corpus. It names the token store.
+    def identity(self) -> list[Any]:
+        """What is known without reading the corpus, for JSON. It names the token store.
 
         Files count by path, size and time of change. A hub dataset counts by its name alone: once
         it is tokenized, the hub is not asked again, with or without a network.
         """
         config = self.config
-        found = [(str(file), file.stat()) for file in self.files]
-        files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
-        parts = [config.name, config.subset, config.split, config.field, files]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        files = [(str(file), *size_and_time(file)) for file in self.files]
+        return [config.name, config.subset, config.split, config.field, files]
 
     def documents(self) -> Iterator[Document]:
-        """The documents in a fixed order. Empty texts are left out.
+        """One document for each text file, and one for each row of a table, in a fixed order. Empty
+        texts are left out.
 
         Raises ValueError, naming the file and the row, for what cannot be read.
         """
-        return (document for document in self._read() if document.text)
-
-    def _read(self) -> Iterator[Document]:
-        """One document for each text file, and one for each row of a table."""
         field, place = self.config.field, subject(self.config)
         try:
             if self.config.source == "hub":
                 for number, text in enumerate(texts(hub_rows(self.config), field)):
-                    yield Document(str(number), text)
+                    if text:
+                        yield Document(str(number), text)
             for file in self.files:
                 path = file.relative_to(self.root).as_posix()
                 place = f"{subject(self.config)}: {file}"
                 if file.suffix.lower() in TABLES:
                     for number, text in enumerate(texts(read_rows(file, field), field)):
-                        yield Document(f"{path}:{number}", text)
-                else:
-                    yield Document(path, read_text(file))
+                        if text:
+                            yield Document(f"{path}:{number}", text)
+                elif text := read_text(file):
+                    yield Document(path, text)
         except (OSError, ValueError, RuntimeError) as error:
             raise ValueError(f"{place}: {error}") from error
 

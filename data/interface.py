@@ -3,7 +3,7 @@
 B sequences, N tokens of one sequence.
 """
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -41,13 +41,13 @@ class PackedBatch(NamedTuple):
 
 
 class TrainingData(Protocol):
-    tokenizer: Tokenizer | None  # None if the tokens are not text
+    # None if the tokens are not text; the accuracy is reported then, beside the loss
+    tokenizer: Tokenizer | None
     vocab_size: int
     # a hash of the corpus, the held-out share, the tokenizer, and whether documents are kept apart:
     # losses can be compared only where fingerprints are equal
     fingerprint: str
     description: str  # one line for the start of a run
-    metric: Literal["accuracy"] | None  # what is reported beside the loss
 
     def train_batch(self, step: int, num_sequences: int) -> Batch | PackedBatch:
         """Random sequences, a pure function of (seed, step).

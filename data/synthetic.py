@@ -24,7 +24,6 @@ class SyntheticData:
     """TrainingData that is drawn anew at every step. It has no text, hence no tokenizer."""
 
     tokenizer = None
-    metric = "accuracy"
 
     def __init__(self, config: DataConfig, *, seq_len: int, seed: int) -> None:
         keys, values = config.num_keys, config.num_values
@@ -41,17 +40,16 @@ class SyntheticData:
         )
 
     def train_batch(self, step: int, num_sequences: int) -> Batch:
-        return to_batch(*self.draw(generator(self.seed, step), num_sequences)[:2])
+        return self._draw(generator(self.seed, step), num_sequences)
 
     def val_batch(self, num_sequences: int) -> Batch:
-        return to_batch(*self.draw(generator(VAL_SEED, 0), num_sequences)[:2])
+        return self._draw(generator(VAL_SEED, 0), num_sequences)
 
-    def draw(self, random: np.random.Generator, num_sequences: int) -> Sequences:
-        """Inputs, targets (IGNORED where nothing is asked) and sources."""
+    def _draw(self, random: np.random.Generator, num_sequences: int) -> Batch:
         task, shape = TASKS[self.config.source], (num_sequences, self.seq_len)
         inputs, answers, sources = task(self.config, random, shape)
         found = np.take_along_axis(answers, sources.clip(0), axis=1)
-        return inputs, np.where(sources >= 0, found, IGNORED), sources
+        return to_batch(inputs, np.where(sources >= 0, found, IGNORED))
 
 
 def last_write(config: DataConfig, random: np.random.Generator, shape: Shape) -> Sequences:

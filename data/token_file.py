@@ -50,18 +50,22 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def size_and_time(path: Path) -> list[int]:
+    """Bytes, and nanoseconds of the last change."""
+    found = path.stat()
+    return [found.st_size, found.st_mtime_ns]
+
+
 def entry(path: Path) -> dict[str, Any]:
     """What tells whether the file is still the one that was written."""
-    found = path.stat()
-    return {"bytes": found.st_size, "mtime_ns": found.st_mtime_ns, "sha256": sha256_of(path)}
+    return {"size_and_time": size_and_time(path), "sha256": sha256_of(path)}
 
 
 def check(path: Path, written: dict[str, Any]) -> None:
     """Raise ValueError if a file is not what was written. It is read only if its size or time stamp
     changed.
     """
-    found = path.stat()
-    unchanged = found.st_size == written["bytes"] and found.st_mtime_ns == written["mtime_ns"]
+    unchanged = size_and_time(path) == written["size_and_time"]
     if not unchanged and sha256_of(path) != written["sha256"]:
         raise ValueError(f"{path.name} was altered: its checksum differs")
 

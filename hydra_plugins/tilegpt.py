@@ -148,16 +148,18 @@ class CheckedSweeper(BasicSweeper):
     def check(self, config: "RunConfig") -> None:
         """Raise ValueError for all errors that can be found before the job begins."""
         from training.loop.device import pick_device, pick_dtype
-        from training.loop.schedule import check_model, check_schedule
+        from training.loop.schedule import check_model, chosen_attention
         from training.record.loggers import check_logger
 
         check_logger(config.logger)
-        schedule = check_schedule(config)
+        schedule = chosen_attention(config)
         # jobs in other processes may have other devices; and if each has a GPU of its own, this
         # process must not take memory of it
         if isinstance(self.launcher, BasicLauncher):
             device = pick_device(config.device)
-            check_model(config, schedule, dtype=pick_dtype(config.dtype, device), device=device)
+            where = {"dtype": pick_dtype(config.dtype, device), "device": device}
+            for backend in schedule.values():
+                check_model(config, backend, **where)
 
 
 def named_by(config: "RunConfig") -> dict[str, Any]:

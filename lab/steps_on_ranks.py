@@ -263,8 +263,7 @@ def rows(options: Options, seq_len: int, batch: int) -> Iterator[Row]:
     ours = prepare_model(run.model, run.schedule[0], compiled=compiled)
     peer = copy.copy(ours)
     peer._block = block_around_attention(compiled=compiled)
-    with run.batches(whole=True) as batches:
-        ((whole, _),) = batches.passes(0)
+    (whole,) = run.sequences(1)
     with torch.no_grad(), run.autocast:
         loss = run.model(*whole).loss.item()
     alone = replace(run, ranks=ALONE, step_model=ours)

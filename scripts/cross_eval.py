@@ -101,7 +101,7 @@ def trained_runs(options: Evaluation) -> list[TrainedRun]:
             if summary["status"] not in EVALUATED:
                 raise ValueError(f"{summary['status']}: {remark(summary)}".rstrip(": "))
             config = read_run_config(folder)
-            chosen_attention(config.attention)  # raises ValueError for one that is gone
+            chosen_attention(config)  # raises ValueError for one that is gone
             # the weights are named by their own checkpoint
             summaries.append(summary | {"starts": read_meta(folder)["starts"]})
             dtype = config.dtype if options.dtype == "auto" else options.dtype
@@ -176,7 +176,7 @@ def usual_judges(runs: Iterable[TrainedRun]) -> list[Backend]:
     judges: dict[str, Backend] = {}
     for config in (run.config for run in runs):
         shape = config.model.head_dim, torch.device(config.device), needed_features(config)
-        for backend in (exact_attention(*shape), *chosen_attention(config.attention).values()):
+        for backend in (exact_attention(*shape), *chosen_attention(config).values()):
             judges.setdefault(named(backend), backend)
     return sorted(judges.values(), key=lambda backend: not backend.exact)
 
@@ -198,7 +198,7 @@ def judge(
     common = {
         "trained_under": named(trained.model.backend),
         "sequences": count,
-        "metric": data.metric or "loss",
+        "metric": "loss" if data.tokenizer else "accuracy",
     }
     batch = data.val_batch(count)
     rows = [

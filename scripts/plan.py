@@ -36,7 +36,7 @@ from training.launch.command_line import compose
 from training.loop.device import DTYPES, autocast_to
 from training.loop.flops import count_parameters
 from training.loop.optimizer import build_optimizer
-from training.loop.schedule import able, check_schedule, needed_features, run_compiles, suit_gpu
+from training.loop.schedule import able, chosen_attention, needed_features, run_compiles, suit_gpu
 from training.loop.trained import data_of
 from training.record.memory import GIB
 from training.record.speed import PEAK_FLOPS, data_sheet
@@ -110,7 +110,7 @@ def plan_all(options: Options) -> dict[str, Planned]:
     asked = [each for each in options.overrides if not each.startswith(kept)]
     for name in names:
         config = compose_new(*options.overrides, f"attention={name}", asked=asked)
-        backend = check_schedule(config)[0]
+        backend = chosen_attention(config)[0]
         # a GPU unless a CPU is requested
         device, usual = ("cpu", "fp32") if config.device == "cpu" else ("cuda", "bf16")
         dtype = DTYPES[usual if config.dtype == "auto" else config.dtype]

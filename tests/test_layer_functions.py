@@ -17,7 +17,7 @@ from scripts.plan import Options, plan_all, traffic_of
 from tests.command import cache_folder, metrics, run, summary, tiny
 from training.launch.command_line import compose
 from training.loop.device import autocast_to
-from training.loop.schedule import check_model, check_schedule, run_compiles, schedule_summary
+from training.loop.schedule import check_model, chosen_attention, run_compiles, schedule_summary
 
 FUNCTION = ("attention.window=9", "attention.pattern=SL", "attention.softcap=1")
 ALIBI = (*FUNCTION, "model.positions=alibi", "model.num_layers=2")
@@ -38,7 +38,7 @@ def trained(tmp_path_factory) -> Path:
 
 def test_a_score_mod_may_hide_keys():
     config = compose("attention.score_mod='tests.user_backends:HIDES_A_DIAGONAL'")
-    check_model(config, check_schedule(config), **CPU)
+    check_model(config, get_backend("tiled"), **CPU)
 
 
 @pytest.mark.parametrize(("model", "dtype"), [("gpt2", torch.float32), ("modern", torch.bfloat16)])
@@ -54,7 +54,7 @@ def test_an_attention_is_tried_out_on_what_the_model_hands_over(model, dtype):
     own = replace(naive, name="of_a_user:BACKEND", fn=noting, exact=False)
     sizes = ["model.num_layers=1", "model.num_heads=4", "model.hidden_size=64", "batch_size=2"]
     config = compose(f"model={model}", "seq_len=48", *sizes)
-    check_model(config, {0: own}, dtype=dtype, device=torch.device("cpu"))
+    check_model(config, own, dtype=dtype, device=torch.device("cpu"))
     tried = layouts.copy()
     layouts.clear()
     tokens = torch.zeros(2, 48, dtype=torch.int64)
@@ -83,7 +83,7 @@ def test_a_score_mods_kernel_decides_about_the_kernels(monkeypatch, asked, kerne
 
     monkeypatch.setattr("training.loop.schedule.kernel_choice", choice)
     config = compose("attention=triton", asked)
-    described = schedule_summary(config, check_schedule(config), **CPU)
+    described = schedule_summary(config, chosen_attention(config), **CPU)
     assert described["kernel"] == "portable" and given["score_mod"] == kernel
 
 

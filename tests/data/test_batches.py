@@ -123,14 +123,3 @@ def test_documents_by_hand():
     assert [x.dtype for x in batch] == [torch.int64, torch.int64, torch.int32]
     together = windows(np.stack([tokens[:7], tokens[2:]]))
     assert len(together) == 2 and all(map(torch.equal, together, batch))
-
-
-def test_a_single_document_is_the_same_either_way(config):
-    """Its end is a target but never an input: there is nothing to keep apart."""
-    several = open_data(config, documents=True).description
-    assert f"data.path={config.path}" in several and "apart" in several
-    config.path += "/59.txt"
-    apart, together = (open_data(config, documents=each) for each in (True, False))
-    assert (apart.fingerprint, apart.description) == (together.fingerprint, together.description)
-    for read in (lambda data: data.train_batch(0, 8), lambda data: data.val_batch(8)):
-        assert all(map(torch.equal, read(apart), read(together)))

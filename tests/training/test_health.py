@@ -48,10 +48,10 @@ def run_of(model: GPT, batch: tuple[torch.Tensor, ...] = (), *, loss_scale: floa
         model=model,
         autocast=contextlib.nullcontext(),
         scaler=SimpleNamespace(get_scale=lambda: loss_scale),
-        config=SimpleNamespace(sequences_per_step=1),
+        config=SimpleNamespace(),
         tokens_per_step=32,
         ranks=ALONE,
-        sequences=lambda step: [Pass(batch, 1)],
+        sequences=lambda step: [batch],
     )
 
 

@@ -88,7 +88,7 @@ def test_a_run_with_muon_goes_on_to_the_bit(tmp_path):
     assert run(*tiny(parts, *options, "steps=2")).code == 0
     assert run(f"resume={parts}", "steps=4").code == 0
     saved = checkpoint(whole)
-    assert saved["step"] == 4 and saved["optimizer"]["state"]["muon"] and saved["scaler"]
+    assert saved["step"] == 4 and saved["optimizer"]["muon"]["state"] and saved["scaler"]
     assert same(saved, checkpoint(parts))
     assert summary(whole)["val/loss"] == summary(parts)["val/loss"]
 

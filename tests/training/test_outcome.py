@@ -81,7 +81,7 @@ def test_a_reader_of_the_help_that_has_read_enough():
 
 def test_during_the_steps_only_a_second_ctrl_c_stops_at_once():
     """A closed terminal sends two SIGHUP, and timeout(1) two SIGTERM together."""
-    with Interrupt() as interrupt:
+    with Interrupt({}) as interrupt:
         assert not interrupt.requested
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP, signal.SIGHUP):
             signal.raise_signal(number)
@@ -93,7 +93,7 @@ def test_during_the_steps_only_a_second_ctrl_c_stops_at_once():
 def test_under_nohup_a_closed_terminal_ends_nothing():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with Interrupt() as interrupt:
+        with Interrupt({}) as interrupt:
             signal.raise_signal(signal.SIGHUP)
         assert not interrupt.requested
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

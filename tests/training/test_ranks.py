@@ -1,7 +1,9 @@
 """Several processes train one run: the same numbers, one folder, one end."""
 
 import atexit
+import math
 import os
+import random
 import sys
 import tempfile
 from collections.abc import Callable
@@ -314,27 +316,26 @@ def test_a_rank_that_is_killed_ends_the_run(tmp_path):
     assert ranks[0].end().code == 1 and summary(tmp_path / "run")["status"] == "failed"
 
 
-calls = []
+def nan_where_all_values_are_alike(q, k, v, **options):
+    output = get_backend("naive").fn(q, k, v, **options)
+    alike = (v == v[:, :, :1]).flatten(1).all(1)  # (B,)
+    return output._replace(out=output.out.masked_fill(alike[:, None, None, None], math.nan))
 
 
-def nan_on_rank_1(*args, **options):
-    output = get_backend("naive").fn(*args, **options)
-    calls.append(1)
-    bad = os.environ.get("RANK") == "1" and len(calls) > 12
-    return output._replace(out=output.out * float("nan")) if bad else output
+BREAKS = replace(get_backend("naive"), name="breaks", fn=nan_where_all_values_are_alike)
 
 
-NAN_ON_RANK_1 = replace(get_backend("naive"), name="bad", fn=nan_on_rank_1)
-
-
-def test_a_divergence_names_its_rank(tmp_path):
-    own = ("attention=tests.training.test_ranks:NAN_ON_RANK_1", "diagnose_every=0")
-    first, _ = run_ranks(*tiny(tmp_path / "run", *SHARED, *own, "steps=50", "eval_every=0"))
+def test_a_divergence_in_another_ranks_sequence_is_found(tmp_path):
+    """With seed 6 the third step draws a window of one letter, for the second rank."""
+    letters = random.Random(0).choices("abcdefgh", k=8000)
+    letters[3000:3600] = "z" * 600
+    (tmp_path / "letters.txt").write_text("".join(letters))
+    asked = (*SHARED, "data=text", f"data.path={tmp_path}/letters.txt", "seed=6", "steps=50")
+    asked += ("attention=tests.training.test_ranks:BREAKS", "model.positions=rope", "eval_every=0")
+    first, _ = run_ranks(*tiny(tmp_path / "run", *asked, "diagnose_every=0"))
     ended = summary(tmp_path / "run")
-    assert ended["status"] == "diverged", first.output
-    named = {"rank": 1, "layer": 0, "tensor": "out", "sequence": 2}
-    assert ended["diagnosis"].items() >= named.items()
-    assert "rank 1: layer 0, head 0" in first.output
+    assert (ended["status"], ended["first_bad_step"]) == ("diverged", 3), first.output
+    assert ended["diagnosis"].items() >= {"layer": 0, "tensor": "out", "sequence": 2}.items()
 
 
 @pytest.mark.parametrize(

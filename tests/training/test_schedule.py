@@ -10,7 +10,7 @@ from training.loop.schedule import GPU_BLOCK_Q, chosen_attention, suit_gpu
 
 def on_gpu(*overrides: str) -> dict:
     config = compose(*overrides)
-    backend = chosen_attention(config.attention)[0]
+    backend = chosen_attention(config)[0]
     return dict(suit_gpu(config, backend, config.attention.backend_options()).options)
 
 

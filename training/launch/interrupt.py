@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 log = logging.getLogger("tilegpt")
 
@@ -39,14 +39,18 @@ class Signals:
 class Interrupt(Signals):
     """Used during the steps: the first signal sets `requested`; a Ctrl-C after it stops at once.
 
-    Any other second signal says the same once more: closing a terminal sends two SIGHUP.
+    Any other second signal says the same once more: closing a terminal sends two SIGHUP. `summary`
+    notes it, because a signal ends a sweep too.
     """
+
+    def __init__(self, summary: dict[str, Any]) -> None:
+        self.summary = summary
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         if not self.requested:
-            self.requested = True
+            self.requested = self.summary["stopped"] = True
             log.warning(
                 f"{signal.Signals(number).name}: the run ends and saves after this step; Ctrl-C "
                 "once more ends it at once, without saving"

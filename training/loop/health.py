@@ -72,7 +72,7 @@ class AttentionMonitor:
         # an attention that computes another function cannot be compared with softmax attention
         if not (self.has_room and self.model.backend.claims_softmax):
             return {}
-        batch = [x[:1, :MAX_INSPECTED] for x in self.run.sequences(step)[0].tensors]
+        batch = [x[:1, :MAX_INSPECTED] for x in self.run.sequences(step)[0]]
         # its part of the loss of the whole step, as float16 has it
         loss_scale = self.run.scaler.get_scale() * batch[0].numel() / self.run.tokens_per_step
         try:
@@ -92,21 +92,8 @@ class AttentionMonitor:
     @phase("looking")
     def diagnose(self, step: int) -> Row:
         """How this step diverged, for summary.json: diagnose() and the history of the scores."""
-        ranks = self.run.ranks
         with self.run.autocast:
-            batches = [each.tensors for each in self.run.sequences(step)]
-            found, score = diagnose(self.model, batches)
-        if "sequence" in found:  # make this rank's number that of the step
-            found["sequence"] += ranks.rows(self.run.config.sequences_per_step).start
-        # gradients are summed, so they are bad on every rank: the rank to blame is the one whose
-        # own sequences broke
-        by_rank = ranks.gathered(found)
-        tells = [("head" in each, each.get("tensor") == "loss") for each in by_rank]
-        rank = tells.index(max(tells))
-        found = by_rank[rank]
-        if ranks.several:
-            found |= {"rank": rank, "message": f"rank {rank}: {found['message']}"}
-        score = max(ranks.gathered(score))
+            found, score = diagnose(self.model, self.run.sequences(step))
         self._note(step, score)
         history = [list(item) for item in self.scores.items()]
         return {"step": step, **found, "max_score": score, **self._overflows(), "history": history}

@@ -115,19 +115,12 @@ class MuonAndAdamW:
         self.adamw.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """The param_groups of both in one list, and the state of each under its name."""
-        muon, adamw = self.muon.state_dict(), self.adamw.state_dict()
-        return {
-            "state": {"muon": muon["state"], "adamw": adamw["state"]},
-            "param_groups": muon["param_groups"] + adamw["param_groups"],
-        }
+        return {"muon": self.muon.state_dict(), "adamw": self.adamw.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raises ValueError for the state of other groups of parameters."""
-        state, groups = state_dict["state"], state_dict["param_groups"]
-        mine = len(self.muon.param_groups)
-        self.muon.load_state_dict({"state": state["muon"], "param_groups": groups[:mine]})
-        self.adamw.load_state_dict({"state": state["adamw"], "param_groups": groups[mine:]})
+        self.muon.load_state_dict(state_dict["muon"])
+        self.adamw.load_state_dict(state_dict["adamw"])
 
 
 def set_learning_rate(

@@ -34,7 +34,6 @@ class Ranks:
     rank: int = 0
     world: int = 1
     local_rank: int = 0  # among those of this host
-    local_world: int = 1  # of this host
     context: int = 1  # consecutive ranks that share a sequence
     shards: "Shards | None" = None  # how they share it; None if each rank has its own
 
@@ -108,7 +107,7 @@ class Ranks:
         }
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
+        """Whether the flag is set on any rank. One that stops alone leaves the others waiting."""
         if not self.several:
             return flag
         import torch
@@ -206,13 +205,11 @@ ALONE = Ranks()
 
 def of_environment() -> Ranks:
     """The rank that torchrun, or a launcher like it, gave this process."""
-    variables = os.environ
-    world = int(variables.get("WORLD_SIZE") or 1)
+    world = int(os.environ.get("WORLD_SIZE") or 1)
     if world == 1:
         return ALONE
-    rank = int(variables["RANK"])
-    local_rank = int(variables.get("LOCAL_RANK", rank))
-    return Ranks(rank, world, local_rank, int(variables.get("LOCAL_WORLD_SIZE", world)))
+    rank = int(os.environ["RANK"])
+    return Ranks(rank, world, int(os.environ.get("LOCAL_RANK", rank)))
 
 
 def join(device: str, context: int = 1) -> Ranks:
@@ -236,9 +233,10 @@ def join(device: str, context: int = 1) -> Ranks:
 
     if device == "cuda":
         # every rank of the host says so, and none waits for the others
-        if ranks.local_world > (gpus := torch.cuda.device_count()):
+        count = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
+        if count > (gpus := torch.cuda.device_count()):
             raise ValueError(
-                f"this host has {gpus} GPUs for {ranks.local_world} ranks: start torchrun with "
+                f"this host has {gpus} GPUs for {count} ranks: start torchrun with "
                 f"--nproc-per-node={gpus}, or add device=cpu"
             )
         torch.cuda.set_device(ranks.local_rank)

@@ -12,7 +12,7 @@ from torch import Tensor
 from attention import Backend, dtype_name
 from config import RunConfig
 from data import TrainingData, build_data
-from data.prefetch import Pass, Prefetcher
+from data.prefetch import Prefetcher
 from model import GPT, sample_text
 from training.loop.compiler import importing_torch_compile
 from training.loop.device import autocast_to, pick_device, pick_dtype, set_deterministic
@@ -94,25 +94,22 @@ class Run:
         targets = self.held_out[1].numpy()  # in text, every target counts
         return self.data.tokenizer.count_bytes(targets) / targets.size
 
-    def batches(self, *, whole: bool = False) -> Prefetcher:
-        """The batches of each step, read ahead; a context manager. `whole` gives whole sequences
-        where ranks share them, not read ahead.
-        """
-        count, length = self.config.sequences_per_step, self.config.seq_len
+    def batches(self) -> Prefetcher:
+        """This rank's part of each step, in passes and read ahead; a context manager."""
+        count = self.config.sequences_per_step
         return Prefetcher(
             self.data,
             count,
             self.batch_size,
             self.device,
             rows=self.ranks.rows(count),
-            columns=slice(None) if whole else self.ranks.columns(length),
-            ahead=0 if whole else None,
+            columns=self.ranks.columns(self.config.seq_len),
         )
 
-    def sequences(self, step: int) -> list[Pass]:
-        """The batch of a step again, in whole sequences: it is a function of seed and step."""
-        with self.batches(whole=True) as batches:
-            return batches.passes(step - 1)
+    def sequences(self, step: int) -> list[tuple[Tensor, ...]]:
+        """What all ranks read in this step, once more, batch_size sequences at a time."""
+        batch = self.data.train_batch(step - 1, self.config.sequences_per_step)
+        return list(zip(*(x.to(self.device).split(self.batch_size) for x in batch), strict=True))
 
     @phase("evaluating")
     def evaluate(self, switch_to: Backend | None = None) -> dict[str, float]:
@@ -129,7 +126,7 @@ class Run:
         if switch_to is not None:
             attentions["_switched"] = switch_to
         how = {"batch_size": self.batch_size, "autocast": self.autocast, "ranks": self.ranks}
-        how["accuracy"] = self.data.metric == "accuracy"
+        how["accuracy"] = self.data.tokenizer is None
         row = {}
         for suffix, attention in attentions.items():
             loss, accuracy = evaluate_under(self.model, attention, *self.held_out, **how)

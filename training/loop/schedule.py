@@ -17,7 +17,6 @@ from attention import (
 )
 from attention.kernels.select import SOFTCAP
 from attention.look.try_out import check_score_mod, try_out
-from attention.tiled import TiledAttention
 from config import AttentionConfig, RunConfig, parse_attention
 from model.fast import FastGPT
 from model.gpt import GPT, CausalSelfAttention
@@ -46,22 +45,6 @@ def asked_attention(chosen: AttentionConfig) -> dict[int, tuple[str, dict[str, A
     return asked
 
 
-def chosen_attention(chosen: AttentionConfig) -> dict[int, Backend]:
-    """The attention by the step after which it is used: {0: first, switch_at: second}.
-
-    Raises ValueError for an unknown name or option.
-    """
-    schedule = {}
-    for step, (name, options) in asked_attention(chosen).items():
-        try:
-            schedule[step] = get_backend(name, **options)
-        except ValueError as error:
-            if not step:
-                raise
-            raise ValueError(f"attention.switch_to={chosen.switch_to}: {error}") from error
-    return schedule
-
-
 def needed_features(config: RunConfig) -> dict[str, str]:
     """The features that a run's attention must have, each with the setting that needs it."""
     needed = {
@@ -76,26 +59,30 @@ def needed_features(config: RunConfig) -> dict[str, str]:
     return needed
 
 
-def check_schedule(config: RunConfig) -> dict[int, Backend]:
-    """chosen_attention() of a run. Raises ValueError for one that lacks what the data or the
-    layers need.
+def chosen_attention(config: RunConfig) -> dict[int, Backend]:
+    """The attention by the step after which it is used: {0: first, switch_at: second}.
 
-    The device does not matter yet; see check_model().
+    Raises ValueError for an unknown name or option, and for an attention that lacks what the data
+    or the layers need. The device does not matter yet; see check_model().
     """
-    schedule = chosen_attention(config.attention)
-    needed = needed_features(config)
-    for backend in schedule.values():
+    chosen, needed, schedule = config.attention, needed_features(config), {}
+    for step, (name, options) in asked_attention(chosen).items():
+        try:
+            backend = schedule[step] = get_backend(name, **options)
+        except ValueError as error:
+            if not step:
+                raise
+            raise ValueError(f"attention.switch_to={chosen.switch_to}: {error}") from error
         for feature, setting in needed.items():
             if feature not in backend.features:
                 raise ValueError(
-                    f"{setting} needs {feature}, which attention={backend.name} does not support; "
-                    f"these do: {', '.join(able(needed))}"
+                    f"{setting} needs {feature}, which attention={name} does not support; these "
+                    f"do: {', '.join(able(needed))}"
                 )
-        if backend.module is not None and len(schedule) > 1:
+        if backend.module is not None and chosen.switch_at is not None:
             raise ValueError(
-                f"attention.switch_at={config.attention.switch_at}: attention={backend.name} has "
-                "parameters of its own, which the other attention would not train; leave the "
-                "switch out"
+                f"attention.switch_at={chosen.switch_at}: attention={name} has parameters of its "
+                "own, which the other attention would not train; leave the switch out"
             )
     return schedule
 
@@ -120,34 +107,31 @@ def suit_gpu(config: RunConfig, backend: Backend, options: Mapping[str, Any]) ->
         able = kernels.features.issuperset(needed_features(config))
         able &= kernels.options.keys() >= options.keys()
         return kernels.configured(**options) if able else backend
-    is_loop = backend.name in BACKENDS and isinstance(backend.fn, TiledAttention)
     # a loop that recomputes keeps a whole row of tiles, so it takes smaller ones
     recomputes = options.get("softmax_dtype") == "input"
-    if is_loop and backend.exact and not recomputes and "block_q" not in options:
+    if is_operator(backend) and backend.exact and not recomputes and "block_q" not in options:
         return backend.configured(block_q=GPU_BLOCK_Q)
     return backend
 
 
 def check_model(
-    config: RunConfig, schedule: dict[int, Backend], *, dtype: torch.dtype, device: torch.device
+    config: RunConfig, backend: Backend, *, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Raise ValueError for an attention that cannot train this model on this device, or not in the
     way that compile and cuda_graph ask for.
 
     A user's own attention or score_mod is run to find out.
     """
-    functions = layer_functions(config.attention, config.model)
-    by_window = {function.get("window"): function for function in functions}.values()
     if name := config.attention.score_mod:
         check_score_mod(get_score_mod(name), name, config.model.num_heads, device)
-    for backend in schedule.values():
-        backend.check_model(**config.model.attention_sizes, dtype=dtype, device=device)
-        will_graph(config, backend, dtype=dtype, device=device)
-        if ":" in backend.name or config.attention.score_mod is not None:  # pkg.module:NAME
-            for function in by_window:
-                layer = CausalSelfAttention(config.model, Seam(backend), function)
-                layer.own = own_module(backend, config.model, layer=0)
-                try_in_layer(layer.to(device), config, dtype)
+    backend.check_model(**config.model.attention_sizes, dtype=dtype, device=device)
+    will_graph(config, backend, dtype=dtype, device=device)
+    if ":" in backend.name or config.attention.score_mod is not None:  # pkg.module:NAME
+        functions = layer_functions(config.attention, config.model)
+        for function in {each.get("window"): each for each in functions}.values():
+            layer = CausalSelfAttention(config.model, Seam(backend), function)
+            layer.own = own_module(backend, config.model, layer=0)
+            try_in_layer(layer.to(device), config, dtype)
 
 
 def try_in_layer(layer: CausalSelfAttention, config: RunConfig, dtype: torch.dtype) -> None:
@@ -169,36 +153,36 @@ def try_in_layer(layer: CausalSelfAttention, config: RunConfig, dtype: torch.dty
 def attention_schedule(
     config: RunConfig, *, dtype: torch.dtype, device: torch.device
 ) -> dict[int, Backend]:
-    """chosen_attention() of a run, checked, as its device runs it best. Warns of an attention that
-    is broken on purpose.
+    """chosen_attention() as its device runs it best, checked. Warns of an attention that is broken
+    on purpose.
     """
-    chosen, schedule = config.attention, check_schedule(config)
-    where = {"dtype": dtype, "device": device}
-    asked = asked_attention(chosen) if device.type == "cuda" else {}
-    for step, (name, options) in asked.items():
-        suited = suit_gpu(config, schedule[step], options)
-        if suited is schedule[step]:
-            continue
+    chosen, where = config.attention, {"dtype": dtype, "device": device}
+    schedule = chosen_attention(config)
+    for step, (name, options) in asked_attention(chosen).items():
+        backend = as_chosen = schedule[step]
+        if device.type == "cuda":
+            backend = suit_gpu(config, as_chosen, options)
         try:
-            check_model(config, {step: suited}, **where)
-            schedule[step] = suited
+            check_model(config, backend, **where)
         except ValueError as error:  # tiles that are too small for a kernel, say
+            if backend is as_chosen:
+                raise
             log.info(f"attention={name} runs as on a CPU: {error}")
+            check_model(config, backend := as_chosen, **where)
+        schedule[step] = backend
+        if backend.defect is not None:
+            log.warning(f"attention={name} is broken on purpose: {backend.defect}")
+        tile = backend.options.get("block_kv", 0)
+        if name == "no_rescale" and tile >= config.seq_len:
+            log.warning(
+                f"one tile of block_kv={tile} covers seq_len={config.seq_len}: no_rescale is exact "
+                "here"
+            )
     if chosen.switch_to is not None and chosen.switch_at is None:
         log.info(
             f"attention.switch_to={chosen.switch_to} without attention.switch_at=STEP: this run "
             "keeps its attention"
         )
-    check_model(config, schedule, **where)
-    for backend in schedule.values():
-        if backend.defect is not None:
-            log.warning(f"attention={backend.name} is broken on purpose: {backend.defect}")
-        tile = backend.options.get("block_kv", 0)
-        if backend.name == "no_rescale" and tile >= config.seq_len:
-            log.warning(
-                f"one tile of block_kv={tile} covers seq_len={config.seq_len}: no_rescale is exact "
-                "here"
-            )
     return schedule
 
 

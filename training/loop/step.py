@@ -131,13 +131,12 @@ class Stepper(ExitStack):
     """Runs gradients() and update() of each step: timed, measured, and on a GPU as CUDA graphs
     where that is possible. As a context manager it ends the reading of batches.
 
-    done: steps that an earlier start has taken. stop: a context manager that hears signals, with
-    `requested`: whether one came.
+    done: steps that an earlier start has taken.
     """
 
-    def __init__(self, run: Run, done: int, summary: Row, *, stop: Any = None) -> None:
+    def __init__(self, run: Run, done: int, summary: Row) -> None:
         super().__init__()
-        self.run, self.summary, self.stop = run, summary, stop
+        self.run, self.summary = run, summary
         self.step = done  # the newest
         self.batches = run.batches()
         self.batch: Sequence[Pass] = ()  # of that step
@@ -177,18 +176,10 @@ class Stepper(ExitStack):
 
     def __enter__(self) -> Self:
         self.enter_context(cpu_memory_limit())
-        if self.stop is not None:
-            # a signal may come as late as here, and ends a sweep too
-            self.callback(lambda: self.summary.update(stopped=self.stop.requested))
-            self.enter_context(self.stop)
         self.enter_context(self.batches)
         # an error's traceback may still refer to it
         self.callback(lambda: self.graphs and self.graphs.drop())
         return self
-
-    def stopping(self) -> bool:
-        """Whether a signal came, to any rank: one that stops alone leaves the others waiting."""
-        return self.run.ranks.any(self.stop is not None and self.stop.requested)
 
     @phase("training")
     def passes(self, step: int) -> Sequence[Pass]:
@@ -265,9 +256,8 @@ class Stepper(ExitStack):
 
     def _measured(self) -> AbstractContextManager:
         """Measures the memory of a CPU, if this is the step to measure."""
-        run = self.run
-        if self.step != self.measured_step or run.device.type != "cpu":
+        if self.step != self.measured_step:
             return nullcontext()
-        weights = [*run.model.parameters(), *run.model.buffers()]
-        held = weights, [each.grad for each in weights], run.optimizer.state_dict()["state"]
+        weights = [*self.run.model.parameters(), *self.run.model.buffers()]
+        held = weights, [each.grad for each in weights], self.run.optimizer.state_dict()
         return self.memory.measured(*held, self.batch)

@@ -101,7 +101,7 @@ def load_trained(
     dtype = pick_dtype(config.dtype, device)
     step = read_meta(run)["step"]
     # built with the run's own attention, whose parameters are among the weights
-    own = backend_after(chosen_attention(config.attention), step)
+    own = backend_after(chosen_attention(config), step)
     made = {"vocab_size": vocab_size, "attention": config.attention}
     model = GPT(config.model, backend=own, **made).to(device)
     load_model_state(run, model)
