@@ -177,7 +177,7 @@ COMMANDS = {
     f"TILEGPT_CACHE={LONG}": f"{LONG} TILEGPT_CACHE",
     "logger=wandb logger.project=a/b": "logger.project=a/b 128",
     "logger=wandb WANDB_MODE=bogus": "WANDB_MODE=bogus",
-    "resume=nowhere": "resume=nowhere overrides.yaml",
+    "resume=nowhere": "resume=nowhere checkpoint",
     # told by Hydra
     "seq_len=long": "seq_len=long",
     "seed=": "seed=",

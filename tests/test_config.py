@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from attention import BACKENDS
 from config import AttentionConfig, ModelConfig, OptimConfig, RunConfig
+from tests.run_folder import write_run
 from training.launch.command_line import quoted, replay_overrides
 from training.loop.schedule import suit_gpu
 
@@ -83,10 +84,8 @@ def test_learning_rate_follows_the_width_unless_set():
 @pytest.fixture
 def run_dir(tmp_path):
     folder = tmp_path / "a run, with = in its name"
-    folder.mkdir()
-    (folder / "overrides.yaml").write_text(
-        yaml.safe_dump(["attention=sdpa", "seq_len=64", "+attention.options.mine=1"])
-    )
+    overrides = ["attention=sdpa", "seq_len=64", "+attention.options.mine=1"]
+    write_run(folder, overrides=overrides)
     return folder
 
 

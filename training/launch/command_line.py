@@ -34,7 +34,7 @@ from training.launch.help import explained_keys
 from training.launch.interrupt import Ending, reader_may_leave
 from training.loop.ranks import leave, of_environment
 from training.own_modules import ROOT
-from training.record.files import check_version, no_run, read_data
+from training.record.files import newest_first, newest_meta, no_checkpoint, run_of
 from training.record.foreign_code import run_no_code_of
 
 CONF = ROOT / "conf"
@@ -186,10 +186,12 @@ def replay_overrides(arguments: list[str]) -> list[str]:
             f"resume={resume} must name one run; to go on with a sweep, give its command again "
             "with its hydra.sweep.dir=FOLDER"
         )
-    check_version(Path(resume))
-    recorded = recorded_overrides(Path(resume))
+    run_dir = Path(resume)
+    if run_of(run_dir) != run_dir or not newest_first(run_dir):
+        raise ValueError(f"resume={no_checkpoint(run_dir)}")
+    recorded = newest_meta(run_dir)["overrides"]
     named = [each.partition("=")[2] for each in recorded if each.startswith("attention")]
-    run_no_code_of(Path(resume), named)
+    run_no_code_of(run_dir, named)
     folder = given.get("hydra.run.dir", resume)
     if os.path.realpath(folder) != os.path.realpath(resume):
         raise ValueError(
@@ -204,19 +206,6 @@ def replay_overrides(arguments: list[str]) -> list[str]:
     kept = [each for each in recorded if key_of(each) not in replaced]
     # cli_overrides() takes those after resume= as the new ones
     return [*options, *kept, f"resume={place}", *new, *own]
-
-
-def recorded_overrides(run_dir: Path) -> list[str]:
-    """The list in a run's overrides.yaml. Raises ValueError if it is missing or damaged."""
-    path = run_dir / "overrides.yaml"
-    if not os.path.isfile(path):  # pathlib raises an error for a name that is too long
-        raise ValueError(f"resume={no_run(run_dir, path.name)}")
-    recorded = read_data(path, list)
-    try:
-        check_overrides(recorded)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is no list of a run's settings: {error}") from None
-    return recorded
 
 
 def options_first(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -250,11 +239,6 @@ def task_overrides() -> list[str]:
 def in_a_sweep() -> bool:
     """Whether the job that runs now is one of a sweep; every launcher numbers these."""
     return not OmegaConf.is_missing(HydraConfig.get().job, "num")
-
-
-def job_overrides() -> list[str]:
-    """The overrides that repeat this job."""
-    return [each for each in task_overrides() if key_of(each) != "resume"]
 
 
 def cli_overrides() -> list[str]:

@@ -48,7 +48,7 @@ def run_job(
     written, began, failure = as_written(cfg), began or time.time(), None
     PHASES.begin(began)
     summary = {
-        "status": "running",
+        "status": "unfinished",
         "attention": written["attention"]["name"],
         "seq_len": written["seq_len"],
         "seed": written["seed"],

@@ -6,8 +6,9 @@ RUN/checkpoint/ holds
     training.pt         optimizer, gradient scaler and random number generators,
                         readable with weights_only=True
     metrics.jsonl       a copy of the run's metrics.jsonl
-    meta.json           format, step, tokens, val_loss, config, starts (starts.py), the
-                        size and SHA-256 of the files above, and its own SHA-256
+    meta.json           format, step, tokens, val_loss, config, the overrides that a resume
+                        repeats, starts (starts.py), the size and SHA-256 of the files
+                        above, and its own SHA-256
 
 Whenever the process dies, one whole checkpoint is left; see whole_folder(). If the latest is
 damaged, a run resumes from the newest whole one. The best consists of hard links, which take no
@@ -20,6 +21,7 @@ import logging
 import math
 import os
 import shutil
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -71,11 +73,12 @@ class Checkpoints:
         model: nn.Module,
         optimizer: Optimizer,
         scaler: GradScaler | None,
-        config: dict,
+        config: Row,
+        overrides: Sequence[str] = (),
         background: bool | None = None,
         writes: bool = True,
     ):
-        self.run_dir, self.config = run_dir, config
+        self.run_dir, self.config, self.overrides = run_dir, config, overrides
         self.writes = writes  # only one rank writes; all ranks load
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.starts: list[Row] = []  # see training/record/starts.py; filled by begin()
@@ -135,6 +138,7 @@ class Checkpoints:
             "val_loss": val_loss,
             "vocab_size": getattr(self.model, "vocab_size", None),
             "config": self.config,
+            "overrides": self.overrides,
             "starts": copy.deepcopy(self.starts),
         }
         parts = self._state(), meta, (self.run_dir / METRICS).read_bytes(), best

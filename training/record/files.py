@@ -32,9 +32,8 @@ Row = dict[str, Any]  # an object of a JSON file
 LATEST, PREVIOUS, BEST = "checkpoint", "checkpoint.previous", "checkpoint.best"
 FRESH = f"{LATEST}.tmp"  # a checkpoint that is being written
 META = "meta.json"
-# a new number for every change of what a setting is called or means: scripts read the weights of
-# older versions, and a resume takes only this one
-VERSION = 2
+# a new number for every change of what a checkpoint holds, or of what a setting is called or means
+VERSION = 3
 
 
 class CheckpointError(ValueError):
@@ -150,10 +149,7 @@ def latest(run_dir: Path) -> Path:
     for folder in newest_first(run_dir):
         if folder.name != BEST or folder == run_dir:
             return folder
-    raise CheckpointError(
-        f"{run_dir} holds no checkpoint: there is no folder {run_dir / LATEST}; a run that "
-        "was stopped before its first checkpoint is started anew"
-    )
+    raise CheckpointError(no_checkpoint(run_dir))
 
 
 def read_meta(run_dir: Path) -> Row:
@@ -170,36 +166,23 @@ def meta_of(folder: Path) -> Row:
         raise CheckpointError(str(error)) from error
     if meta.get("sha256") != meta_checksum(meta):
         raise CheckpointError(f"{path} is damaged or another program's: its SHA-256 differs")
-    if meta["version"] > VERSION:
+    if meta["version"] != VERSION:
         raise CheckpointError(
-            f"{folder} has version {meta['version']} of the format; this program reads versions up "
-            f"to {VERSION}"
+            f"{folder} has version {meta['version']} of the format, and this program reads version "
+            f"{VERSION}; the run's env.json names the commit that reads it"
         )
     return meta
 
 
 def newest_meta(run_dir: Path) -> Row:
-    """The meta.json of the newest checkpoint that has a whole one; {} if none has."""
+    """The meta.json of the newest checkpoint that has a whole one.
+
+    Raises CheckpointError if none has.
+    """
     for folder in newest_first(run_dir):
         with suppress(CheckpointError):
             return meta_of(folder)
-    return {}
-
-
-def check_version(run_dir: Path) -> None:
-    """Raise CheckpointError if an older version of this program trained the run."""
-    meta = newest_meta(run_dir)
-    if meta and meta["version"] < VERSION:
-        raise CheckpointError(
-            f"resume={run_dir}: it is a run of commit {commit_of(meta)}, which has other "
-            "settings; check out that commit to resume it. scripts.sample, report and cross_eval "
-            "read it as it is"
-        )
-
-
-def commit_of(meta: Row) -> str | None:
-    """The commit that wrote a checkpoint."""
-    return meta["starts"][-1]["commit"]
+    return read_meta(run_dir)  # raises the reason
 
 
 def run_of(folder: Path) -> Path:
@@ -207,16 +190,16 @@ def run_of(folder: Path) -> Path:
     return folder.parent if os.path.isfile(folder / META) else folder
 
 
-def no_run(folder: Path, lacks: str) -> str:
-    """Why a folder without the file `lacks` is not a run directory, and which folder may be."""
-    hint = ""
+def no_checkpoint(folder: Path) -> str:
+    """Why there is nothing to go on from in a folder, and which folder may have it."""
+    hint = "a run that was stopped before its first checkpoint is started anew"
     # a run lies in outputs/DAY/TIME; pathlib raises errors for a name that is too long
-    near, far = (sorted(glob(f"{below}/{lacks}", root_dir=folder)) for below in ("*", "*/*"))
+    near, far = (sorted(glob(f"{below}/{LATEST}", root_dir=folder)) for below in ("*", "*/*"))
     if runs := near or far:
-        hint = f"; it holds runs, such as {(folder / runs[0]).parent}"
+        hint = f"it holds runs, such as {(folder / runs[0]).parent}"
     elif (run := run_of(folder)) != folder:
-        hint = f"; it is a checkpoint of the run {run}"
-    return f"{folder} is not a run directory: it has no {lacks}{hint}"
+        hint = f"it is a checkpoint of the run {run}"
+    return f"{folder} holds no checkpoint: there is no folder {folder / LATEST}; {hint}"
 
 
 def write_json(path: Path, obj: Row) -> None:

@@ -134,7 +134,7 @@ def belies_exact(summary: Row) -> bool:
 def _named(row: Row, setting: Mapping[str, str]) -> Names:
     written = str(row.get("variant") or row.get("attention") or _folder(row))
     attention = attention_in_words(row)
-    # before a run is named, and in runs of earlier versions, the variant is one attention
+    # what was written may be older than the starts, or that of the first attention alone
     variant = written if written.startswith(attention) else attention
     sizes = [f"{key}={setting[key]}" for key in ("seq_len", "seed") if key in setting]
     for key, value in setting.items():
@@ -149,10 +149,10 @@ def _settings(row: Row) -> dict[str, str]:
     settings: Row = {}
     for override in row.get("overrides") or []:
         key, _, value = override.lstrip("+").partition("=")
-        if key.partition(".")[0] not in ("attention", "resume", "left_out"):
+        if key.partition(".")[0] not in ("attention", "resume"):
             settings[key] = unescaped(value)
     return settings | {key: str(row[key]) for key in ("seq_len", "seed") if key in row}
 
 
 def _folder(row: Row) -> str:
-    return Path(str(row.get("dir", row.get("job", "")))).name
+    return Path(str(row.get("dir", ""))).name

@@ -6,20 +6,21 @@ It receives numbers: steps, rows of figures, a diagnosis. It knows no model and 
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic
 
+import yaml
+
 from config import RunConfig
 from training.record.checkpoint import Checkpoints
 from training.record.clock import PHASES, WallClock, phase
-from training.record.files import Row, append_row, write_json
+from training.record.files import Row, append_row, write_file, write_json
 from training.record.loggers import start_logger
 from training.record.names import attention_in_words, belies_exact
 from training.record.outcome import after_training, outcome_of, resume_command, save_summary
 from training.record.plot import draw_loss_curve
-from training.record.starts import Start, stop_clock, write_settings
+from training.record.starts import Start, stop_clock
 from training.record.text_table import printable
 
 log = logging.getLogger("tilegpt")
@@ -30,8 +31,8 @@ EVERY = 5.0  # seconds from one line of progress to the next
 class Recorder:
     """Records one start of a run.
 
-    `summary` is what summary.json will say, `overrides` repeat the settings, and `environment` is
-    for env.json. Once this is built, the folder belongs to the run.
+    `summary` is what summary.json will say, and `environment` is for env.json. Once this is built,
+    the folder belongs to the run.
     """
 
     def __init__(
@@ -41,22 +42,21 @@ class Recorder:
         start: Start,
         checkpoints: Checkpoints,
         summary: Row,
-        *,
-        overrides: list[str],
         environment: Row,
     ) -> None:
         self.run_dir, self.config, self.start, self.summary = run_dir, config, start, summary
         self.checkpoints, self.writes = checkpoints, checkpoints.writes
         (run_dir / "metrics.jsonl").touch()
-        # if this start is killed, the summary of an earlier one is not its result
-        (run_dir / "summary.json").unlink(missing_ok=True)
         self.tokens_per_step = config.sequences_per_step * config.seq_len
         self.wall = WallClock(seconds=stop_clock(checkpoints.starts))
         self.called_inexact = False
         self.done = start.step
         summary |= {"steps_done": start.step, "tokens": start.tokens, "starts": checkpoints.starts}
-        write_settings(run_dir, asdict(config), overrides)
+        settings = yaml.safe_dump(checkpoints.config, sort_keys=False, allow_unicode=True)
+        write_file(run_dir / "config.yaml", settings)
         write_json(run_dir / "env.json", environment)
+        # if this start is killed, the summary of an earlier one is not its result
+        write_json(run_dir / "summary.json", summary)
         attention = attention_in_words(summary)
         ranks = f" on {summary['ranks']} ranks" if "ranks" in summary else ""
         log.info(
@@ -81,9 +81,9 @@ class Recorder:
                 self.logger.finish(summary)
             raise
         summary["tokens_per_sec"] = self.wall.tokens_per_sec(self.tokens(self.done))
-        if summary["status"] == "running" and self.done == self.config.steps:
+        if summary["status"] == "unfinished" and self.done == self.config.steps:
             summary["status"] = "completed"
-        elif summary["status"] == "running":
+        elif summary["status"] == "unfinished":
             summary["status"] = "interrupted"
             log.warning(f"interrupted after step {self.done}; {resume_command(self.run_dir)}")
         save_summary(self.run_dir, summary)  # report() follows
