@@ -28,8 +28,6 @@ FUNCTION_SETTINGS = ("window", "pattern", "softcap", "score_mod", "sinks")
 TEXT_SOURCES = ("stdlib", "torch_source", "text", "hub")
 # sources that draw sequences of a task (data/synthetic.py)
 SYNTHETIC_SOURCES = ("last_write", "recall", "needle")
-# PyTorch's names of dtypes, which mean the short ones
-SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 # NAME or pkg.module:BACKEND, and after a colon options
 ATTENTION = re.compile(r"([\w./-]+(?::\w+)?)(?::(\w+=[^,]*(?:,\w+=[^,]*)*))?")
 
@@ -407,8 +405,7 @@ class RunConfig:
     seed: int = 0
     # auto (a GPU if there is one), cpu or cuda
     device: str = "auto"
-    # dtype of the matrix products: auto (bf16 on a GPU that has it, else fp32), fp32, bf16 or fp16;
-    # bfloat16 and the like mean the same
+    # dtype of the matrix products: auto (bf16 on a GPU that has it, else fp32), fp32, bf16 or fp16
     dtype: str = "auto"
     # torch.compile: auto (on a GPU), true or false
     compile: str = "auto"
@@ -434,7 +431,6 @@ class RunConfig:
     sample_tokens: int = 256
 
     def __post_init__(self) -> None:
-        self.dtype = SHORT_DTYPES.get(self.dtype, self.dtype)
         self.compile, self.cuda_graph = (str(x).lower() for x in (self.compile, self.cuda_graph))
         _check_choice(self, "device", "auto", "cpu", "cuda")
         _check_choice(self, "dtype", "auto", "fp32", "bf16", "fp16")

@@ -31,7 +31,7 @@ ALONE = """
     attention.block_q=18446744073709551616
     model.norm=batch model.activation=relu model.positions=sinus model.checkpoint=mlp
     data.source=web tokenizer.name=word optim.name=sgd optim.schedule=linear logger.name=mlflow
-    device=tpu dtype=fp8 compile=maybe
+    device=tpu dtype=fp8 dtype=bfloat16 compile=maybe
     seq_len=-8 seq_len=0 steps=0 batch_size=0 log_every=0 seed=-1 sample_tokens=-1
     tokens_per_step=100 tokens_per_step=0
     model.num_layers=0 model.num_layers=100000000 model.num_heads=0 model.num_heads=3

@@ -62,9 +62,6 @@ def test_what_follows_from_the_fields():
     assert ModelConfig(**MODEL).head_dim == 16
     compiles = [RunConfig(compile=value).compile for value in (True, False, "auto")]
     assert compiles == ["true", "false", "auto"]
-    # as one writes them who has torch.bfloat16 in mind
-    dtypes = [RunConfig(dtype=name).dtype for name in ("bfloat16", "float16")]
-    assert dtypes == ["bf16", "fp16"]
     run = RunConfig(batch_size=2, seq_len=8, tokens_per_step=48)
     assert (run.accumulation_steps, run.sequences_per_step) == (3, 6)
     options = AttentionConfig(block_q=4, options={"mine": 1}).backend_options()

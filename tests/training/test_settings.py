@@ -40,8 +40,8 @@ def test_options_of_ones_own():
 
 def test_differences():
     custom = {"name": "custom", "options": {"a": 1}}
-    then = {"steps": 4, "gone": 1, "attention": custom, "resume": None}
-    now = {"steps": 6, "new": 2, "attention": custom | {"options": {}}, "resume": "RUN"}
+    then = {"steps": 4, "attention": custom, "resume": None}
+    now = {"steps": 6, "attention": custom | {"options": {}}, "resume": "RUN"}
     assert differences(then, now) == {"steps": [4, 6], "attention.options": [{"a": 1}, {}]}
     assert differences({"lr": math.nan}, {"lr": math.nan}) == {}
 

@@ -89,30 +89,21 @@ def read_mapping(path: Path) -> Row:
         return {}
 
 
-def read_data(path: Path, kind: type = dict) -> Any:
-    """What a .json or .yaml file holds: one object of this kind.
+def read_data(path: Path) -> Row:
+    """The mapping in a .json or .yaml file.
 
     Raises ValueError, in one sentence that names the file, for anything else.
     """
     try:
         content = path.read_text("utf-8")
-        found = json.loads(content) if path.suffix == ".json" else yaml.load(content, PlainYaml)
-        if not isinstance(found, kind):
-            raise ValueError(f"it holds {type(found).__name__} instead of {kind.__name__}")
+        found = json.loads(content) if path.suffix == ".json" else yaml.safe_load(content)
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds {type(found).__name__} instead of a mapping")
     except RecursionError:
         raise ValueError(f"{path} cannot be read: it is nested too deeply") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     return found
-
-
-class PlainYaml(yaml.SafeLoader):
-    """YAML without aliases, by which a few lines can stand for gigabytes."""
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("it has an alias")
-        return super().compose_node(parent, index)
 
 
 @cache

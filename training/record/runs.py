@@ -15,8 +15,6 @@ from training.record.text_table import text_table
 
 RUN_FILES = ("summary.json", "metrics.jsonl", "config.yaml")
 INDEX = "index.jsonl"
-# folders of a run or a sweep that hold no runs
-OTHER_FOLDERS = ("wandb", "checkpoint", "report_figures", "tensorboard")
 # {title in a table: (key of a run, format)}
 COLUMNS = {
     "status": ("status", "{}"),
@@ -65,7 +63,8 @@ def _runs(folder: Path, planned: dict[Path, Row]) -> Iterator[Row]:
     below = [
         path
         for path in folder.iterdir()
-        if path.is_dir() and not path.name.startswith(".") and path.name not in OTHER_FOLDERS
+        # wandb/ has files of the same names
+        if path.is_dir() and not path.name.startswith(".") and path.name != "wandb"
         if path.resolve() not in around
     ]
     for path in sorted(below, key=lambda path: in_order(path.name)):

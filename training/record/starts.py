@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from config import BACKEND_OPTIONS, AttentionConfig, RunConfig
 from training.record.clock import PHASES
 from training.record.files import CheckpointError, Row, newest_meta
-from training.record.names import WATCHING, as_typed, attention_names
+from training.record.names import as_typed, attention_names
 
 log = logging.getLogger("tilegpt")
 
@@ -137,14 +137,12 @@ def stop_clock(starts: list[Row]) -> float:
 
 
 def changes_in_words(summary: Row) -> str:
-    """The settings that resumes of a run changed, if they change what the run learns."""
-    resumes = []
-    for start in summary.get("starts") or []:
-        changed = start["changed"].items()
-        learned = {key: pair for key, pair in changed if not key.startswith(WATCHING)}
-        if learned:
-            resumes.append(f"resumed at step {start['step']} with {in_words(learned)}")
-    return "; ".join(resumes)
+    """The settings that resumes of a run changed."""
+    return "; ".join(
+        f"resumed at step {start['step']} with {in_words(start['changed'])}"
+        for start in summary.get("starts") or []
+        if start["changed"]
+    )
 
 
 def in_words(changed: dict[str, list[Any]]) -> str:
@@ -158,15 +156,14 @@ def in_words(changed: dict[str, list[Any]]) -> str:
 def differences(then: Row, now: Row) -> dict[str, list[Any]]:
     """{key: [then, now]} of nested settings, with keys such as attention.name.
 
-    Leaves out settings that only one version of the program has, and options of an attention that
-    are at their defaults.
+    An option of an attention that is at its default does not differ from None, nor resume= at all.
     """
     before = flat(then)
     return {
         key: [before[key], value]
         for key, value in flat(now).items()
         # as strings: a NaN does not differ from itself
-        if key in before and key != "resume" and repr(before[key]) != repr(value)
+        if key != "resume" and repr(before[key]) != repr(value)
     }
 
 
