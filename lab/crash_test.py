@@ -43,9 +43,9 @@ from training.record.environment import ROOT, measured_on
 from training.record.files import (
     FRESH,
     LATEST,
+    meta_of,
     newest_first,
     read_metrics,
-    step_of,
     write_json,
 )
 
@@ -164,7 +164,7 @@ def killed(
     moved = last is not None and not (run_dir / LATEST).exists()
     return {
         "step": reached(run_dir),
-        "checkpoint": step_of(last) if last else None,
+        "checkpoint": meta_of(last)["step"] if last else None,
         "in_a_save": moved or (run_dir / FRESH).exists(),
     }
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 import yaml
 from omegaconf import OmegaConf
+from torch.amp import GradScaler
 
 from attention import get_backend
 from config import ModelConfig, RunConfig
@@ -36,9 +37,9 @@ def write_run(
         vocab_size = data.vocab_size
     model = with_weights(GPT(shape, vocab_size=vocab_size, backend=get_backend("tiled")), std)
     optimizer = AdamW(model.parameters())
-    parts = {"model": model, "optimizer": optimizer, "scaler": None, "config": plain}
-    parts["overrides"] = [*overrides]
-    used = [list(each) for each in attention_names(config.attention)]
+    parts = {"model": model, "optimizer": optimizer, "config": plain}
+    parts |= {"scaler": GradScaler("cpu", enabled=False), "overrides": [*overrides]}
+    used = attention_names(config.attention)
     start = {"step": 0, "started": 0.0, "attention": used, "changed": {}, "data": "", "commit": ""}
     (run_dir / "metrics.jsonl").touch()
     (run_dir / "summary.json").write_text('{"status": "completed"}')

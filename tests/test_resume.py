@@ -153,7 +153,7 @@ REFUSED = {
     "first-of-two": ("steps=6 model.num_heads=4 model.bias=false", "model.num_heads .*2.* 4"),
     "tokenizer": ("steps=6 tokenizer=bpe", r"\(257, .* \(8193, .* the tokenizer"),
     "optimizer": ("steps=6 optim=muon", "keep optim=adamw"),
-    "longer": ("steps=6 seq_len=64", "max_seq_len .* keep seq_len=32"),
+    "longer": ("steps=6 seq_len=64", r"\(32, .* \(64, .* seq_len"),
     "switch": ("steps=6 attention.switch_at=2 attention.switch_to=sdpa", "switch_at=2 .* step 4"),
     "not-installed": ("steps=6 logger=tensorboard", "logger=tensorboard needs"),
 }

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,14 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from config import RunConfig, register, setting_keys
+from config import RunConfig, register
 from training.launch.help import explained_keys
 from training.launch.interrupt import Ending, reader_may_leave
 from training.loop.ranks import leave, of_environment
 from training.own_modules import ROOT
 from training.record.files import newest_first, newest_meta, no_checkpoint, run_of
 from training.record.foreign_code import run_no_code_of
+from training.record.starts import flat
 
 CONF = ROOT / "conf"
 
@@ -138,7 +140,7 @@ def check_overrides(
     """
     with one_sentence():
         parsed = OverridesParser.create().parse_overrides(list(overrides))
-    keys = ["experiment", *setting_keys(RunConfig)]
+    keys = ["experiment", *GROUPS, *flat(asdict(RunConfig()))]
     for override in parsed:
         key, value = override.key_or_group, override.value()
         if key not in keys and not key.startswith(FREE):
@@ -189,9 +191,8 @@ def replay_overrides(arguments: list[str]) -> list[str]:
     run_dir = Path(resume)
     if run_of(run_dir) != run_dir or not newest_first(run_dir):
         raise ValueError(f"resume={no_checkpoint(run_dir)}")
-    recorded = newest_meta(run_dir)["overrides"]
-    named = [each.partition("=")[2] for each in recorded if each.startswith("attention")]
-    run_no_code_of(run_dir, named)
+    meta = newest_meta(run_dir)
+    run_no_code_of(run_dir, meta["config"]["attention"])
     folder = given.get("hydra.run.dir", resume)
     if os.path.realpath(folder) != os.path.realpath(resume):
         raise ValueError(
@@ -203,7 +204,7 @@ def replay_overrides(arguments: list[str]) -> list[str]:
     place = quoted(resume)
     own = [f"hydra.run.dir={place}", "hydra.mode=RUN", "hydra.output_subdir=null"]
     replaced = {"resume", *map(key_of, new)}
-    kept = [each for each in recorded if key_of(each) not in replaced]
+    kept = [each for each in meta["overrides"] if key_of(each) not in replaced]
     # cli_overrides() takes those after resume= as the new ones
     return [*options, *kept, f"resume={place}", *new, *own]
 

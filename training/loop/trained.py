@@ -36,12 +36,9 @@ def read_run_config(run: Path) -> RunConfig:
     Raises ValueError where there is no checkpoint, and for one of another version. From now on no
     code is imported from the run's folder.
     """
-    settings = OmegaConf.merge(OmegaConf.structured(RunConfig), read_meta(run)["config"])
-    config = OmegaConf.to_object(settings)
-    chosen = config.attention
-    named = (chosen.name, chosen.switch_to, chosen.score_mod)
-    run_no_code_of(run_of(run), filter(None, named))
-    return config
+    settings = read_meta(run)["config"]
+    run_no_code_of(run_of(run), settings["attention"])
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), settings))
 
 
 def data_of(config: RunConfig) -> TrainingData:

@@ -72,7 +72,7 @@ class Checkpoints:
         *,
         model: nn.Module,
         optimizer: Optimizer,
-        scaler: GradScaler | None,
+        scaler: GradScaler,
         config: Row,
         overrides: Sequence[str] = (),
         background: bool | None = None,
@@ -94,15 +94,11 @@ class Checkpoints:
         which has no rows of later steps.
         """
         self.starts = [entry]
-        if not self.config.get("resume"):
+        if not self.config["resume"]:
             return Start(0, 0)
-        if not self.writes:
-            self.run_dir = Path(self.config["resume"])
-        folder, meta = self.load()
+        folder, meta = self.load(Path(self.config["resume"]))
         self.starts = resumed_starts(meta, self.config, entry)
         if self.writes:
-            for unfinished in self.run_dir.glob(f"{LATEST}*.tmp"):
-                shutil.rmtree(unfinished)
             write_file(self.run_dir / METRICS, (folder / METRICS).read_bytes())
         return Start(meta["step"], meta["tokens"])
 
@@ -169,7 +165,7 @@ class Checkpoints:
             "weights": {name: x.detach().contiguous() for name, x in _named(self.model).items()},
             "training": {
                 "optimizer": self.optimizer.state_dict(),
-                "scaler": {} if self.scaler is None else self.scaler.state_dict(),
+                "scaler": self.scaler.state_dict(),
                 "random": _random_state(),
             },
         }
@@ -206,23 +202,22 @@ class Checkpoints:
                 f"disk): {first_line(error)}"
             ) from error
 
-    def load(self) -> tuple[Path, Row]:
-        """Restore model, optimizer, scaler and random numbers from the newest whole checkpoint.
+    def load(self, run_dir: Path) -> tuple[Path, Row]:
+        """Restore model, optimizer, scaler and random numbers from a run's newest whole checkpoint.
 
         Returns its folder and its meta.json. A damaged checkpoint is skipped with one warning; none
         is deleted. The optimizer keeps the settings it was built with (learning rate, betas, weight
         decay), because the caller chooses those.
         """
         # all files are verified before anything is changed
-        folder, meta = _newest_whole(self.run_dir)
+        folder, meta = _newest_whole(run_dir)
         state = torch.load(folder / TRAINING, map_location="cpu", weights_only=True)
         _load_weights(folder, self.model)
         settings = [dict(group) for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
         for group, setting in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(setting)
-        # a disabled scaler has no state, and accepts none
-        if self.scaler is not None and self.scaler.is_enabled() and state["scaler"]:
+        if state["scaler"]:  # one that was enabled
             self.scaler.load_state_dict(state["scaler"])
         _set_random_state(state["random"])
         if folder.name != LATEST:

@@ -113,23 +113,14 @@ def _warn(sentence: str) -> None:
 
 
 def newest_first(run_dir: Path) -> list[Path]:
-    """The folders of the run's checkpoints, whole or not, latest first.
+    """The folders of the run's checkpoints, whole or not, as a resume tries them.
 
     For the folder of one checkpoint: that folder alone.
     """
     if os.path.isfile(run_dir / META):  # pathlib raises errors for a name that is too long
         return [run_dir]
-    found = [run_dir / name for name in (LATEST, PREVIOUS, BEST)]
-    found = [folder for folder in found if os.path.isdir(folder)]
-    return sorted(found, key=lambda folder: (folder.name != LATEST, -step_of(folder)))
-
-
-def step_of(folder: Path) -> int:
-    """The step of a checkpoint; -1 if its meta.json is damaged."""
-    try:
-        return meta_of(folder)["step"]
-    except CheckpointError:
-        return -1
+    folders = [run_dir / name for name in (LATEST, PREVIOUS, BEST)]
+    return [folder for folder in folders if os.path.isdir(folder)]
 
 
 def latest(run_dir: Path) -> Path:
@@ -159,8 +150,8 @@ def meta_of(folder: Path) -> Row:
         raise CheckpointError(f"{path} is damaged or another program's: its SHA-256 differs")
     if meta["version"] != VERSION:
         raise CheckpointError(
-            f"{folder} has version {meta['version']} of the format, and this program reads version "
-            f"{VERSION}; the run's env.json names the commit that reads it"
+            f"{folder} is of commit {meta['starts'][-1]['commit']}, which writes version "
+            f"{meta['version']} and not {VERSION}: check out that commit to go on or to read it"
         )
     return meta
 

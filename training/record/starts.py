@@ -29,8 +29,9 @@ from training.record.names import as_typed, attention_names
 
 log = logging.getLogger("tilegpt")
 
-# settings of the model that change neither a tensor nor what the weights mean
-FREE_SETTINGS = ("model.name", "model.dropout", "model.checkpoint")
+# settings of the model that do not change what its weights mean; max_seq_len may change the shape
+# of learned positions, which is refused when they are loaded
+FREE_SETTINGS = ("model.name", "model.dropout", "model.checkpoint", "model.max_seq_len")
 
 
 def check_resume(config: RunConfig, *, asked: set[str]) -> None:
@@ -41,7 +42,7 @@ def check_resume(config: RunConfig, *, asked: set[str]) -> None:
     """
     if config.resume is None:
         return
-    run_dir, now = Path(config.resume), asdict(config)
+    run_dir = Path(config.resume)
     if "init_from" in asked:
         raise ValueError(
             f"init_from={config.init_from} begins a run, and resume={run_dir} goes on with the "
@@ -49,18 +50,13 @@ def check_resume(config: RunConfig, *, asked: set[str]) -> None:
         )
     if "seq_len" in asked:
         asked = asked | {"model.max_seq_len"}  # which follows it
-    changed = differences(newest_meta(run_dir)["config"], now)
+    changed = differences(newest_meta(run_dir)["config"], asdict(config))
     # weights that would mean another model, or state of another optimizer
     for key, (before, present) in changed.items():
-        length = key == "model.max_seq_len"
-        # only learned positions have a table of max_seq_len rows; other models run at any length
-        free = key in FREE_SETTINGS or (length and now["model"]["positions"] in ("rope", "alibi"))
-        if key == "optim.name" or (key.startswith("model.") and not free):
-            # a longer sequence asks for a longer table
-            keep = "seq_len" if length else key.removesuffix(".name")
+        if key == "optim.name" or (key.startswith("model.") and key not in FREE_SETTINGS):
             raise CheckpointError(
                 f"resume={run_dir}: {key} is {before} in the checkpoint and {present} now; keep "
-                f"{keep}={as_typed(before)}, or start a new run"
+                f"{key.removesuffix('.name')}={as_typed(before)}, or start a new run"
             )
     unasked = {key: pair for key, pair in changed.items() if not _asked_for(key, asked)}
     if unasked:
