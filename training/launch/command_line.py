@@ -4,14 +4,12 @@
 that such arguments mean. Nothing here imports torch, so a mistyped key is reported at once.
 """
 
-import atexit
 import copy
 import difflib
 import gc
 import logging
 import os
 import re
-import shutil
 import sys
 import tempfile
 import time
@@ -71,7 +69,10 @@ def launch(main: Callable[[], Any]) -> None:
     OmegaConf.register_new_resolver("keys", explained_keys, replace=True)  # for --help
     try:
         arguments = replay_overrides(sys.argv[1:])
-        sys.argv[1:] = arguments if ranks.first else [*arguments, *folder_that_goes()]
+        if not ranks.first:
+            folder = tempfile.TemporaryDirectory(prefix="tilegpt-rank-")  # it goes with the process
+            arguments.append(f"hydra.run.dir={quoted(folder.name)}")
+        sys.argv[1:] = arguments
         with reader_may_leave(), Ending(), one_sentence():
             main()
         leave()
@@ -83,13 +84,6 @@ def launch(main: Callable[[], Any]) -> None:
         if ended.code and not ranks.first:
             time.sleep(2)  # torchrun ends all ranks after this; let the first report why
         raise
-
-
-def folder_that_goes() -> list[str]:
-    """The overrides that give a run a temporary folder, removed when this process ends."""
-    folder = tempfile.mkdtemp(prefix="tilegpt-rank-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return [f"hydra.run.dir={quoted(folder)}", "hydra.output_subdir=null"]
 
 
 def compose(*overrides: str) -> RunConfig:
@@ -199,10 +193,9 @@ def replay_overrides(arguments: list[str]) -> list[str]:
             f"resume={resume} goes on in its own folder: leave out hydra.run.dir={folder}, or copy "
             "the folder and resume the copy"
         )
-    # an experiment may ask for a sweep, but a resume continues a single run; .hydra keeps what the
-    # first start wrote
     place = quoted(resume)
-    own = [f"hydra.run.dir={place}", "hydra.mode=RUN", "hydra.output_subdir=null"]
+    # an experiment may ask for a sweep, but a resume continues a single run
+    own = [f"hydra.run.dir={place}", "hydra.mode=RUN"]
     replaced = {"resume", *map(key_of, new)}
     kept = [each for each in meta["overrides"] if key_of(each) not in replaced]
     # cli_overrides() takes those after resume= as the new ones

@@ -111,19 +111,18 @@ class Checkpoints:
         *,
         due: bool = True,
         last: bool = False,
-    ) -> bool:
+    ) -> None:
         """Save the current state as the latest checkpoint if one is due, or if it is the best yet.
 
         val_loss: of this step, or None. last: no step follows, so nothing changes the state.
-        Returns whether it saves.
         """
         if not self.writes:
-            return False
+            return
         if val_loss is not None and not math.isfinite(val_loss):
             val_loss = None  # NaN is not JSON
         best = val_loss is not None and self._is_best(step, val_loss)
         if not (due or last or best):
-            return False
+            return
         self._wait()
         stop_clock(self.starts)
         meta = {
@@ -140,13 +139,12 @@ class Checkpoints:
         parts = self._state(), meta, (self.run_dir / METRICS).read_bytes(), best
         if last or not self.background:
             self._write(*parts)
-            return True
+            return
         # copies from a GPU are pinned, and go on while the host queues them
         copied = tree_map_only(Tensor, lambda x: x.to("cpu", non_blocking=True, copy=True), parts)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # the next step changes what they copy
         self._pending = self._writer.submit(self._write, *copied)
-        return True
 
     def _is_best(self, step: int, val_loss: float) -> bool:
         """Whether val_loss is below that of all earlier checkpoints on the same data."""
