@@ -310,7 +310,7 @@ def test_a_resume_that_is_killed_is_unfinished(run_dir, monkeypatch):
     seen = []
     at_step(monkeypatch, 4, lambda: seen.append(read_run(run_dir)))
     assert run(f"resume={run_dir}", "steps=5").code == 0
-    assert [row["status"] for row in seen] == ["unfinished"]
+    assert [(row["status"], row["variant"]) for row in seen] == [("unfinished", "tiled")]
 
 
 def test_settings_that_change_no_weight_may_change(tmp_path):

@@ -51,11 +51,11 @@ class Recorder:
         self.wall = WallClock(seconds=stop_clock(checkpoints.starts))
         self.called_inexact = False
         summary |= {"steps_done": start.step, "tokens": start.tokens, "starts": checkpoints.starts}
+        # first: if this start is killed, the summary of an earlier one is not its result
+        write_json(run_dir / "summary.json", summary)
         settings = yaml.safe_dump(checkpoints.config, sort_keys=False, allow_unicode=True)
         write_file(run_dir / "config.yaml", settings)
         write_json(run_dir / "env.json", environment)
-        # if this start is killed, the summary of an earlier one is not its result
-        write_json(run_dir / "summary.json", summary)
         ranks = f" on {summary['ranks']} ranks" if "ranks" in summary else ""
         log.info(
             f"model={config.model.name} {summary['parameters']:,} parameters, "
