@@ -8,8 +8,8 @@ Hydra then refuses a misspelt key or a value of the wrong type before anything i
 
 import math
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import yaml
@@ -28,8 +28,6 @@ FUNCTION_SETTINGS = ("window", "pattern", "softcap", "score_mod", "sinks")
 TEXT_SOURCES = ("stdlib", "torch_source", "text", "hub")
 # sources that draw sequences of a task (data/synthetic.py)
 SYNTHETIC_SOURCES = ("last_write", "recall", "needle")
-# PyTorch's names of dtypes, which mean the short ones
-SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 # NAME or pkg.module:BACKEND, and after a colon options
 ATTENTION = re.compile(r"([\w./-]+(?::\w+)?)(?::(\w+=[^,]*(?:,\w+=[^,]*)*))?")
 
@@ -194,10 +192,8 @@ class ModelConfig:
     checkpoint: str = "none"
 
     def __post_init__(self) -> None:
-        _check_at_least(self, 1, "model.num_heads", "model.hidden_size", "model.num_kv_heads")
-        # what loops over the layers, such as a plan, takes minutes with more
-        _check_at_least(self, 1, "model.num_layers", below=10_001)
-        _check_at_least(self, 1, "model.rope_theta")
+        _check_at_least(self, 1, "model.num_layers", "model.num_heads", "model.num_kv_heads")
+        _check_at_least(self, 1, "model.hidden_size", "model.rope_theta")
         _check_at_least(self, 0, "model.dropout", below=1)
         _check_choice(self, "model.positions", "learned", "rope", "alibi")
         _check_choice(self, "model.norm", "layernorm", "rmsnorm")
@@ -407,8 +403,7 @@ class RunConfig:
     seed: int = 0
     # auto (a GPU if there is one), cpu or cuda
     device: str = "auto"
-    # dtype of the matrix products: auto (bf16 on a GPU that has it, else fp32), fp32, bf16 or fp16;
-    # bfloat16 and the like mean the same
+    # dtype of the matrix products: auto (bf16 on a GPU that has it, else fp32), fp32, bf16 or fp16
     dtype: str = "auto"
     # torch.compile: auto (on a GPU), true or false
     compile: str = "auto"
@@ -434,7 +429,6 @@ class RunConfig:
     sample_tokens: int = 256
 
     def __post_init__(self) -> None:
-        self.dtype = SHORT_DTYPES.get(self.dtype, self.dtype)
         self.compile, self.cuda_graph = (str(x).lower() for x in (self.compile, self.cuda_graph))
         _check_choice(self, "device", "auto", "cpu", "cuda")
         _check_choice(self, "dtype", "auto", "fp32", "bf16", "fp16")
@@ -504,11 +498,6 @@ class RunConfig:
         )
 
     @property
-    def accumulation_steps(self) -> int:
-        """Forward and backward passes of one optimizer step."""
-        return self.sequences_per_step // self.batch_size
-
-    @property
     def sequences_per_step(self) -> int:
         if self.tokens_per_step is None:
             return self.batch_size
@@ -533,11 +522,3 @@ def register() -> None:
     schema = OmegaConf.structured(RunConfig)
     schema.attention.name = MISSING  # else a yaml file without one would train the default
     ConfigStore.instance().store(name="schema", node=schema)
-
-
-def setting_keys(schema: type, prefix: str = "") -> Iterator[str]:
-    """Every key of a dataclass and of the dataclasses in it, such as model.num_layers."""
-    for each in fields(schema):
-        yield prefix + each.name
-        if isinstance(each.type, type) and is_dataclass(each.type):
-            yield from setting_keys(each.type, f"{prefix}{each.name}.")

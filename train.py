@@ -26,7 +26,6 @@ register()
 def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
     """One run, from settings to files. It fills `summary` as it goes, so an error loses nothing."""
     # imported here, so that --help and a mistyped key are answered without loading torch
-    from training.launch.command_line import job_overrides
     from training.launch.interrupt import Interrupt
     from training.loop.health import AttentionMonitor
     from training.loop.optimizer import set_learning_rate
@@ -41,14 +40,14 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
     run = build_run(config, summary)
 
     # Begin at step 0, or where the checkpoint of resume= stopped.
-    checkpoints = Checkpoints(run_dir, **run.state, config=run.settings, writes=run.ranks.first)
+    told = {"config": run.settings, "overrides": summary["overrides"]}
+    checkpoints = Checkpoints(run_dir, **run.state, **told, writes=run.ranks.first)
     entry = new_start(config.attention, run.environment, run.init_from)
     start = checkpoints.begin(entry)
     rows = read_metrics(run_dir / "metrics.jsonl")  # of earlier starts of this run
     monitor = AttentionMonitor(run, rows, summary)
     stepper = Stepper(run, start.step, summary)
-    repeat = {"overrides": job_overrides(), "environment": run.environment}
-    recorder = Recorder(run_dir, config, start, checkpoints, summary, **repeat)
+    recorder = Recorder(run_dir, config, start, checkpoints, summary, run.environment)
 
     with recorder.recording(), Interrupt(summary) as interrupt, stepper:  # the recorder ends last
         recorder.begin(run.evaluate() if start.step == 0 and config.eval_every else {})

@@ -40,7 +40,6 @@ class GpusLauncher(Launcher):
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        self.shared = set.intersection(*map(set, job_overrides))
         waiting, free = list(enumerate(job_overrides, initial_job_idx)), list(self.gpus)
         running, ended = {}, {}
         try:
@@ -66,7 +65,6 @@ class GpusLauncher(Launcher):
         `gpu` is as CUDA_VISIBLE_DEVICES names it, and empty for a job on the CPU.
         """
         from training.launch.command_line import as_written, options_first, quoted
-        from training.record.names import apart
 
         cfg = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
         with open_dict(cfg):
@@ -74,7 +72,7 @@ class GpusLauncher(Launcher):
         folder = Path(cfg.hydra.sweep.dir, str(cfg.hydra.sweep.subdir)).absolute()
         written = as_written(cfg.hydra.overrides)
         place = f"GPU {gpu}" if gpu else "the CPU"
-        print(f"job {folder.name} on {place}: {apart(written['task'], self.shared)}", flush=True)
+        print(f"job {folder.name} on {place}: {' '.join(written['task'])}", flush=True)
         options, _ = options_first(sys.argv[1:])
         command = [
             *(sys.executable, sys.argv[0]),

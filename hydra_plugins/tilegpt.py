@@ -120,6 +120,7 @@ class CheckedSweeper(BasicSweeper):
         """
         from training.launch.command_line import read_config
         from training.launch.settings import asked_keys, settle, unread_settings
+        from training.record.names import identity
 
         composed, read_by_some = {}, set()
         for job in jobs:
@@ -138,7 +139,7 @@ class CheckedSweeper(BasicSweeper):
             with open_dict(cfg):
                 cfg.hydra.job.num = cfg.hydra.job.id = len(plan)
             place = {"overrides": list(kept), "dir": str(cfg.hydra.sweep.subdir)}
-            plan.setdefault(kept, place | named_by(config))
+            plan.setdefault(kept, place | identity(config))
         for line in lines:
             print(line)
         if same := len(jobs) - len(plan):
@@ -160,19 +161,6 @@ class CheckedSweeper(BasicSweeper):
             where = {"dtype": pick_dtype(config.dtype, device), "device": device}
             for backend in schedule.values():
                 check_model(config, backend, **where)
-
-
-def named_by(config: "RunConfig") -> dict[str, Any]:
-    """The entries of the sweep's index from which a job gets its name."""
-    from training.record.names import attention_in_words, attention_names
-
-    start = {"step": 0, "attention": attention_names(config.attention)}
-    return {
-        "attention": config.attention.name,
-        "variant": attention_in_words({"starts": [start]}),
-        "seq_len": config.seq_len,
-        "seed": config.seed,
-    }
 
 
 def as_overrides(settings: Mapping[str, Any]) -> list[str]:

@@ -10,12 +10,12 @@ nothing had happened.
 
 Every training is a separate process, `python train.py` on one CPU core. kills= runs are killed
 (SIGKILL), every other one while it saves, and resumed. harms= more runs are killed. Then a file of
-their latest checkpoint, of every checkpoint, or metrics.jsonl, overrides.yaml or config.yaml is
+their latest checkpoint, of every checkpoint, or metrics.jsonl, env.json or config.yaml is
 truncated, altered or removed.
 
 Weights, optimizer, random state and every computed row of metrics.jsonl must then equal, bit for
-bit, those of an undisturbed run. If no whole checkpoint is left, or the settings are lost, the run
-must end with a one-line error and leave its files unchanged. The exit code is 1 otherwise.
+bit, those of an undisturbed run. If no whole checkpoint is left, the run must end with a one-line
+error and leave its files unchanged. The exit code is 1 otherwise.
 """
 
 import json
@@ -43,9 +43,9 @@ from training.record.environment import ROOT, measured_on
 from training.record.files import (
     FRESH,
     LATEST,
+    meta_of,
     newest_first,
     read_metrics,
-    step_of,
     write_json,
 )
 
@@ -164,7 +164,7 @@ def killed(
     moved = last is not None and not (run_dir / LATEST).exists()
     return {
         "step": reached(run_dir),
-        "checkpoint": step_of(last) if last else None,
+        "checkpoint": meta_of(last)["step"] if last else None,
         "in_a_save": moved or (run_dir / FRESH).exists(),
     }
 
@@ -226,7 +226,7 @@ def damage_all(run_dir: Path, moment: random.Random) -> list[str]:
 
 
 def damage_record(run_dir: Path, moment: random.Random) -> str:
-    names = ("metrics.jsonl", "overrides.yaml", "config.yaml")
+    names = ("metrics.jsonl", "env.json", "config.yaml")
     return damage([run_dir / name for name in names], moment)
 
 
@@ -234,7 +234,7 @@ def damage_record(run_dir: Path, moment: random.Random) -> str:
 HARMS = {
     "latest damaged": (damage_latest, "going on from step", (IDENTICAL,)),
     "all damaged": (damage_all, "", (REFUSED,)),
-    "record damaged": (damage_record, "", (IDENTICAL, REFUSED)),
+    "record damaged": (damage_record, "", (IDENTICAL,)),
 }
 
 

@@ -13,7 +13,6 @@ from lab.results import FOLDER, load
 from scripts.arguments import NoOptions, command
 from scripts.tables import Row, by
 from training.record.palette import BACKENDS
-from training.record.plot import new_figure, save_figure
 
 PANELS = {
     "val/loss": "Loss under its own attention",
@@ -58,8 +57,11 @@ def for_both_papers(path: Path) -> None:
 
 @command
 def main(options: NoOptions) -> None:
+    from matplotlib.figure import Figure
+
     runs = [run for run in load("headline_h200")["runs"] if run["dtype"] == "bfloat16"]
-    figure, grid = new_figure(1, 2, size=(11, 4))
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    grid = figure.subplots(1, 2)
     for axes, (column, title) in zip(grid.flat, PANELS.items(), strict=True):
         for name, group in by(runs, "attention").items():
             draw(axes, name, group, column)
@@ -69,7 +71,7 @@ def main(options: NoOptions) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     grid.flat[0].set_ylabel("held-out loss, nats per byte")
     path = FOLDER / "headline.png"
-    save_figure(figure, path, dpi=150)
+    figure.savefig(path, dpi=150)
     for_both_papers(path)
     print(f"{path} and {path.stem}_dark.png")
 

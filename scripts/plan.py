@@ -149,7 +149,7 @@ def step_bytes(planned: Planned, batch_size: int) -> dict[str, int]:
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()  # makes the moments
-        if config.accumulation_steps == 1:
+        if config.sequences_per_step == config.batch_size:
             optimizer.zero_grad()
         tokens = torch.zeros(batch_size, config.seq_len, dtype=torch.int64)
         documents = tokens if config.data.documents else None

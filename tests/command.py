@@ -246,7 +246,7 @@ def save_checkpoint(run_dir: Path, *, step: int, tokens: int, **parts: Any) -> P
 
 
 def load_checkpoint(run_dir: Path, **parts: Any) -> dict[str, Any]:
-    return Checkpoints(run_dir, **parts, background=False).load()[1]
+    return Checkpoints(run_dir, **parts, background=False).load(run_dir)[1]
 
 
 def same(a: Any, b: Any) -> bool:

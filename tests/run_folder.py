@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 import yaml
 from omegaconf import OmegaConf
+from torch.amp import GradScaler
 
 from attention import get_backend
 from config import ModelConfig, RunConfig
@@ -18,7 +19,9 @@ from training.record.names import attention_names
 SMALL = ModelConfig(num_layers=1, num_heads=2, hidden_size=16, max_seq_len=32)
 
 
-def write_run(run_dir: Path, *, shape: ModelConfig = SMALL, std: float = 1.0, **settings) -> GPT:
+def write_run(
+    run_dir: Path, *, shape: ModelConfig = SMALL, std: float = 1.0, overrides=(), **settings
+) -> GPT:
     """A run directory as training leaves it after three steps. The weights are random and large, so
     that the attention decides what the model says.
     """
@@ -34,8 +37,9 @@ def write_run(run_dir: Path, *, shape: ModelConfig = SMALL, std: float = 1.0, **
         vocab_size = data.vocab_size
     model = with_weights(GPT(shape, vocab_size=vocab_size, backend=get_backend("tiled")), std)
     optimizer = AdamW(model.parameters())
-    parts = {"model": model, "optimizer": optimizer, "scaler": None, "config": plain}
-    used = [list(each) for each in attention_names(config.attention)]
+    parts = {"model": model, "optimizer": optimizer, "config": plain}
+    parts |= {"scaler": GradScaler("cpu", enabled=False), "overrides": [*overrides]}
+    used = attention_names(config.attention)
     start = {"step": 0, "started": 0.0, "attention": used, "changed": {}, "data": "", "commit": ""}
     (run_dir / "metrics.jsonl").touch()
     (run_dir / "summary.json").write_text('{"status": "completed"}')

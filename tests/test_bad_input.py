@@ -31,10 +31,10 @@ ALONE = """
     attention.block_q=18446744073709551616
     model.norm=batch model.activation=relu model.positions=sinus model.checkpoint=mlp
     data.source=web tokenizer.name=word optim.name=sgd optim.schedule=linear logger.name=mlflow
-    device=tpu dtype=fp8 compile=maybe
+    device=tpu dtype=fp8 dtype=bfloat16 compile=maybe
     seq_len=-8 seq_len=0 steps=0 batch_size=0 log_every=0 seed=-1 sample_tokens=-1
     tokens_per_step=100 tokens_per_step=0
-    model.num_layers=0 model.num_layers=100000000 model.num_heads=0 model.num_heads=3
+    model.num_layers=0 model.num_heads=0 model.num_heads=3
     model.num_kv_heads=0 model.num_kv_heads=3 model.hidden_size=0 model.dropout=1.0
     optim.lr=-1.0 optim.lr=nan optim.lr=inf optim.min_lr=-1.0
     optim.min_lr=10.0 optim.warmup_steps=-1 optim.beta1=1.0 optim.beta2=-0.1
@@ -177,7 +177,7 @@ COMMANDS = {
     f"TILEGPT_CACHE={LONG}": f"{LONG} TILEGPT_CACHE",
     "logger=wandb logger.project=a/b": "logger.project=a/b 128",
     "logger=wandb WANDB_MODE=bogus": "WANDB_MODE=bogus",
-    "resume=nowhere": "resume=nowhere overrides.yaml",
+    "resume=nowhere": "resume=nowhere checkpoint",
     # told by Hydra
     "seq_len=long": "seq_len=long",
     "seed=": "seed=",

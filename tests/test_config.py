@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from attention import BACKENDS
 from config import AttentionConfig, ModelConfig, OptimConfig, RunConfig
+from tests.run_folder import write_run
 from training.launch.command_line import quoted, replay_overrides
 from training.loop.schedule import suit_gpu
 
@@ -61,11 +62,8 @@ def test_what_follows_from_the_fields():
     assert ModelConfig(**MODEL).head_dim == 16
     compiles = [RunConfig(compile=value).compile for value in (True, False, "auto")]
     assert compiles == ["true", "false", "auto"]
-    # as one writes them who has torch.bfloat16 in mind
-    dtypes = [RunConfig(dtype=name).dtype for name in ("bfloat16", "float16")]
-    assert dtypes == ["bf16", "fp16"]
     run = RunConfig(batch_size=2, seq_len=8, tokens_per_step=48)
-    assert (run.accumulation_steps, run.sequences_per_step) == (3, 6)
+    assert run.sequences_per_step == 6
     options = AttentionConfig(block_q=4, options={"mine": 1}).backend_options()
     assert options == {"mine": 1, "block_q": 4}
     assert AttentionConfig().backend_options() == {}
@@ -83,10 +81,8 @@ def test_learning_rate_follows_the_width_unless_set():
 @pytest.fixture
 def run_dir(tmp_path):
     folder = tmp_path / "a run, with = in its name"
-    folder.mkdir()
-    (folder / "overrides.yaml").write_text(
-        yaml.safe_dump(["attention=sdpa", "seq_len=64", "+attention.options.mine=1"])
-    )
+    overrides = ["attention=sdpa", "seq_len=64", "+attention.options.mine=1"]
+    write_run(folder, overrides=overrides)
     return folder
 
 
@@ -100,7 +96,7 @@ def test_without_resume_nothing_is_replayed():
 def test_resume_replays_what_the_run_was_asked_for(run_dir):
     old = ["attention=sdpa", "seq_len=64", "+attention.options.mine=1"]
     resume = f"resume='{run_dir}'"
-    place = [f"hydra.run.dir='{run_dir}'", "hydra.mode=RUN", "hydra.output_subdir=null"]
+    place = [f"hydra.run.dir='{run_dir}'", "hydra.mode=RUN"]
     assert replay_overrides([resume]) == [*old, resume, *place]
     # what is asked for now stands after resume=
     again = [*old, resume, "steps=9", *place]

@@ -5,15 +5,13 @@ import re
 import shutil
 import signal
 import sys
-import tarfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from scripts import cross_eval, sample
+from data.token_file import meta_checksum
 from tests.command import (
-    ROOT,
     at_step,
     checkpoint,
     computed,
@@ -30,7 +28,7 @@ from tests.command import (
 )
 from training.loop.trained import read_run_config
 from training.record.files import read_meta
-from training.record.runs import read_run, summary_table
+from training.record.runs import read_run
 
 # everything that has state: two passes a step, dropout, and rows, evaluations and checkpoints out
 # of step with one another
@@ -155,7 +153,7 @@ REFUSED = {
     "first-of-two": ("steps=6 model.num_heads=4 model.bias=false", "model.num_heads .*2.* 4"),
     "tokenizer": ("steps=6 tokenizer=bpe", r"\(257, .* \(8193, .* the tokenizer"),
     "optimizer": ("steps=6 optim=muon", "keep optim=adamw"),
-    "longer": ("steps=6 seq_len=64", "max_seq_len .* keep seq_len=32"),
+    "longer": ("steps=6 seq_len=64", r"\(32, .* \(64, .* seq_len"),
     "switch": ("steps=6 attention.switch_at=2 attention.switch_to=sdpa", "switch_at=2 .* step 4"),
     "not-installed": ("steps=6 logger=tensorboard", "logger=tensorboard needs"),
 }
@@ -209,61 +207,46 @@ def test_changed_data_are_refused(tmp_path, books):
 
 def test_ruined_files_cost_a_resume_nothing(run_dir):
     """A regression test: some were a traceback, or hung. The checkpoint has what is needed."""
-    for name in ("config.yaml", "env.json", "metrics.jsonl", "summary.json", ".hydra/config.yaml"):
+    for name in ("config.yaml", "env.json", "metrics.jsonl", "summary.json"):
         (run_dir / name).write_bytes(b"[" * 100_000)
     done = run(f"resume={run_dir}", "steps=5")
     assert done.code == 0 and "Traceback" not in done.output, done.output
     assert [row["step"] for row in metrics(run_dir)] == list(range(6))
 
 
-@pytest.mark.parametrize("content", [b"", b"- stepz=4\n"], ids=["empty", "key"])
-def test_damaged_overrides_are_refused(run_dir, content):
-    (run_dir / "overrides.yaml").write_bytes(content)
+def test_settings_that_nobody_asked_for_are_refused(run_dir):
+    """As after an edit of conf/: the overrides of the run no longer mean its settings."""
+    path = run_dir / "checkpoint/meta.json"
+    meta = json.loads(path.read_text())
+    meta["overrides"].remove("batch_size=4")
+    path.write_text(json.dumps(meta | {"sha256": meta_checksum(meta)}))
     before = contents(run_dir)
     answer = run(f"resume={run_dir}", "steps=6").complaint()
-    assert f"{run_dir}/overrides.yaml" in answer
-    assert contents(run_dir) == before
-
-
-def test_settings_that_nobody_asked_for_are_refused(run_dir):
-    """A line of overrides.yaml is lost, then all of config.yaml. What is asked for is recorded."""
-    path, line = run_dir / "overrides.yaml", "- batch_size=4\n"
-    assert path.read_text().count(line) == 1
-    path.write_text(path.read_text().replace(line, ""))
-    for config in ((run_dir / "config.yaml").read_bytes(), bytes(100)):
-        (run_dir / "config.yaml").write_bytes(config)
-        before = contents(run_dir)
-        answer = run(f"resume={run_dir}", "steps=6").complaint()
-        assert "batch_size=16 (4 before)" in answer and contents(run_dir) == before
+    assert "batch_size=16 (4 before)" in answer and contents(run_dir) == before
     for steps, value in ((6, 16), (7, 4)):
         assert run(f"resume={run_dir}", f"steps={steps}", f"batch_size={value}").code == 0
     assert run(f"resume={run_dir}", "steps=8").code == 0
     assert "batch_size: 4\n" in (run_dir / "config.yaml").read_text()
 
 
-def test_the_settings_in_the_checkpoint_count_and_an_edited_config_is_named(run_dir, caplog):
+def test_the_settings_in_the_checkpoint_count(run_dir):
     """A regression test: weights were read under the settings of a config.yaml of another run."""
     path = run_dir / "config.yaml"
-    path.write_text(
-        path.read_text().replace("name: tiled", "name: no_max").replace("seed: 0", "seed: 9")
-    )
-    config = read_run_config(run_dir)
-    assert (config.attention.name, config.seed) == ("tiled", 0)
-    said = re.escape(f"{path}: attention.name=tiled (no_max there), seed=0 (9 there)")
-    assert re.search(said, caplog.text)
+    path.write_text(path.read_text().replace("name: tiled", "name: no_max"))
+    assert read_run_config(run_dir).attention.name == "tiled"
     done = run(f"resume={run_dir}", "steps=5")
-    assert done.code == 0 and re.search(said, done.output) and "steps=5 (4 before)" in done.output
+    assert done.code == 0 and "steps=5 (4 before)" in done.output
     assert summary(run_dir)["attention"] == "tiled"
     path.unlink()
     assert read_run_config(run_dir).seed == 0
 
 
-def test_what_a_resume_asked_for_counts_even_if_it_saved_nothing(run_dir, monkeypatch):
+def test_a_resume_that_saved_nothing_changed_nothing(run_dir, monkeypatch):
     with monkeypatch.context() as stopped:
         send_at_step(stopped, 4, signal.SIGINT, signal.SIGINT)
         assert run(f"resume={run_dir}", "steps=6", "log_every=2").code == 130
-    assert run(f"resume={run_dir}").code == 0
-    assert summary(run_dir)["starts"][-1]["changed"] == {"log_every": [1, 2], "steps": [4, 6]}
+    assert run(f"resume={run_dir}", "steps=5").code == 0
+    assert summary(run_dir)["starts"][-1]["changed"] == {"steps": [4, 5]}
 
 
 def test_the_best_on_other_data_is_no_measure(tmp_path, books):
@@ -294,8 +277,7 @@ def test_every_start_is_recorded(run_dir):
 
     What it changed stays changed.
     """
-    recorded = (run_dir / "overrides.yaml").read_text().splitlines()
-    asked_for = [each for each in recorded if "- steps=" not in each]
+    asked_for = [each for each in summary(run_dir)["overrides"] if not each.startswith("steps=")]
     (first,) = summary(run_dir)["starts"]
     assert (first["step"], first["attention"], first["changed"]) == (0, [[0, "tiled"]], {})
     assert 0 < first["seconds"] == summary(run_dir)["wall_seconds"]
@@ -318,8 +300,9 @@ def test_every_start_is_recorded(run_dir):
     assert run(f"resume={run_dir}", "steps=7").code == 0
     assert summary(run_dir)["attention"] == "sdpa"
     # a regression test: every start added batch_size=..., also to the name that a logger shows
-    recorded = (run_dir / "overrides.yaml").read_text().splitlines()
-    assert sorted(recorded) == sorted([*asked_for, "- attention=sdpa", "- steps=7"])
+    recorded = read_meta(run_dir)["overrides"]
+    now = [each for each in recorded if not each.startswith("resume=")]
+    assert sorted(now) == sorted([*asked_for, "attention=sdpa", "steps=7"])
 
 
 def test_a_resume_that_is_killed_is_unfinished(run_dir, monkeypatch):
@@ -327,7 +310,7 @@ def test_a_resume_that_is_killed_is_unfinished(run_dir, monkeypatch):
     seen = []
     at_step(monkeypatch, 4, lambda: seen.append(read_run(run_dir)))
     assert run(f"resume={run_dir}", "steps=5").code == 0
-    assert [row["status"] for row in seen] == ["unfinished"]
+    assert [(row["status"], row["variant"]) for row in seen] == [("unfinished", "tiled")]
 
 
 def test_settings_that_change_no_weight_may_change(tmp_path):
@@ -347,29 +330,3 @@ def test_a_switched_run_goes_on_under_a_third_attention(tmp_path):
         [[0, "tiled"], [2, "sdpa"]],
         [[4, "naive"]],
     ]
-
-
-def test_a_run_of_before_is_read_and_not_resumed(tmp_path, capsys):
-    """Of commit ac47aec: no_rescale, six steps on the standard library.
-
-    A regression test: Hydra said that a key that went is not in RunConfig.
-    """
-    with tarfile.open(ROOT / "tests/assets/run_of_ac47aec.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    run_dir = tmp_path / "run_of_ac47aec"
-    before = contents(run_dir)
-    for new in ((), ("steps=9", "attention=tiled")):
-        answer = run(f"resume={run_dir}", *new).complaint()
-        assert str(run_dir) in answer and "commit ac47aec" in answer
-    assert contents(run_dir) == before
-    config = read_run_config(run_dir)
-    assert (config.attention.name, config.attention.block_kv, config.steps) == ("no_rescale", 16, 6)
-    assert "no_rescale block_kv=16" in summary_table([read_run(run_dir)])
-    sample.main([f"run={run_dir}", "tokens=5", "prompt=def"])
-    assert capsys.readouterr().out.startswith("def")
-    out = run_dir / "cross_eval.json"
-    cross_eval.main([str(run_dir), "under=sdpa", f"out={out}", "device=cpu"])
-    (row,) = json.loads(out.read_text())["rows"]
-    assert row["trained_under"] == "no_rescale block_kv=16"
-    # each Python has a standard library of its own; an untrained model has 5.4
-    assert row["loss"] == pytest.approx(summary(run_dir)["val/loss_exact"], abs=0.3)

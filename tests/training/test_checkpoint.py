@@ -238,7 +238,7 @@ def test_a_damaged_one_is_passed_over_for_the_one_before_in_one_line(tmp_path, c
     before = sorted(tmp_path.rglob("*"))
     with caplog.at_level(logging.WARNING):
         checkpoints = begun_checkpoints(tmp_path, **new_parts())
-        folder, meta = checkpoints.load()
+        folder, meta = checkpoints.load(tmp_path)
     assert (folder, meta["step"]) == (tmp_path / "checkpoint.previous", 100)
     (said,) = caplog.messages
     assert str(tmp_path / "checkpoint") in said and name in said and "\n" not in said
@@ -273,7 +273,7 @@ def test_a_best_one_that_the_run_went_back_behind_is_not_kept(tmp_path):
     save_in(tmp_path, {100: 3.0, 200: 1.0})
     alter(tmp_path / "checkpoint/model.safetensors")  # the best is a link to it
     checkpoints = begun_checkpoints(tmp_path, **new_parts())
-    assert checkpoints.load()[1]["step"] == 100
+    assert checkpoints.load(tmp_path)[1]["step"] == 100
     checkpoints.save(150, 15000, 2.0)
     assert {folder.name: read_meta(folder)["step"] for folder in newest_first(tmp_path)} == {
         "checkpoint": 150,
@@ -324,7 +324,7 @@ def test_a_kill_between_any_two_steps_of_a_save(tmp_path):
         if (run_dir / "checkpoint.best").is_dir():
             best.add(load_model_state(run_dir / "checkpoint.best", TiedModel())["step"])
         checkpoints = begun_checkpoints(run_dir, **new_parts())
-        checkpoints.load()
+        checkpoints.load(run_dir)
         checkpoints.save(400, 40000)
         assert read_meta(run_dir)["step"] == 400
         moments += 1
@@ -348,7 +348,8 @@ def test_a_background_save_is_of_its_moment(tmp_path, device):
     """
     model = nn.Linear(1024, 1024, device=device)
     optimizer = AdamW(model.parameters(), fused=True)
-    parts = {"model": model, "optimizer": optimizer, "scaler": None, "config": CONFIG}
+    scaler = GradScaler(device, enabled=False)
+    parts = {"model": model, "optimizer": optimizer, "scaler": scaler, "config": CONFIG}
 
     def step() -> None:
         model(torch.randn(64, 1024, device=device)).square().mean().backward()

@@ -47,7 +47,6 @@ DAMAGED = {
     "no-mapping": ("env.json", b"[1]"),
     "nested": ("env.json", b'{"a":' + b"[" * 20_000),
     "empty": ("config.yaml", b""),
-    "aliases": ("config.yaml", b"a: &a [1, 1]\nb: &b [*a, *a]\nc: [*b, *b]"),
     "no-date": ("config.yaml", b"a: 2020-99-99"),
 }
 

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from attention import get_backend
 from config import AttentionConfig
@@ -47,7 +46,8 @@ def folder(tmp_path, monkeypatch):
 
 def write(run: Path, attention: str, module: Path) -> None:
     """A run that names an attention, and the module that has it."""
-    write_run(run, attention=AttentionConfig(attention))
+    own = {"attention": AttentionConfig(attention), "overrides": [f"attention={attention}"]}
+    write_run(run, **own)
     write_json(run / "summary.json", {"status": "completed", "attention": attention})
     module.write_text(CODE)
 
@@ -69,8 +69,6 @@ def test_code_in_the_folder_is_not_run(folder, capsys, command, options, job):
 
 def test_resume_runs_none_either(folder):
     write(folder / "resumed", "resumed.payload:BACKEND", folder / "resumed/payload.py")
-    overrides = ["attention=resumed.payload:BACKEND"]
-    (folder / "resumed/overrides.yaml").write_text(yaml.safe_dump(overrides))
     replay_overrides([f"resume={folder}/resumed"])
     with pytest.raises(ValueError, match="resumed.payload:BACKEND"):
         get_backend("resumed.payload:BACKEND")

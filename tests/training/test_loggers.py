@@ -62,7 +62,6 @@ def log_rows(name: str, folder: str, first: str = "0", last: str = "40") -> None
         group="a sweep of " + "y" * 150,
         tags=["tiled", "z" * 100],
         settings={"seed": 7, "model": {"num_layers": 2}},
-        resumes=begin > 0,
     )
     logger.start(run)
     print(logger.url_or_hint, flush=True)

@@ -33,11 +33,11 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 @pytest.mark.parametrize(
     ("status", "error", "new", "said"),
     [
-        ("running", FULL, "failed", "Errno 28"),
+        ("unfinished", FULL, "failed", "Errno 28"),
         ("completed", FULL, "completed", "Errno 28"),
-        ("running", KeyboardInterrupt(), "interrupted", "stopped"),
-        ("running", MemoryError("8 GiB"), "oom", "8 GiB"),
-        ("running", SystemExit(3), "failed", "SystemExit: 3"),
+        ("unfinished", KeyboardInterrupt(), "interrupted", "stopped"),
+        ("unfinished", MemoryError("8 GiB"), "oom", "8 GiB"),
+        ("unfinished", SystemExit(3), "failed", "SystemExit: 3"),
         ("completed", KeyboardInterrupt(), "completed", "completed"),
         ("interrupted", KeyboardInterrupt(), "interrupted", ""),  # the loop has said it
         ("failed", FULL, "failed", ""),

@@ -2,9 +2,11 @@
 
 import json
 
+from matplotlib.figure import Figure
+
 from attention import BACKENDS as TABLE
-from training.record import plot
 from training.record.palette import BACKENDS, HUES, variant_colors, variant_places
+from training.record.plot import draw_loss_curve
 
 
 def test_every_attention_has_a_colour_and_a_dark_one():
@@ -36,8 +38,8 @@ def test_a_loss_curve_has_the_colour_of_its_attention(tmp_path, monkeypatch):
     rows = [{"step": i, "tokens": i, "val/loss": 2.0, "val/loss_exact": 3.0} for i in range(3)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     saved = []
-    monkeypatch.setattr(plot, "save_figure", lambda figure, path: saved.append(figure))
-    plot.draw_loss_curve(tmp_path, title="a run", attention="no_rescale")
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
+    draw_loss_curve(tmp_path, title="a run", attention="no_rescale")
     (figure,) = saved
     colors = {line.get_label(): line.get_color() for line in figure.axes[0].lines}
     assert colors["val/loss"] == BACKENDS["no_rescale"] != colors["val/loss_exact"]

@@ -1,17 +1,13 @@
 """Settings. One that nothing in a run reads is refused or left out, never ignored. Those of two
-starts are compared, and those of an older version are read.
+starts are compared.
 """
 
 import math
-from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
 from config import AttentionConfig, DataConfig, RunConfig
-from tests.training.test_checkpoint import save
 from training.launch.settings import settle, unread_settings
-from training.loop.trained import read_run_config
 from training.record.starts import differences
 
 
@@ -44,8 +40,8 @@ def test_options_of_ones_own():
 
 def test_differences():
     custom = {"name": "custom", "options": {"a": 1}}
-    then = {"steps": 4, "gone": 1, "attention": custom, "resume": None}
-    now = {"steps": 6, "new": 2, "attention": custom | {"options": {}}, "resume": "RUN"}
+    then = {"steps": 4, "attention": custom, "resume": None}
+    now = {"steps": 6, "attention": custom | {"options": {}}, "resume": "RUN"}
     assert differences(then, now) == {"steps": [4, 6], "attention.options": [{"a": 1}, {}]}
     assert differences({"lr": math.nan}, {"lr": math.nan}) == {}
 
@@ -61,22 +57,3 @@ def test_an_option_at_its_default_is_no_difference():
     assert differences(default, settings("naive")) == {"attention.name": ["tiled", "naive"]}
     smaller = settings("tiled", block_kv=16)
     assert differences(default, smaller) == {"attention.block_kv": [None, 16]}
-
-
-def saved(folder: Path, **groups: dict) -> Path:
-    """A checkpoint whose settings have these too."""
-    settings = asdict(RunConfig(seq_len=77))
-    for name, changed in groups.items():
-        settings[name] |= changed
-    save(folder, config=settings)
-    return folder
-
-
-def test_keys_that_went_are_left_out_if_the_weights_do_not_mean_another_model(tmp_path):
-    """A regression test: every run of the version before had such keys, and no script read it."""
-    former = {"model": {"gone": False, "init_std": 0.02}, "optim": {"gone": 0.5}}
-    run = saved(tmp_path, **former, attention={"options": {"dropped": False}})
-    found = read_run_config(run)
-    assert (found.seq_len, found.attention.options) == (77, {"dropped": False})
-    with pytest.raises(ValueError, match="attention.gone"):
-        read_run_config(saved(tmp_path, attention={"gone": [8, None]}))

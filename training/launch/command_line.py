@@ -4,19 +4,18 @@
 that such arguments mean. Nothing here imports torch, so a mistyped key is reported at once.
 """
 
-import atexit
 import copy
 import difflib
 import gc
 import logging
 import os
 import re
-import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,14 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from config import RunConfig, register, setting_keys
+from config import RunConfig, register
 from training.launch.help import explained_keys
 from training.launch.interrupt import Ending, reader_may_leave
 from training.loop.ranks import leave, of_environment
 from training.own_modules import ROOT
-from training.record.files import check_version, no_run, read_data
+from training.record.files import newest_first, newest_meta, no_checkpoint, run_of
 from training.record.foreign_code import run_no_code_of
+from training.record.starts import flat
 
 CONF = ROOT / "conf"
 
@@ -69,7 +69,10 @@ def launch(main: Callable[[], Any]) -> None:
     OmegaConf.register_new_resolver("keys", explained_keys, replace=True)  # for --help
     try:
         arguments = replay_overrides(sys.argv[1:])
-        sys.argv[1:] = arguments if ranks.first else [*arguments, *folder_that_goes()]
+        if not ranks.first:
+            folder = tempfile.TemporaryDirectory(prefix="tilegpt-rank-")  # it goes with the process
+            arguments.append(f"hydra.run.dir={quoted(folder.name)}")
+        sys.argv[1:] = arguments
         with reader_may_leave(), Ending(), one_sentence():
             main()
         leave()
@@ -81,13 +84,6 @@ def launch(main: Callable[[], Any]) -> None:
         if ended.code and not ranks.first:
             time.sleep(2)  # torchrun ends all ranks after this; let the first report why
         raise
-
-
-def folder_that_goes() -> list[str]:
-    """The overrides that give a run a temporary folder, removed when this process ends."""
-    folder = tempfile.mkdtemp(prefix="tilegpt-rank-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return [f"hydra.run.dir={quoted(folder)}", "hydra.output_subdir=null"]
 
 
 def compose(*overrides: str) -> RunConfig:
@@ -138,7 +134,7 @@ def check_overrides(
     """
     with one_sentence():
         parsed = OverridesParser.create().parse_overrides(list(overrides))
-    keys = ["experiment", *setting_keys(RunConfig)]
+    keys = ["experiment", *GROUPS, *flat(asdict(RunConfig()))]
     for override in parsed:
         key, value = override.key_or_group, override.value()
         if key not in keys and not key.startswith(FREE):
@@ -186,37 +182,24 @@ def replay_overrides(arguments: list[str]) -> list[str]:
             f"resume={resume} must name one run; to go on with a sweep, give its command again "
             "with its hydra.sweep.dir=FOLDER"
         )
-    check_version(Path(resume))
-    recorded = recorded_overrides(Path(resume))
-    named = [each.partition("=")[2] for each in recorded if each.startswith("attention")]
-    run_no_code_of(Path(resume), named)
+    run_dir = Path(resume)
+    if run_of(run_dir) != run_dir or not newest_first(run_dir):
+        raise ValueError(f"resume={no_checkpoint(run_dir)}")
+    meta = newest_meta(run_dir)
+    run_no_code_of(run_dir, meta["config"]["attention"])
     folder = given.get("hydra.run.dir", resume)
     if os.path.realpath(folder) != os.path.realpath(resume):
         raise ValueError(
             f"resume={resume} goes on in its own folder: leave out hydra.run.dir={folder}, or copy "
             "the folder and resume the copy"
         )
-    # an experiment may ask for a sweep, but a resume continues a single run; .hydra keeps what the
-    # first start wrote
     place = quoted(resume)
-    own = [f"hydra.run.dir={place}", "hydra.mode=RUN", "hydra.output_subdir=null"]
+    # an experiment may ask for a sweep, but a resume continues a single run
+    own = [f"hydra.run.dir={place}", "hydra.mode=RUN"]
     replaced = {"resume", *map(key_of, new)}
-    kept = [each for each in recorded if key_of(each) not in replaced]
+    kept = [each for each in meta["overrides"] if key_of(each) not in replaced]
     # cli_overrides() takes those after resume= as the new ones
     return [*options, *kept, f"resume={place}", *new, *own]
-
-
-def recorded_overrides(run_dir: Path) -> list[str]:
-    """The list in a run's overrides.yaml. Raises ValueError if it is missing or damaged."""
-    path = run_dir / "overrides.yaml"
-    if not os.path.isfile(path):  # pathlib raises an error for a name that is too long
-        raise ValueError(f"resume={no_run(run_dir, path.name)}")
-    recorded = read_data(path, list)
-    try:
-        check_overrides(recorded)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is no list of a run's settings: {error}") from None
-    return recorded
 
 
 def options_first(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -250,11 +233,6 @@ def task_overrides() -> list[str]:
 def in_a_sweep() -> bool:
     """Whether the job that runs now is one of a sweep; every launcher numbers these."""
     return not OmegaConf.is_missing(HydraConfig.get().job, "num")
-
-
-def job_overrides() -> list[str]:
-    """The overrides that repeat this job."""
-    return [each for each in task_overrides() if key_of(each) != "resume"]
 
 
 def cli_overrides() -> list[str]:

@@ -14,7 +14,6 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import open_dict, read_write
 
 from training.launch.command_line import (
-    as_written,
     hydra_config,
     in_a_sweep,
     read_config,
@@ -45,15 +44,8 @@ def run_job(
     """
     runtime = HydraConfig.get().runtime
     run_dir = Path(runtime.output_dir)
-    written, began, failure = as_written(cfg), began or time.time(), None
-    PHASES.begin(began)
-    summary = {
-        "status": "running",
-        "attention": written["attention"]["name"],
-        "seq_len": written["seq_len"],
-        "seed": written["seed"],
-        "overrides": task_overrides(),
-    }
+    summary, failure = {"status": "unfinished", "overrides": task_overrides()}, None
+    PHASES.begin(began or time.time())
     with Ending() as ending:
         try:
             # paths start where they were typed, also under hydra.job.chdir=true

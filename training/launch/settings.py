@@ -14,7 +14,7 @@ from attention import get_backend
 from config import BACKEND_OPTIONS, SYNTHETIC_SOURCES, TEXT_SOURCES, RunConfig
 from training.launch.command_line import cli_overrides, in_a_sweep, key_of
 from training.record.loggers import check_logger
-from training.record.names import attention_names
+from training.record.names import identity
 from training.record.starts import check_resume
 
 log = logging.getLogger("tilegpt")
@@ -38,7 +38,7 @@ READ_UNDER = {
 
 
 def check_settings(config: RunConfig, summary: dict[str, Any]) -> None:
-    """Leave out the settings that this run does not read, and note them in `summary`.
+    """Leave out the settings that this run does not read; note them, and its name, in `summary`.
 
     Raises ValueError for those that were typed for it, for a logger that is not installed, and for
     a resume under settings that nobody asked for.
@@ -47,7 +47,7 @@ def check_settings(config: RunConfig, summary: dict[str, Any]) -> None:
     # a sweep combines settings without knowing which of them each choice reads
     combined = in_a_sweep() or "WANDB_SWEEP_ID" in os.environ
     left_out = settle(config, asked=() if combined else typed)
-    summary["variant"] = attention_names(config.attention)[0][1]
+    summary |= identity(config)
     if left_out:
         summary["left_out"] = left_out
         log.info("\n".join(f"without {key}: {why}" for key, why in left_out.items()))

@@ -6,8 +6,9 @@ RUN/checkpoint/ holds
     training.pt         optimizer, gradient scaler and random number generators,
                         readable with weights_only=True
     metrics.jsonl       a copy of the run's metrics.jsonl
-    meta.json           format, step, tokens, val_loss, config, starts (starts.py), the
-                        size and SHA-256 of the files above, and its own SHA-256
+    meta.json           format, step, tokens, val_loss, config, the overrides that a resume
+                        repeats, starts (starts.py), the size and SHA-256 of the files
+                        above, and its own SHA-256
 
 Whenever the process dies, one whole checkpoint is left; see whole_folder(). If the latest is
 damaged, a run resumes from the newest whole one. The best consists of hard links, which take no
@@ -20,6 +21,7 @@ import logging
 import math
 import os
 import shutil
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -70,12 +72,13 @@ class Checkpoints:
         *,
         model: nn.Module,
         optimizer: Optimizer,
-        scaler: GradScaler | None,
-        config: dict,
+        scaler: GradScaler,
+        config: Row,
+        overrides: Sequence[str] = (),
         background: bool | None = None,
         writes: bool = True,
     ):
-        self.run_dir, self.config = run_dir, config
+        self.run_dir, self.config, self.overrides = run_dir, config, overrides
         self.writes = writes  # only one rank writes; all ranks load
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.starts: list[Row] = []  # see training/record/starts.py; filled by begin()
@@ -91,15 +94,11 @@ class Checkpoints:
         which has no rows of later steps.
         """
         self.starts = [entry]
-        if not self.config.get("resume"):
+        if not self.config["resume"]:
             return Start(0, 0)
-        if not self.writes:
-            self.run_dir = Path(self.config["resume"])
-        folder, meta = self.load()
+        folder, meta = self.load(Path(self.config["resume"]))
         self.starts = resumed_starts(meta, self.config, entry)
         if self.writes:
-            for unfinished in self.run_dir.glob(f"{LATEST}*.tmp"):
-                shutil.rmtree(unfinished)
             write_file(self.run_dir / METRICS, (folder / METRICS).read_bytes())
         return Start(meta["step"], meta["tokens"])
 
@@ -112,19 +111,18 @@ class Checkpoints:
         *,
         due: bool = True,
         last: bool = False,
-    ) -> bool:
+    ) -> None:
         """Save the current state as the latest checkpoint if one is due, or if it is the best yet.
 
         val_loss: of this step, or None. last: no step follows, so nothing changes the state.
-        Returns whether it saves.
         """
         if not self.writes:
-            return False
+            return
         if val_loss is not None and not math.isfinite(val_loss):
             val_loss = None  # NaN is not JSON
         best = val_loss is not None and self._is_best(step, val_loss)
         if not (due or last or best):
-            return False
+            return
         self._wait()
         stop_clock(self.starts)
         meta = {
@@ -135,18 +133,18 @@ class Checkpoints:
             "val_loss": val_loss,
             "vocab_size": getattr(self.model, "vocab_size", None),
             "config": self.config,
+            "overrides": self.overrides,
             "starts": copy.deepcopy(self.starts),
         }
         parts = self._state(), meta, (self.run_dir / METRICS).read_bytes(), best
         if last or not self.background:
             self._write(*parts)
-            return True
+            return
         # copies from a GPU are pinned, and go on while the host queues them
         copied = tree_map_only(Tensor, lambda x: x.to("cpu", non_blocking=True, copy=True), parts)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # the next step changes what they copy
         self._pending = self._writer.submit(self._write, *copied)
-        return True
 
     def _is_best(self, step: int, val_loss: float) -> bool:
         """Whether val_loss is below that of all earlier checkpoints on the same data."""
@@ -165,7 +163,7 @@ class Checkpoints:
             "weights": {name: x.detach().contiguous() for name, x in _named(self.model).items()},
             "training": {
                 "optimizer": self.optimizer.state_dict(),
-                "scaler": {} if self.scaler is None else self.scaler.state_dict(),
+                "scaler": self.scaler.state_dict(),
                 "random": _random_state(),
             },
         }
@@ -202,23 +200,22 @@ class Checkpoints:
                 f"disk): {first_line(error)}"
             ) from error
 
-    def load(self) -> tuple[Path, Row]:
-        """Restore model, optimizer, scaler and random numbers from the newest whole checkpoint.
+    def load(self, run_dir: Path) -> tuple[Path, Row]:
+        """Restore model, optimizer, scaler and random numbers from a run's newest whole checkpoint.
 
         Returns its folder and its meta.json. A damaged checkpoint is skipped with one warning; none
         is deleted. The optimizer keeps the settings it was built with (learning rate, betas, weight
         decay), because the caller chooses those.
         """
         # all files are verified before anything is changed
-        folder, meta = _newest_whole(self.run_dir)
+        folder, meta = _newest_whole(run_dir)
         state = torch.load(folder / TRAINING, map_location="cpu", weights_only=True)
         _load_weights(folder, self.model)
         settings = [dict(group) for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
         for group, setting in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(setting)
-        # a disabled scaler has no state, and accepts none
-        if self.scaler is not None and self.scaler.is_enabled() and state["scaler"]:
+        if state["scaler"]:  # one that was enabled
             self.scaler.load_state_dict(state["scaler"])
         _set_random_state(state["random"])
         if folder.name != LATEST:

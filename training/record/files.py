@@ -32,9 +32,8 @@ Row = dict[str, Any]  # an object of a JSON file
 LATEST, PREVIOUS, BEST = "checkpoint", "checkpoint.previous", "checkpoint.best"
 FRESH = f"{LATEST}.tmp"  # a checkpoint that is being written
 META = "meta.json"
-# a new number for every change of what a setting is called or means: scripts read the weights of
-# older versions, and a resume takes only this one
-VERSION = 2
+# a new number for every change of what a checkpoint holds, or of what a setting is called or means
+VERSION = 3
 
 
 class CheckpointError(ValueError):
@@ -90,30 +89,21 @@ def read_mapping(path: Path) -> Row:
         return {}
 
 
-def read_data(path: Path, kind: type = dict) -> Any:
-    """What a .json or .yaml file holds: one object of this kind.
+def read_data(path: Path) -> Row:
+    """The mapping in a .json or .yaml file.
 
     Raises ValueError, in one sentence that names the file, for anything else.
     """
     try:
         content = path.read_text("utf-8")
-        found = json.loads(content) if path.suffix == ".json" else yaml.load(content, PlainYaml)
-        if not isinstance(found, kind):
-            raise ValueError(f"it holds {type(found).__name__} instead of {kind.__name__}")
+        found = json.loads(content) if path.suffix == ".json" else yaml.safe_load(content)
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds {type(found).__name__} instead of a mapping")
     except RecursionError:
         raise ValueError(f"{path} cannot be read: it is nested too deeply") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     return found
-
-
-class PlainYaml(yaml.SafeLoader):
-    """YAML without aliases, by which a few lines can stand for gigabytes."""
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("it has an alias")
-        return super().compose_node(parent, index)
 
 
 @cache
@@ -123,23 +113,14 @@ def _warn(sentence: str) -> None:
 
 
 def newest_first(run_dir: Path) -> list[Path]:
-    """The folders of the run's checkpoints, whole or not, latest first.
+    """The folders of the run's checkpoints, whole or not, as a resume tries them.
 
     For the folder of one checkpoint: that folder alone.
     """
     if os.path.isfile(run_dir / META):  # pathlib raises errors for a name that is too long
         return [run_dir]
-    found = [run_dir / name for name in (LATEST, PREVIOUS, BEST)]
-    found = [folder for folder in found if os.path.isdir(folder)]
-    return sorted(found, key=lambda folder: (folder.name != LATEST, -step_of(folder)))
-
-
-def step_of(folder: Path) -> int:
-    """The step of a checkpoint; -1 if its meta.json is damaged."""
-    try:
-        return meta_of(folder)["step"]
-    except CheckpointError:
-        return -1
+    folders = [run_dir / name for name in (LATEST, PREVIOUS, BEST)]
+    return [folder for folder in folders if os.path.isdir(folder)]
 
 
 def latest(run_dir: Path) -> Path:
@@ -150,10 +131,7 @@ def latest(run_dir: Path) -> Path:
     for folder in newest_first(run_dir):
         if folder.name != BEST or folder == run_dir:
             return folder
-    raise CheckpointError(
-        f"{run_dir} holds no checkpoint: there is no folder {run_dir / LATEST}; a run that "
-        "was stopped before its first checkpoint is started anew"
-    )
+    raise CheckpointError(no_checkpoint(run_dir))
 
 
 def read_meta(run_dir: Path) -> Row:
@@ -170,36 +148,23 @@ def meta_of(folder: Path) -> Row:
         raise CheckpointError(str(error)) from error
     if meta.get("sha256") != meta_checksum(meta):
         raise CheckpointError(f"{path} is damaged or another program's: its SHA-256 differs")
-    if meta["version"] > VERSION:
+    if meta["version"] != VERSION:
         raise CheckpointError(
-            f"{folder} has version {meta['version']} of the format; this program reads versions up "
-            f"to {VERSION}"
+            f"{folder} is of commit {meta['starts'][-1]['commit']}, which writes version "
+            f"{meta['version']} and not {VERSION}: check out that commit to go on or to read it"
         )
     return meta
 
 
 def newest_meta(run_dir: Path) -> Row:
-    """The meta.json of the newest checkpoint that has a whole one; {} if none has."""
+    """The meta.json of the newest checkpoint that has a whole one.
+
+    Raises CheckpointError if none has.
+    """
     for folder in newest_first(run_dir):
         with suppress(CheckpointError):
             return meta_of(folder)
-    return {}
-
-
-def check_version(run_dir: Path) -> None:
-    """Raise CheckpointError if an older version of this program trained the run."""
-    meta = newest_meta(run_dir)
-    if meta and meta["version"] < VERSION:
-        raise CheckpointError(
-            f"resume={run_dir}: it is a run of commit {commit_of(meta)}, which has other "
-            "settings; check out that commit to resume it. scripts.sample, report and cross_eval "
-            "read it as it is"
-        )
-
-
-def commit_of(meta: Row) -> str | None:
-    """The commit that wrote a checkpoint."""
-    return meta["starts"][-1]["commit"]
+    return read_meta(run_dir)  # raises the reason
 
 
 def run_of(folder: Path) -> Path:
@@ -207,16 +172,16 @@ def run_of(folder: Path) -> Path:
     return folder.parent if os.path.isfile(folder / META) else folder
 
 
-def no_run(folder: Path, lacks: str) -> str:
-    """Why a folder without the file `lacks` is not a run directory, and which folder may be."""
-    hint = ""
+def no_checkpoint(folder: Path) -> str:
+    """Why there is nothing to go on from in a folder, and which folder may have it."""
+    hint = "a run that was stopped before its first checkpoint is started anew"
     # a run lies in outputs/DAY/TIME; pathlib raises errors for a name that is too long
-    near, far = (sorted(glob(f"{below}/{lacks}", root_dir=folder)) for below in ("*", "*/*"))
+    near, far = (sorted(glob(f"{below}/{LATEST}", root_dir=folder)) for below in ("*", "*/*"))
     if runs := near or far:
-        hint = f"; it holds runs, such as {(folder / runs[0]).parent}"
+        hint = f"it holds runs, such as {(folder / runs[0]).parent}"
     elif (run := run_of(folder)) != folder:
-        hint = f"; it is a checkpoint of the run {run}"
-    return f"{folder} is not a run directory: it has no {lacks}{hint}"
+        hint = f"it is a checkpoint of the run {run}"
+    return f"{folder} holds no checkpoint: there is no folder {folder / LATEST}; {hint}"
 
 
 def write_json(path: Path, obj: Row) -> None:

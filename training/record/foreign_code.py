@@ -7,13 +7,12 @@ current folder. Whoever hands over a run could have put such a module into it.
 import logging
 import re
 import sys
-from collections.abc import Iterable
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 from training.own_modules import ROOT
-from training.record.names import unescaped
+from training.record.files import Row
 from training.record.runs import sweep_of
 
 log = logging.getLogger("tilegpt")
@@ -43,10 +42,10 @@ class RunFolders:
 RUNS = RunFolders()
 
 
-def run_no_code_of(run_dir: Path, attentions: Iterable[str]) -> None:
+def run_no_code_of(run_dir: Path, attention: Row) -> None:
     """Refuse from now on to import a module from a run's folder, or from that of its sweep.
 
-    Those of the run's `attentions` that are its user's own code are named in one line each.
+    Code of the run's user that its settings of the attention name is told in one line each.
     """
     folder = run_dir.resolve()
     folder = sweep_of(folder) or folder
@@ -54,8 +53,8 @@ def run_no_code_of(run_dir: Path, attentions: Iterable[str]) -> None:
         RUNS.folders.add(folder)
     if RUNS not in sys.meta_path:
         sys.meta_path.insert(0, RUNS)
-    for name in (unescaped(each).strip("'\"") for each in attentions):
-        if OWN.fullmatch(name) and name not in RUNS.named:
+    for name in (attention["name"], attention["switch_to"], attention["score_mod"]):
+        if name and OWN.fullmatch(name) and name not in RUNS.named:
             RUNS.named.add(name)
             log.warning(
                 f"{run_dir} was trained with {name}, code of its user: it is imported, unless it "

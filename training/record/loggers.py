@@ -40,7 +40,6 @@ class LoggedRun(NamedTuple):
     group: str | None
     tags: list[str]
     settings: Row
-    resumes: bool
 
 
 def start_logger(config: RunConfig, run_dir: Path, summary: Row, *, writes: bool) -> "Logger":
@@ -68,7 +67,6 @@ def start_logger(config: RunConfig, run_dir: Path, summary: Row, *, writes: bool
             group=group_name(sweep, summary["overrides"]) if sweep else None,
             tags=[*filter(None, tags), config.data.source, f"seq{config.seq_len}"],
             settings=asdict(config) | {"variant": variant, "curve": curve},
-            resumes=config.resume is not None,
         )
     )
     return logger
@@ -162,8 +160,8 @@ class WandbLogger(Logger):
     def start(self, run: LoggedRun) -> None:
         import wandb
 
-        id_file = run.run_dir / "wandb_id.txt"
-        run_id = id_file.read_text().strip() if run.resumes and id_file.exists() else None
+        id_file = run.run_dir / "wandb_id.txt"  # of an earlier start
+        run_id = id_file.read_text().strip() if id_file.exists() else None
         prepare_environment()
         mode = os.environ.get("WANDB_MODE", "online")
         begin = partial(

@@ -12,22 +12,13 @@ Nothing here imports torch.
 import json
 import re
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from config import BACKEND_OPTIONS, AttentionConfig, parse_attention
+from config import BACKEND_OPTIONS, AttentionConfig, RunConfig, parse_attention
 from training.record.files import Row
 
-# settings that change what is reported of a run, not what it learns
-WATCHING = (
-    "logger.",
-    "eval_",
-    "diagnose_every",
-    "log_every",
-    "checkpoint_every",
-    "sample_tokens",
-)
 # nats: this project's exact attentions differed by at most 0.00008, in bfloat16
 SAME_LOSS = 0.001
 
@@ -37,6 +28,16 @@ class Names(NamedTuple):
 
     variant: str
     run: str
+
+
+def identity(config: RunConfig) -> Row:
+    """What names a run before it begins, in index.jsonl and in summary.json."""
+    return {
+        "attention": config.attention.name,
+        "variant": _in_words(attention_names(config.attention)),
+        "seq_len": config.seq_len,
+        "seed": config.seed,
+    }
 
 
 def attention_names(chosen: AttentionConfig) -> list[tuple[int, str]]:
@@ -75,11 +76,6 @@ def unescaped(text: str) -> str:
     return re.sub(r"\\([\\()\[\]{}:=, \t])", r"\1", text)
 
 
-def apart(overrides: Iterable[str], shared: Container[str]) -> str:
-    """The overrides of a job that not all jobs of its sweep share, as a person would write them."""
-    return unescaped(" ".join(each for each in overrides if each not in shared))
-
-
 def name_runs(rows: Sequence[Row]) -> list[Names]:
     """The names of runs that are shown together, given their summaries or index lines."""
     names = list(map(_named, rows, differing_settings(rows)))
@@ -100,10 +96,10 @@ def differing_settings(rows: Sequence[Row]) -> list[dict[str, str]]:
     return [dict(pair for pair in each.items() if pair not in shared) for each in settings]
 
 
-def attention_steps(row: Row) -> list[tuple[int, str]]:
-    """Each attention of a run with the step after which it is used, by the starts in its summary.
+def attention_in_words(row: Row) -> str:
+    """tiled block_kv=16, or for a run that switches: no_rescale, tiled after step 400.
 
-    See training.record.starts. [] for a run that never trained.
+    By the starts in its summary, see training.record.starts; "" for a run that never trained.
     """
     used: list[tuple[int, str]] = []
     for start in row.get("starts") or []:
@@ -113,14 +109,11 @@ def attention_steps(row: Row) -> list[tuple[int, str]]:
             goes_on = step == start["step"] and used and used[-1][1] == name
             if not goes_on:
                 used.append((step, name))
-    return used
+    return _in_words(used)
 
 
-def attention_in_words(row: Row) -> str:
-    """tiled block_kv=16, or for a run that switches: no_rescale, tiled after step 400."""
-    return ", ".join(
-        name + (f" after step {step}" if step else "") for step, name in attention_steps(row)
-    )
+def _in_words(used: Iterable[tuple[int, str]]) -> str:
+    return ", ".join(name + (f" after step {step}" if step else "") for step, name in used)
 
 
 def belies_exact(summary: Row) -> bool:
@@ -134,7 +127,7 @@ def belies_exact(summary: Row) -> bool:
 def _named(row: Row, setting: Mapping[str, str]) -> Names:
     written = str(row.get("variant") or row.get("attention") or _folder(row))
     attention = attention_in_words(row)
-    # before a run is named, and in runs of earlier versions, the variant is one attention
+    # a resume may have changed what was planned
     variant = written if written.startswith(attention) else attention
     sizes = [f"{key}={setting[key]}" for key in ("seq_len", "seed") if key in setting]
     for key, value in setting.items():
@@ -149,10 +142,10 @@ def _settings(row: Row) -> dict[str, str]:
     settings: Row = {}
     for override in row.get("overrides") or []:
         key, _, value = override.lstrip("+").partition("=")
-        if key.partition(".")[0] not in ("attention", "resume", "left_out"):
+        if key.partition(".")[0] not in ("attention", "resume"):
             settings[key] = unescaped(value)
     return settings | {key: str(row[key]) for key in ("seq_len", "seed") if key in row}
 
 
 def _folder(row: Row) -> str:
-    return Path(str(row.get("dir", row.get("job", "")))).name
+    return Path(str(row.get("dir", ""))).name

@@ -5,6 +5,8 @@ diverged     the loss or a gradient was not finite
 oom          memory ran out
 interrupted  by Ctrl-C or another signal
 failed       by any other error
+
+Until then it is unfinished, and so is a run that was killed.
 """
 
 import logging
@@ -32,16 +34,16 @@ def objective(summary: Row) -> float:
     return math.inf if loss is None else loss
 
 
-def outcome_of(error: BaseException, run_dir: Path, *, status: str = "running") -> Row:
+def outcome_of(error: BaseException, run_dir: Path, *, status: str = "unfinished") -> Row:
     """The entries of summary.json for an error by which a run ended; logs it in one line.
 
-    `status` is "running" until the training is over and saved. {} if it ended with this error, so
-    that it is noted already.
+    `status` is "unfinished" until the training is over and saved. {} if it ended with this error,
+    so that it is noted already.
     """
     stopped = isinstance(error, KeyboardInterrupt)
     if status in ("oom", "failed") or (stopped and status == "interrupted"):
         return {}
-    if status == "running":
+    if status == "unfinished":
         if stopped:
             log.warning("stopped at once: the steps since the last checkpoint are lost")
             return {"status": "interrupted"}

@@ -73,9 +73,3 @@ def variant_colors(variants: Mapping[str, str]) -> dict[str, str]:
     """The colour of each variant on white, given {variant: attention}."""
     places = variant_places(variants)
     return {variant: HUES[place % len(HUES)][0] for variant, place in places.items()}
-
-
-def mixed(color: str, white: float) -> str:
-    """The colour mixed with a share of white."""
-    parts = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
-    return "#" + "".join(f"{round(part + white * (255 - part)):02x}" for part in parts)

@@ -6,20 +6,21 @@ It receives numbers: steps, rows of figures, a diagnosis. It knows no model and 
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic
 
+import yaml
+
 from config import RunConfig
 from training.record.checkpoint import Checkpoints
 from training.record.clock import PHASES, WallClock, phase
-from training.record.files import Row, append_row, write_json
+from training.record.files import Row, append_row, write_file, write_json
 from training.record.loggers import start_logger
-from training.record.names import attention_in_words, belies_exact
+from training.record.names import belies_exact
 from training.record.outcome import after_training, outcome_of, resume_command, save_summary
 from training.record.plot import draw_loss_curve
-from training.record.starts import Start, stop_clock, write_settings
+from training.record.starts import Start, stop_clock
 from training.record.text_table import printable
 
 log = logging.getLogger("tilegpt")
@@ -30,8 +31,8 @@ EVERY = 5.0  # seconds from one line of progress to the next
 class Recorder:
     """Records one start of a run.
 
-    `summary` is what summary.json will say, `overrides` repeat the settings, and `environment` is
-    for env.json. Once this is built, the folder belongs to the run.
+    `summary` is what summary.json will say, and `environment` is for env.json. Once this is built,
+    the folder belongs to the run.
     """
 
     def __init__(
@@ -41,27 +42,24 @@ class Recorder:
         start: Start,
         checkpoints: Checkpoints,
         summary: Row,
-        *,
-        overrides: list[str],
         environment: Row,
     ) -> None:
         self.run_dir, self.config, self.start, self.summary = run_dir, config, start, summary
         self.checkpoints, self.writes = checkpoints, checkpoints.writes
         (run_dir / "metrics.jsonl").touch()
-        # if this start is killed, the summary of an earlier one is not its result
-        (run_dir / "summary.json").unlink(missing_ok=True)
         self.tokens_per_step = config.sequences_per_step * config.seq_len
         self.wall = WallClock(seconds=stop_clock(checkpoints.starts))
         self.called_inexact = False
-        self.done = start.step
         summary |= {"steps_done": start.step, "tokens": start.tokens, "starts": checkpoints.starts}
-        write_settings(run_dir, asdict(config), overrides)
+        # first: if this start is killed, the summary of an earlier one is not its result
+        write_json(run_dir / "summary.json", summary)
+        settings = yaml.safe_dump(checkpoints.config, sort_keys=False, allow_unicode=True)
+        write_file(run_dir / "config.yaml", settings)
         write_json(run_dir / "env.json", environment)
-        attention = attention_in_words(summary)
         ranks = f" on {summary['ranks']} ranks" if "ranks" in summary else ""
         log.info(
             f"model={config.model.name} {summary['parameters']:,} parameters, "
-            f"attention={attention}\n{summary['device']} {summary['dtype']}, "
+            f"attention={summary['variant']}\n{summary['device']} {summary['dtype']}, "
             f"{config.sequences_per_step} x {config.seq_len} tokens a step{ranks}, in {run_dir}"
         )
         with phase("logging"):
@@ -80,12 +78,13 @@ class Recorder:
             with phase("logging"):
                 self.logger.finish(summary)
             raise
-        summary["tokens_per_sec"] = self.wall.tokens_per_sec(self.tokens(self.done))
-        if summary["status"] == "running" and self.done == self.config.steps:
+        done = summary["steps_done"]
+        summary["tokens_per_sec"] = self.wall.tokens_per_sec(summary["tokens"])
+        if summary["status"] == "unfinished" and done == self.config.steps:
             summary["status"] = "completed"
-        elif summary["status"] == "running":
+        elif summary["status"] == "unfinished":
             summary["status"] = "interrupted"
-            log.warning(f"interrupted after step {self.done}; {resume_command(self.run_dir)}")
+            log.warning(f"interrupted after step {done}; {resume_command(self.run_dir)}")
         save_summary(self.run_dir, summary)  # report() follows
 
     def tokens(self, step: int) -> int:
@@ -108,7 +107,7 @@ class Recorder:
 
     def step(self, step: int, loss: float, row: Row, *, last: bool) -> None:
         """Write the row of a step if there is one, and a line of progress if one is due."""
-        self.done = step
+        self.summary |= {"steps_done": step, "tokens": self.tokens(step)}
         if row:
             self._write(step, row)
         if last or "val/loss" in row or monotonic() >= self.next_line:
@@ -117,8 +116,7 @@ class Recorder:
 
     def save(self, step: int, val_loss: float | None, *, due: bool, last: bool) -> None:
         """Save a checkpoint if it is due, the best so far, or the last."""
-        if self.checkpoints.save(step, self.tokens(step), val_loss, due=due, last=last):
-            self.summary.update(steps_done=step, tokens=self.tokens(step))
+        self.checkpoints.save(step, self.tokens(step), val_loss, due=due, last=last)
 
     def report(self, sample: Callable[[], str | None]) -> None:
         """After the run: draw its loss curve, sample a text, and end the logger."""
@@ -135,7 +133,7 @@ class Recorder:
     def _draw(self) -> None:
         config, summary = self.config, self.summary
         title = (
-            f"{attention_in_words(summary)} model={config.model.name} "
+            f"{summary['variant']} model={config.model.name} "
             f"seq_len={config.seq_len} seed={config.seed}: {summary['status']}"
         )
         with after_training("loss curve", summary), phase("drawing"):
@@ -158,12 +156,11 @@ class Recorder:
         append_row(self.run_dir / "metrics.jsonl", row)
         self.logger.log(row)
         summary |= {name: value for name, value in row.items() if name.startswith("val/")}
-        speed = self.wall.tokens_per_sec(tokens)
-        summary |= {"steps_done": step, "tokens": tokens, "tokens_per_sec": speed}
+        summary["tokens_per_sec"] = self.wall.tokens_per_sec(tokens)
         if belies_exact(summary) and not self.called_inexact:
             self.called_inexact = True
             log.warning(
-                f"attention={attention_in_words(summary)} is labelled exact and is not: val/loss "
+                f"attention={summary['variant']} is labelled exact and is not: val/loss "
                 f"{summary['val/loss']:.4f}, and {summary['val/loss_exact']:.4f} of the same "
                 "weights under exact attention"
             )

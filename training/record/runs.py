@@ -10,13 +10,11 @@ from pathlib import Path
 
 from training.record.files import Row, read_lines, read_mapping, read_metrics
 from training.record.names import differing_settings, name_runs
-from training.record.starts import changes_in_words, flat
+from training.record.starts import changes_in_words
 from training.record.text_table import text_table
 
 RUN_FILES = ("summary.json", "metrics.jsonl", "config.yaml")
 INDEX = "index.jsonl"
-# folders of a run or a sweep that hold no runs
-OTHER_FOLDERS = ("wandb", "checkpoint", "report_figures", "tensorboard")
 # {title in a table: (key of a run, format)}
 COLUMNS = {
     "status": ("status", "{}"),
@@ -33,8 +31,8 @@ COLUMNS = {
 def read_sweep(folder: Path) -> list[Row]:
     """Every run below `folder`, in order: a run directory, a sweep, or a folder of either.
 
-    A run is its summary.json plus "dir" and "evaluated_step". A run that never wrote a summary is
-    "unfinished", with the content of its index line, config and metrics.
+    A run is its index line, its summary.json, "dir" and "evaluated_step". One that runs or was
+    killed is "unfinished", with the last value of each metric.
     """
     sweep = sweep_of(folder)
     return list(_runs(folder, planned_jobs(sweep) if sweep else {}))
@@ -47,8 +45,7 @@ def sweep_of(run_dir: Path) -> Path | None:
 
 def planned_jobs(sweep: Path) -> dict[Path, Row]:
     """The lines of a sweep's index.jsonl by the folders of the jobs."""
-    # earlier versions named a job that had not begun by its number alone
-    return {sweep / str(row.get("dir", row.get("job"))): row for row in read_lines(sweep / INDEX)}
+    return {sweep / str(row.get("dir")): row for row in read_lines(sweep / INDEX)}
 
 
 def not_started(sweep: Path) -> list[Row]:
@@ -66,7 +63,8 @@ def _runs(folder: Path, planned: dict[Path, Row]) -> Iterator[Row]:
     below = [
         path
         for path in folder.iterdir()
-        if path.is_dir() and not path.name.startswith(".") and path.name not in OTHER_FOLDERS
+        # wandb/ has files of the same names
+        if path.is_dir() and not path.name.startswith(".") and path.name != "wandb"
         if path.resolve() not in around
     ]
     for path in sorted(below, key=lambda path: in_order(path.name)):
@@ -82,16 +80,11 @@ def read_run(run_dir: Path) -> Row:
     """One run directory as a dictionary; never fails on a half-written one."""
     rows = read_metrics(run_dir / "metrics.jsonl")
     evaluated_step = max((row["step"] for row in rows if "val/loss" in row), default=None)
-    own = {"evaluated_step": evaluated_step, "dir": str(run_dir)}
-    summary = read_mapping(run_dir / "summary.json")
-    if "status" in summary:
-        return summary | own
-    # the last values of the metrics, and the settings that name it
-    run = {key: value for row in rows for key, value in row.items()}
-    settings = flat(read_mapping(run_dir / "config.yaml"))
-    run |= {"attention": settings.get("attention.name"), "steps_done": run.pop("step", None)}
-    run |= {key: settings.get(key) for key in ("seq_len", "seed")} | {"status": "unfinished"} | own
-    return {key: value for key, value in run.items() if value is not None}
+    run = {"status": "unfinished"} | read_mapping(run_dir / "summary.json")
+    if run["status"] == "unfinished":
+        last = {key: value for row in rows for key, value in row.items()}
+        run |= {"steps_done": last.pop("step", 0)} | last
+    return run | {"evaluated_step": evaluated_step, "dir": str(run_dir)}
 
 
 def summary_table(rows: list[Row]) -> str:
@@ -143,7 +136,6 @@ def is_stale(row: Row) -> bool:
 
 def remark(row: Row) -> str:
     """Why a run ended early, and what a resume changed, in one line; else ""."""
-    found = row.get("diagnosis") or row.get("oom")
-    said = found.get("message") if isinstance(found, dict) else found
-    reason = str(said or row.get("error") or "")
+    found = row.get("diagnosis") or row.get("oom") or {}
+    reason = found.get("message") or row.get("error") or ""
     return "; ".join(filter(None, [reason.strip().split("\n")[0], changes_in_words(row)]))

@@ -17,35 +17,32 @@ Steps taken after the checkpoint that a later start resumed from are not recorde
 """
 
 import logging
-import math
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from config import BACKEND_OPTIONS, AttentionConfig, RunConfig
 from training.record.clock import PHASES
-from training.record.files import CheckpointError, Row, newest_meta, read_mapping, write_file
-from training.record.names import WATCHING, as_typed, attention_names
+from training.record.files import CheckpointError, Row, newest_meta
+from training.record.names import as_typed, attention_names
 
 log = logging.getLogger("tilegpt")
 
-# settings of the model that change neither a tensor nor what the weights mean
-FREE_SETTINGS = ("model.name", "model.dropout", "model.checkpoint")
+# settings of the model that do not change what its weights mean; max_seq_len may change the shape
+# of learned positions, which is refused when they are loaded
+FREE_SETTINGS = ("model.name", "model.dropout", "model.checkpoint", "model.max_seq_len")
 
 
 def check_resume(config: RunConfig, *, asked: set[str]) -> None:
     """Raise ValueError for a resume under settings that do not fit the checkpoint, or that nobody
-    asked for.
+    asked for: conf/ was edited since.
 
-    The latter would change silently if overrides.yaml has lost a line, or conf/ was edited since.
     `asked` are the keys of this command line.
     """
     if config.resume is None:
         return
-    run_dir, now = Path(config.resume), asdict(config)
+    run_dir = Path(config.resume)
     if "init_from" in asked:
         raise ValueError(
             f"init_from={config.init_from} begins a run, and resume={run_dir} goes on with the "
@@ -53,46 +50,20 @@ def check_resume(config: RunConfig, *, asked: set[str]) -> None:
         )
     if "seq_len" in asked:
         asked = asked | {"model.max_seq_len"}  # which follows it
-    saved = newest_meta(run_dir).get("config", {})
-    _check_fit(run_dir, saved, now)
-    written = read_mapping(run_dir / "config.yaml") or saved
-    edited, changed = (
-        {key: pair for key, pair in differences(then, now).items() if not _asked_for(key, asked)}
-        for then in (written, saved)
-    )
-    # what an earlier resume changed stands in config.yaml, even if that start saved nothing
-    changed = {key: pair for key, pair in changed.items() if key in edited}
-    if changed:
-        raise ValueError(
-            f"resume={run_dir}: {in_words(changed)}, which nobody asked for: overrides.yaml there "
-            "or conf/ here has changed since; name each on the command line with the value to go "
-            "on with"
-        )
-    warn_of_edits(run_dir, edited)
-
-
-def _check_fit(run_dir: Path, saved: Row, now: Row) -> None:
-    """Raise CheckpointError for the first setting under which the weights would mean another
-    model, or the state be of another optimizer.
-    """
-    for key, (before, present) in differences(saved, now).items():
-        length = key == "model.max_seq_len"
-        # only learned positions have a table of max_seq_len rows; other models run at any length
-        free = key in FREE_SETTINGS or (length and now["model"]["positions"] in ("rope", "alibi"))
-        if key == "optim.name" or (key.startswith("model.") and not free):
-            # a longer sequence asks for a longer table
-            keep = "seq_len" if length else key.removesuffix(".name")
+    changed = differences(newest_meta(run_dir)["config"], asdict(config))
+    # weights that would mean another model, or state of another optimizer
+    for key, (before, present) in changed.items():
+        if key == "optim.name" or (key.startswith("model.") and key not in FREE_SETTINGS):
             raise CheckpointError(
                 f"resume={run_dir}: {key} is {before} in the checkpoint and {present} now; keep "
-                f"{keep}={as_typed(before)}, or start a new run"
+                f"{key.removesuffix('.name')}={as_typed(before)}, or start a new run"
             )
-
-
-def warn_of_edits(run_dir: Path, edited: dict[str, list[Any]]) -> None:
-    """Name the settings in which RUN/config.yaml is not what the run has: {key: [there, here]}."""
-    if edited:
-        there = in_words(edited, "there")
-        log.warning(f"the settings in the checkpoint count, not {run_dir}/config.yaml: {there}")
+    unasked = {key: pair for key, pair in changed.items() if not _asked_for(key, asked)}
+    if unasked:
+        raise ValueError(
+            f"resume={run_dir}: {in_words(unasked)}, which nobody asked for: conf/ has changed "
+            "since; name each on the command line with the value to go on with"
+        )
 
 
 def resumed_starts(meta: Row, config: Row, start: Row) -> list[Row]:
@@ -161,44 +132,34 @@ def stop_clock(starts: list[Row]) -> float:
     return sum(start.get("seconds", 0) for start in starts)
 
 
-def write_settings(run_dir: Path, config: Row, overrides: list[str]) -> None:
-    """Write RUN/config.yaml and overrides.yaml. A reader sees the old or the new file, whole."""
-    for name, content in (("config.yaml", config), ("overrides.yaml", overrides)):
-        text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=math.inf)
-        write_file(run_dir / name, text)
-
-
 def changes_in_words(summary: Row) -> str:
-    """The settings that resumes of a run changed, if they change what the run learns."""
-    resumes = []
-    for start in summary.get("starts") or []:
-        changed = start["changed"].items()
-        learned = {key: pair for key, pair in changed if not key.startswith(WATCHING)}
-        if learned:
-            resumes.append(f"resumed at step {start['step']} with {in_words(learned)}")
-    return "; ".join(resumes)
+    """The settings that resumes of a run changed."""
+    return "; ".join(
+        f"resumed at step {start['step']} with {in_words(start['changed'])}"
+        for start in summary.get("starts") or []
+        if start["changed"]
+    )
 
 
-def in_words(changed: dict[str, list[Any]], where: str = "before") -> str:
+def in_words(changed: dict[str, list[Any]]) -> str:
     """attention.name=sdpa (tiled before), steps=600 (500 before)"""
     pairs = changed.items()
     return ", ".join(
-        f"{key}={as_typed(now)} ({as_typed(then)} {where})" for key, (then, now) in pairs
+        f"{key}={as_typed(now)} ({as_typed(then)} before)" for key, (then, now) in pairs
     )
 
 
 def differences(then: Row, now: Row) -> dict[str, list[Any]]:
     """{key: [then, now]} of nested settings, with keys such as attention.name.
 
-    Leaves out settings that only one version of the program has, and options of an attention that
-    are at their defaults.
+    An option of an attention that is at its default does not differ from None, nor resume= at all.
     """
     before = flat(then)
     return {
         key: [before[key], value]
         for key, value in flat(now).items()
         # as strings: a NaN does not differ from itself
-        if key in before and key != "resume" and repr(before[key]) != repr(value)
+        if key != "resume" and repr(before[key]) != repr(value)
     }
 
 
