@@ -148,8 +148,8 @@ def by_title(charts: list[dict]) -> dict[str, dict]:
 
 
 def losses(runs: list[Run]) -> tuple[dict[str, dict], str]:
-    """The data of their charts beside naive, and the note on what these leave out."""
-    charts, note = loss_charts(runs, looks_of(runs), "naive")
+    """The data of their charts, and the note on what these leave out."""
+    charts, note = loss_charts(runs, looks_of(runs))
     return by_title(charts), note
 
 
