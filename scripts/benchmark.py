@@ -35,10 +35,10 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated
 
 import torch
 import torch._functorch.config
+from pydantic import PositiveFloat
 
 from attention import Backend, dtype_name
 from scripts.arguments import Count, Device, Dtype, Json, command, default, parse_backend
@@ -76,7 +76,7 @@ class Options:
     repeats: Count = 20
     check: bool = True
     max_length: bool = False
-    memory_gib: Annotated[float, 1e-3] | None = None
+    memory_gib: PositiveFloat | None = None
     out: Json | None = None
 
     def __post_init__(self) -> None:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from pydantic import Field
+
 from data.tokenizer import PATTERN, RANKS_FILE
 from scripts.arguments import check_out, command
 from training.record.files import write_file
@@ -27,7 +29,7 @@ BYTES = 256  # the first tokens, so that any text can be encoded
 
 @dataclass
 class Options:
-    vocab_size: Annotated[int, BYTES] = 8192
+    vocab_size: Annotated[int, Field(ge=BYTES)] = 8192
     out: Path = RANKS_FILE
 
 
