@@ -238,13 +238,13 @@ def traffic_table(planned: dict[str, Planned], card: Card) -> list[list[str]]:
 
 def tile_table(call: traffic.Call, shared_kib: int) -> list[list[str]]:
     """Tiles of a flash kernel beside what a block may have."""
-    rows = [["tile (queries x keys)", f"KiB shared of {shared_kib}"]]
-    rows[0] += [f"KiB in registers of {REGISTERS_KIB}", "fits"]
-    for tile in TILES:
-        sizes = [count / 1024 for count in traffic.tile_bytes(*tile, call.head_dim, call.element)]
-        fits = sizes[0] <= shared_kib and sizes[1] <= REGISTERS_KIB
-        cells = [f"{size:.0f}" for size in sizes]
-        rows.append([f"{tile[0]} x {tile[1]}", *cells, "yes" if fits else "no"])
+    shared, registers = f"KiB shared of {shared_kib}", f"KiB in registers of {REGISTERS_KIB}"
+    rows = [["tile (queries x keys)", shared, registers, "fits"]]
+    for block_q, block_kv in TILES:
+        sizes = traffic.tile_bytes(block_q, block_kv, call.head_dim, call.element)
+        shared, registers = (size / 1024 for size in sizes)
+        fits = "yes" if shared <= shared_kib and registers <= REGISTERS_KIB else "no"
+        rows.append([f"{block_q} x {block_kv}", f"{shared:.0f}", f"{registers:.0f}", fits])
     return rows
 
 
