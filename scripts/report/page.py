@@ -79,7 +79,8 @@ def _checksum(script: str) -> str:
 
 
 def _summary(runs: list[Run], folder: str) -> str:
-    variants, seeds = {run.variant for run in runs}, {run.seed for run in runs}
+    named = [run for run in runs if run.status != "damaged"]
+    variants, seeds = {run.variant for run in named}, {run.seed for run in named}
     counts = f"variants {len(variants)} · seeds {len(seeds)}"
     return f"{_statuses(runs)} · {counts} · {folder}"
 

@@ -275,6 +275,7 @@ def test_damaged_runs_are_named_and_the_others_reported(tmp_path):
     }
     assert [row["val/loss"][:5] for row in page.rows if row["variant"] == "tiled"] == ["1.650"]
     assert page.text.count(" is damaged") == len(DAMAGES) - 1
+    assert "variants 3 · seeds 2" in page.text
 
 
 def test_runs_that_died_are_told_once(tmp_path):
