@@ -125,7 +125,9 @@ def convert(key: str, kind: Any, text: str) -> Any:
     try:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
-        raise ValueError(f"{key}={text}: {error.errors()[0]['msg']}") from None
+        # pydantic puts these words before what our own checks say
+        why = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise ValueError(f"{key}={text}: {why}") from None
 
 
 def compose_new(*overrides: str, asked: Iterable[str]) -> RunConfig:
