@@ -230,15 +230,15 @@ def draw(data: Row, path: Path) -> None:
     ran_out = chart.transform_filter("datum.oom").encode(y="oom.asked_gib:Q")
     crosses = ran_out.mark_point(shape="cross", angle=45, size=120)
     picture = alt.layer(crosses, *panels[:2]) | alt.layer(*panels[2:])
-    title = alt.Title("one attention call; dashed: forward alone", subtitle=heading(data, rows))
+    title = alt.Title(
+        "one attention call; dashed: forward alone", subtitle=heading(rows[0], data["environment"])
+    )
     picture.properties(title=title).save(path, scale_factor=1.5)
 
 
-def heading(data: Row, rows: list[Row]) -> list[str]:
-    """What all rows share, and the machine."""
-    values = {key: {row[key] for row in rows if key in row} for key in SHARED}
-    shared = [f"{key}={found.pop()}" for key, found in values.items() if len(found) == 1]
-    environment = data["environment"]
+def heading(row: Row, environment: Row) -> list[str]:
+    """What all rows share with this one, and the machine."""
+    shared = [f"{key}={row[key]}" for key in SHARED if key in row]
     hardware, torch_version = environment["hardware"], environment["versions"].get("torch")
     machine = hardware.get("gpu") or f"{hardware['cpu']}, {hardware['torch_threads']} threads"
     commit = (environment.get("commit") or "unknown")[:7]
