@@ -6,8 +6,8 @@ the memory traffic of its attention.
 It takes train.py's settings (model=, seq_len=, batch_size=, dtype=, tokenizer=, experiment=, ...),
 and these:
 
-    attention  names, separated by commas, or your own as pkg.module:BACKEND
-               (naive,tiled,sdpa,triton)
+    attention  names, separated by commas, or your own as pkg.module:BACKEND (naive,sdpa,triton);
+               a tile loop of PyTorch's operators takes minutes if there are many tiles
     gpu        the card to plan for: b200, h200, h100, a100-80, a100-40, l40s, l4, rtx4090, rtx3090
                (h200); device=cpu plans for a CPU
 
@@ -103,7 +103,7 @@ def vocab_size_of(config: RunConfig) -> int:
 def plan_all(options: Options) -> dict[str, Planned]:
     planned = {}
     needed = needed_features(compose(*options.overrides))
-    names = ["naive", "tiled", "sdpa", "triton"]
+    names = ["naive", "sdpa", "triton"]
     names = options.attention or [name for name in names if name in able(needed)]
     # as in a sweep, one of several attentions may lack an option
     kept = ("attention.",) if len(names) > 1 else ()
