@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
 from attention import dtype_name
 from config import RunConfig
@@ -74,7 +75,7 @@ class Options:
     attention: list[str] = default("triton")
     tokens: Count = 32768
     # the speed needs two rows after the first two
-    steps: list[Annotated[int, 4 * LOG_EVERY]] = default(600)
+    steps: list[Annotated[int, Field(ge=4 * LOG_EVERY)]] = default(600)
     rounds: Count = 3
     eval_iters: Count = 20
     model: str = "gpt2"

@@ -30,11 +30,12 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attention import Backend
 from config import RunConfig
-from data.interface import TrainingData
+from data.interface import IGNORED, TrainingData
 from model import GPT, generate
 from scripts.arguments import Count, command, default, parse_backend
 from scripts.cross_eval import Evaluation, evaluate_runs, trained_runs
@@ -55,7 +56,7 @@ class Options(Evaluation):
 class Reading(NamedTuple):
     """The results of one attention on the held-out sequences."""
 
-    log_p: Tensor  # (B, N) float32, of the targets
+    log_p: Tensor  # float32, of each target for which a loss is taken
     written: Tensor  # (B, tokens) int64, greedy
 
 
@@ -96,18 +97,16 @@ def ask(
 
 def read(model: GPT, inputs: Tensor, targets: Tensor, tokens: int) -> Reading:
     """Ask the model at once, and greedily for `tokens` after the first half."""
-    pairs = zip(inputs.split(1), targets.split(1), strict=True)
-    log_p = torch.cat([log_p_of(model(x).logits, y) for x, y in pairs])
+    # one sequence after another: the logits of all may not fit
+    losses = [
+        F.cross_entropy(model(x[None]).logits[0].float(), y, reduction="none")
+        for x, y in zip(inputs, targets, strict=True)
+    ]
+    log_p = -torch.cat(losses)[targets.flatten() != IGNORED]
     prompts = inputs[:, : inputs.shape[1] // 2]
     cached = "cross_length" in model.backend.features
     how = {"max_new_tokens": tokens, "temperature": 0, "use_cache": cached}
     return Reading(log_p, generate(model, prompts, **how)[:, -tokens:])
-
-
-def log_p_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """log p of the targets (B, N)."""
-    log_p = logits.float().log_softmax(-1)
-    return log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
 
 
 def compare(a: Reading, b: Reading) -> Row:

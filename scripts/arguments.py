@@ -1,8 +1,9 @@
 """How every command of scripts/ and lab/ reads its arguments: key=value, like train.py.
 
-A dataclass names the keys, their types and their defaults. Commas separate the values of a list. If
-the dataclass has a field `paths`, arguments without a key go there. If it has a field `overrides`,
-settings of train.py go there. Nothing here imports torch before a command asks for it.
+A dataclass names the keys, their types and their defaults, and pydantic reads the values. Commas
+separate those of a list. If the dataclass has a field `paths`, arguments without a key go there. If
+it has a field `overrides`, settings of train.py go there. Nothing here imports torch before a
+command asks for it.
 """
 
 import functools
@@ -11,8 +12,9 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_origin
+
+from pydantic import AfterValidator, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
 from config import RunConfig, parse_attention
 from training.launch.command_line import check_overrides, compose, key_of
@@ -26,13 +28,18 @@ if TYPE_CHECKING:
 Options = TypeVar("Options")
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
-# a number with its minimum
-Count = Annotated[int, 1]
-Natural = Annotated[int, 0]
+Count, Natural = PositiveInt, NonNegativeInt
 
 
-class Json(type(Path())):
-    """A JSON file to write: read_settings() calls check_out() for it."""
+def check_out(path: Path, ending: str = ".json") -> Path:
+    """check_writable(), and a line on stderr for a file that a result will replace."""
+    check_writable(path, ending)
+    if path.exists():
+        print(f"{path} exists; the result replaces it", file=sys.stderr)
+    return path
+
+
+Json = Annotated[Path, AfterValidator(check_out)]
 
 
 @dataclass
@@ -106,44 +113,21 @@ def read_settings(options: type[Options], arguments: Iterable[str]) -> Options:
         if key not in values and each.default is each.default_factory is MISSING:
             missing = "a file or a folder" if key == "paths" else f"{key}="
             raise ValueError(f"{missing} is missing; --help says what it is for")
-    read = options(**values)
-    for value in vars(read).values():
-        if isinstance(value, Json):
-            check_out(value)
-    return read
-
-
-def check_out(path: Path, ending: str = ".json") -> None:
-    """check_writable(), and a line on stderr for a file that a result will replace."""
-    check_writable(path, ending)
-    if path.exists():
-        print(f"{path} exists; the result replaces it", file=sys.stderr)
+    return options(**values)
 
 
 def convert(key: str, kind: Any, text: str) -> Any:
     """The text of a key as a value of its type. Raises ValueError if it does not fit."""
-    form, parts = get_origin(kind), get_args(kind)
-    if form in (UnionType, Union):  # such as int | None
-        return convert(key, parts[0], text)
-    if form is list:
-        # naive,tiled:block_q=8,block_kv=4 has two values: some commas are between options of one
-        return [convert(key, *parts, part) for part in re.split(r",(?![^,:=]*=)", text)]
-    if form is Annotated:
-        value = convert(key, parts[0], text)
-        if not value >= parts[1]:
-            raise ValueError(f"{key}={text} must be at least {parts[1]}")
-        return value
-    if form is Literal:
-        if text not in parts:
-            raise ValueError(f"{key}={text} is not one of: {', '.join(parts)}")
-        return text
     if not text and kind is not str:
         raise ValueError(f"{key}= has no value")
+    # naive,tiled:block_q=8,block_kv=4 has two values: some commas are between options of one
+    value = re.split(r",(?![^,:=]*=)", text) if get_origin(kind) is list else text
     try:
-        return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
-    except (KeyError, ValueError):
-        names = {bool: "true or false", int: "a whole number", float: "a number"}
-        raise ValueError(f"{key}={text} must be {names[kind]}") from None
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        # pydantic puts these words before what our own checks say
+        why = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise ValueError(f"{key}={text}: {why}") from None
 
 
 def compose_new(*overrides: str, asked: Iterable[str]) -> RunConfig:

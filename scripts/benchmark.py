@@ -33,12 +33,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from pathlib import Path
-from typing import Annotated
 
 import torch
 import torch._functorch.config
+from pydantic import PositiveFloat
 
 from attention import Backend, dtype_name
 from scripts.arguments import Count, Device, Dtype, Json, command, default, parse_backend
@@ -50,9 +49,9 @@ from training.record.files import write_json
 from training.record.memory import GIB
 from training.record.palette import variant_colors
 
-# what all calls of a command share, and what its curves may differ in
-SHARED = ("batch", "heads", "groups", "causal", "window", "documents", "unchecked")
-VARIED = ("head_dim", "dtype")
+# what all calls of a command share
+SHARED = ("head_dim", "dtype", "batch", "heads", "groups", "causal")
+SHARED += ("window", "documents", "unchecked")
 PANELS = {
     "bytes": (GIB, "peak GiB above q, k, v (cross: out of memory, as requested)"),
     "seconds": (1e-3, "milliseconds, median"),
@@ -64,19 +63,19 @@ DASHES = {"training": [1, 0], "forward": [5, 4]}
 class Options:
     attention: list[str] = default("naive", "tiled", "sdpa")
     seq_len: list[Count] = default(256, 512, 1024, 2048)
-    head_dim: list[Count] = default(64)
+    head_dim: Count = 64
     heads: Count = 16
     batch: Count = 1
     groups: Count = 1
     window: Count | None = None
     documents: Count | None = None
     causal: bool = True
-    dtype: list[Dtype] = default("auto")
+    dtype: Dtype = "auto"
     device: Device = "auto"
     repeats: Count = 20
     check: bool = True
     max_length: bool = False
-    memory_gib: Annotated[float, 1e-3] | None = None
+    memory_gib: PositiveFloat | None = None
     out: Json | None = None
 
     def __post_init__(self) -> None:
@@ -92,23 +91,22 @@ def main(options: Options) -> None:
     # a graph that is kept for timing must not donate its buffers
     torch._functorch.config.donated_buffer = False
     device = pick_device(options.device)
-    dtypes = list(dict.fromkeys(pick_dtype(name, device) for name in options.dtype))
+    dtype = pick_dtype(options.dtype, device)
     backends = {text: parse_backend(text) for text in options.attention}
     wrong = {}
     if options.check:
-        wrong = {text: complaint(text, each, device, dtypes) for text, each in backends.items()}
+        wrong = {text: complaint(text, each, device, dtype) for text, each in backends.items()}
     # the others are measured all the same
     right = {text: backend for text, backend in backends.items() if not wrong.get(text)}
     lengths = options.seq_len[:1] if options.max_length else options.seq_len
-    settings = vars(options) | {"unchecked": not options.check or None}
+    settings = vars(options) | {"unchecked": not options.check or None, "dtype": dtype_name(dtype)}
     shared = {name: settings[name] for name in SHARED if settings[name] is not None}
+    makes: dict[str, Make] = {
+        text: partial(Call, backend, device=device, dtype=dtype) for text, backend in right.items()
+    }
     rows: list[Row] = []
-    for dtype, head_dim, length in product(dtypes, options.head_dim, lengths if right else []):
-        shape = {"seq_len": length, "head_dim": head_dim, "dtype": dtype_name(dtype)} | shared
-        makes: dict[str, Make] = {
-            text: partial(Call, backend, device=device, dtype=dtype)
-            for text, backend in right.items()
-        }
+    for length in lengths if right else []:
+        shape = {"seq_len": length} | shared
         if options.max_length:
             for text, make in makes.items():
                 rows += searched(text, make, shape, options.memory_gib, device)
@@ -124,26 +122,24 @@ def main(options: Options) -> None:
         raise ValueError(f"nothing was measured: {rows[0]['refused']}")
 
 
-def complaint(
-    text: str, backend: Backend, device: torch.device, dtypes: list[torch.dtype]
-) -> str | None:
+def complaint(text: str, backend: Backend, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why a backend is not timed: the properties that it fails in a quick check."""
     from conformance.properties import verify_backend
 
-    for dtype in dtypes:
-        if dtype not in backend.dtypes:
-            continue
-        # on a GPU this compiles every kernel, which takes minutes
-        what = f"the results of {text} in {dtype_name(dtype)}"
-        print(f"checking {what} first; check=false leaves that out", file=sys.stderr)
-        cells = verify_backend(backend, device=device, dtype=dtype, quick=True, random_cases=4)
-        if red := [cell.property for cell in cells if cell.status == "red"]:
-            return (
-                f"{text} is wrong in {dtype_name(dtype)}, so its speed means nothing: red in "
-                f"{', '.join(red)}; see python -m scripts.verify attention={text}, or add "
-                "check=false to time it all the same"
-            )
-    return None
+    if dtype not in backend.dtypes:
+        return None
+    # on a GPU this compiles every kernel, which takes minutes
+    what = f"the results of {text} in {dtype_name(dtype)}"
+    print(f"checking {what} first; check=false leaves that out", file=sys.stderr)
+    cells = verify_backend(backend, device=device, dtype=dtype, quick=True, random_cases=4)
+    red = [cell.property for cell in cells if cell.status == "red"]
+    if not red:
+        return None
+    return (
+        f"{text} is wrong in {dtype_name(dtype)}, so its speed means nothing: red in "
+        f"{', '.join(red)}; see python -m scripts.verify attention={text}, or add check=false to "
+        "time it all the same"
+    )
 
 
 def measured(makes: dict[str, Make], shape: Row, repeats: int, device: torch.device) -> list[Row]:
@@ -212,18 +208,14 @@ def draw(data: Row, path: Path) -> None:
     """
     import altair as alt
 
-    found = [row for row in data["rows"] if "seq_len" in row and "refused" not in row]
-    if all("oom" in row for row in found):
+    rows = [row for row in data["rows"] if "seq_len" in row and "refused" not in row]
+    if all("oom" in row for row in rows):
         return
-    several = [key for key in VARIED if len({row[key] for row in found}) > 1]
-    rows = []
-    for row in found:
-        words = [row["attention"], *(f"{key}={row[key]}" for key in several)]
-        rows.append(row | {"curve": " ".join(words)})
-    colors = variant_colors({row["curve"]: row["attention"].partition(":")[0] for row in rows})
+    names = (row["attention"] for row in rows)
+    colors = variant_colors({name: name.partition(":")[0] for name in names})
     lengths = sorted({row["seq_len"] for row in rows})
     x = alt.X("seq_len:Q", title="sequence length, tokens").scale(type="log", nice=False)
-    color = alt.Color("curve:N", title=None).legend(labelLimit=400)
+    color = alt.Color("attention:N", title=None).legend(labelLimit=400)
     color = color.scale(domain=[*colors], range=[*colors.values()])
     chart = alt.Chart(alt.Data(values=rows), width=420, height=320)
     chart = chart.encode(x.axis(values=lengths, format=",", labelAngle=-45), color)
@@ -238,15 +230,15 @@ def draw(data: Row, path: Path) -> None:
     ran_out = chart.transform_filter("datum.oom").encode(y="oom.asked_gib:Q")
     crosses = ran_out.mark_point(shape="cross", angle=45, size=120)
     picture = alt.layer(crosses, *panels[:2]) | alt.layer(*panels[2:])
-    title = alt.Title("one attention call; dashed: forward alone", subtitle=heading(data, rows))
+    title = alt.Title(
+        "one attention call; dashed: forward alone", subtitle=heading(rows[0], data["environment"])
+    )
     picture.properties(title=title).save(path, scale_factor=1.5)
 
 
-def heading(data: Row, rows: list[Row]) -> list[str]:
-    """What all rows share, and the machine."""
-    values = {key: {row[key] for row in rows if key in row} for key in (*SHARED, *VARIED)}
-    shared = [f"{key}={found.pop()}" for key, found in values.items() if len(found) == 1]
-    environment = data["environment"]
+def heading(row: Row, environment: Row) -> list[str]:
+    """What all rows share with this one, and the machine."""
+    shared = [f"{key}={row[key]}" for key in SHARED if key in row]
     hardware, torch_version = environment["hardware"], environment["versions"].get("torch")
     machine = hardware.get("gpu") or f"{hardware['cpu']}, {hardware['torch_threads']} threads"
     commit = (environment.get("commit") or "unknown")[:7]

@@ -20,7 +20,6 @@ import shutil
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from config import SYNTHETIC_SOURCES
 from data import build_tokenizer
@@ -28,7 +27,7 @@ from data.tokenizer_json import tokenizer_files
 from model import to_hugging_face
 from scripts.arguments import command
 from training.loop.trained import load_trained, read_run_config
-from training.record.files import read_meta
+from training.record.files import read_meta, whole_folder
 
 
 @dataclass
@@ -55,16 +54,13 @@ def export(options: Options) -> list[Path]:
     files["config.json"] = json.dumps(settings | ends, indent=2)
     files["generation_config.json"] = json.dumps(ends, indent=2)
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=out) as temporary:
-            folder = Path(temporary)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with whole_folder(out) as folder:
             for name, content in files.items():
                 (folder / name).write_text(content, encoding="utf-8")
             save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
             # safetensors creates files that only the owner can read
             shutil.copymode(folder / "config.json", folder / "model.safetensors")
-            for file in folder.iterdir():
-                file.rename(out / file.name)
     except (OSError, SafetensorError) as error:
         raise OSError(f"out={out} cannot be written: {error}") from error
     if not trained.model.backend.exact:

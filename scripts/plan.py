@@ -6,8 +6,8 @@ the memory traffic of its attention.
 It takes train.py's settings (model=, seq_len=, batch_size=, dtype=, tokenizer=, experiment=, ...),
 and these:
 
-    attention  names, separated by commas, or your own as pkg.module:BACKEND
-               (naive,tiled,sdpa,triton)
+    attention  names, separated by commas, or your own as pkg.module:BACKEND (naive,sdpa,triton);
+               a tile loop of PyTorch's operators takes minutes if there are many tiles
     gpu        the card to plan for: b200, h200, h100, a100-80, a100-40, l40s, l4, rtx4090, rtx3090
                (the one in this machine, else h200); device=cpu plans for a CPU
 
@@ -39,14 +39,14 @@ from training.loop.optimizer import build_optimizer
 from training.loop.schedule import able, chosen_attention, needed_features, run_compiles, suit_gpu
 from training.loop.trained import data_of
 from training.record.memory import GIB
-from training.record.speed import PEAK_FLOPS, data_sheet
+from training.record.speed import PEAK_FLOPS
 
 # where the tensors without values are: autograd takes a GPU's only where there is one
 CPU = torch.device("cpu")
 
 
 class Card(NamedTuple):
-    data_sheet: str  # its name there, a pattern for data_sheet()
+    name: str  # in PEAK_FLOPS
     bytes_per_second: float  # of its memory, from the data sheet
     gib: float  # as PyTorch's out-of-memory errors give it
     # the most that one block can request, from the CUDA C++ programming guide
@@ -57,7 +57,7 @@ GPUS = {
     "b200": Card("B200", 8.0e12, 178.3, 227),
     "h200": Card("H200", 4.8e12, 139.8, 227),
     "h100": Card("H100", 3.35e12, 79.1, 227),
-    "a100-80": Card("A100.*80GB", 2.039e12, 79.1, 163),
+    "a100-80": Card("A100", 2.039e12, 79.1, 163),
     "a100-40": Card("A100", 1.555e12, 39.4, 163),
     "l40s": Card("L40S", 0.864e12, 44.4, 99),
     "l4": Card("L4", 0.300e12, 22.0, 99),
@@ -103,7 +103,7 @@ def vocab_size_of(config: RunConfig) -> int:
 def plan_all(options: Options) -> dict[str, Planned]:
     planned = {}
     needed = needed_features(compose(*options.overrides))
-    names = ["naive", "tiled", "sdpa", "triton"]
+    names = ["naive", "sdpa", "triton"]
     names = options.attention or [name for name in names if name in able(needed)]
     # as in a sweep, one of several attentions may lack an option
     kept = ("attention.",) if len(names) > 1 else ()
@@ -201,15 +201,16 @@ def attention_call(planned: Planned) -> traffic.Call:
 
 
 def traffic_of(planned: Planned) -> int | None:
-    """Bytes that one attention call moves; None for an attention of the user's own."""
+    """Bytes that one attention call moves; None for a tile loop of PyTorch's operators, and for an
+    attention of the user's own.
+    """
     backend, call = planned.backend, attention_call(planned)
-    given = {name: backend.options.get(name) for name in ("block_q", "block_kv")}
-    tiles = {name: size for name, size in given.items() if size}
     if backend.name == "naive" or backend.options.get("backend") == "math":
         return traffic.naive(call)
-    if backend.observable:
-        return traffic.tile_loop(call, **tiles)
-    return traffic.fused(call, **tiles) if is_shipped(backend) else None
+    if backend.observable or not is_shipped(backend):
+        return None
+    given = {name: backend.options.get(name) for name in ("block_q", "block_kv")}
+    return traffic.fused(call, **{name: size for name, size in given.items() if size})
 
 
 PARTS = {
@@ -223,39 +224,38 @@ PARTS = {
 }
 
 
-def side_by_side(title: str, columns: dict[str, dict[str, str]]) -> str:
-    """A table with a column for each attention."""
-    names = next(iter(columns.values()))
-    rows = [[name, *(column[name] for column in columns.values())] for name in names]
-    return text_table([[title, *columns], *rows])
-
-
-def call_figures(planned: Planned, card: Card) -> dict[str, str]:
-    """The traffic of one attention call, beside what the card can do."""
-    call, count = attention_call(planned), traffic_of(planned)
-    ridge = PEAK_FLOPS[card.data_sheet.partition(".")[0]] / card.bytes_per_second
-    return {
-        "GB moved": f"{count / 1e9:,.3f}" if count else "-",
-        "FLOP/byte": f"{call.flops / count:,.1f}" if count else "-",
-        "FLOP/byte from which the tensor cores are the limit": f"{ridge:,.0f}",
-    }
+def traffic_table(planned: dict[str, Planned], card: Card) -> list[list[str]]:
+    """The traffic of one call of each attention, beside what the card can do."""
+    moved, intensity = ["GB moved"], ["FLOP/byte"]
+    for each in planned.values():
+        count = traffic_of(each)
+        moved.append(f"{count / 1e9:,.3f}" if count else "-")
+        intensity.append(f"{attention_call(each).flops / count:,.1f}" if count else "-")
+    ridge = f"{PEAK_FLOPS[card.name] / card.bytes_per_second:,.0f}"
+    limit = ["FLOP/byte from which the tensor cores are the limit"] + [ridge] * len(planned)
+    return [["one attention call, forward", *planned], moved, intensity, limit]
 
 
 def tile_table(call: traffic.Call, shared_kib: int) -> list[list[str]]:
     """Tiles of a flash kernel beside what a block may have."""
-    rows = [["tile (queries x keys)", f"KiB shared of {shared_kib}"]]
-    rows[0] += [f"KiB in registers of {REGISTERS_KIB}", "fits"]
-    for tile in TILES:
-        sizes = [count / 1024 for count in traffic.tile_bytes(*tile, call.head_dim, call.element)]
-        fits = sizes[0] <= shared_kib and sizes[1] <= REGISTERS_KIB
-        cells = [f"{size:.0f}" for size in sizes]
-        rows.append([f"{tile[0]} x {tile[1]}", *cells, "yes" if fits else "no"])
+    shared, registers = f"KiB shared of {shared_kib}", f"KiB in registers of {REGISTERS_KIB}"
+    rows = [["tile (queries x keys)", shared, registers, "fits"]]
+    for block_q, block_kv in TILES:
+        sizes = traffic.tile_bytes(block_q, block_kv, call.head_dim, call.element)
+        shared, registers = (size / 1024 for size in sizes)
+        fits = "yes" if shared <= shared_kib and registers <= REGISTERS_KIB else "no"
+        rows.append([f"{block_q} x {block_kv}", f"{shared:.0f}", f"{registers:.0f}", fits])
     return rows
 
 
 def gpu_here() -> str | None:
-    names = {card.data_sheet: gpu for gpu, card in GPUS.items()}
-    return data_sheet(names, torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    """The card in this machine, if it is one of GPUS."""
+    if not torch.cuda.is_available():
+        return None
+    here = torch.cuda.get_device_properties(0)
+    size = here.total_memory / GIB
+    fits = (name for name, x in GPUS.items() if x.name in here.name and abs(x.gib - size) < 1)
+    return next(fits, None)
 
 
 def batch_words(planned: Planned, peak: int, card: Card) -> str:
@@ -272,10 +272,8 @@ def batch_words(planned: Planned, peak: int, card: Card) -> str:
 def main(options: Options) -> None:
     planned = plan_all(options)
     first = next(iter(planned.values()))
-    config, gpu = first.config, options.gpu or gpu_here() or "h200"
-    if first.device == "cuda" and not options.gpu:
-        why = "the GPU that is here" if gpu_here() else "an assumption: no GPU is known here"
-        print(f"gpu={gpu}, {why}; gpu=NAME plans for another card, device=cpu for a CPU\n")
+    gpu = options.gpu or gpu_here() or "h200"
+    config, card = first.config, GPUS[gpu]
     with FakeTensorMode(allow_non_fake_inputs=True):
         count = count_parameters(model_without_values(first))
     print(f"model={config.model.name}: {count:,} parameters, vocabulary {first.vocab_size:,}")
@@ -284,18 +282,15 @@ def main(options: Options) -> None:
         f"{dtype_name(first.dtype)}; one step, eager, without the CUDA graph's pool\n"
     )
     plans = {name: step_bytes(each, config.batch_size) for name, each in planned.items()}
-    memory = {
-        name: {words: f"{plan.get(part, 0) / GIB:,.3f}" for part, words in PARTS.items()}
-        for name, plan in plans.items()
-    }
-    print(side_by_side("GiB", memory))
+    memory = [["GiB", *plans]]
+    for part, words in PARTS.items():
+        memory.append([words, *(f"{plan.get(part, 0) / GIB:,.3f}" for plan in plans.values())])
+    print(text_table(memory))
     if first.device == "cuda":
-        card = GPUS[gpu]
         print(f"\nin the {card.gib:g} GiB of {gpu}, less {CONTEXT_GIB} for the CUDA context:")
         for name, each in planned.items():
             print(f"{name}: {batch_words(each, plans[name]['peak'], card)}", flush=True)
-        calls = {name: call_figures(each, card) for name, each in planned.items()}
-        print("\n" + side_by_side("one attention call, forward", calls))
+        print("\n" + text_table(traffic_table(planned, card)))
         print("\n" + text_table(tile_table(attention_call(first), card.shared_kib)))
 
 

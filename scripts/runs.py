@@ -15,8 +15,8 @@ from pathlib import Path
 from scripts.arguments import command
 from scripts.tables import Row, text_table
 from training.record.files import read_mapping
-from training.record.names import name_runs
-from training.record.runs import RUN_FILES, is_stale, read_sweep
+from training.record.names import belies_exact, name_runs
+from training.record.runs import RUN_FILES, is_stale, read_sweep, remark
 from training.record.text_table import first_line, printable
 
 LOSSES = ("val/loss", "val/loss_exact")
@@ -35,23 +35,34 @@ class Options:
 
 def runs_below(folders: Iterable[Path]) -> dict[Path, Row]:
     """What read_sweep() says about each run, by the run's folder. A run below two of the folders
-    counts once. Raises ValueError for a path that is not a folder.
+    counts once. Of one with a damaged file only "dir" is left, the status "damaged", and in "error"
+    why. Raises ValueError for a path that is not a folder.
     """
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(f"{folder} is not a folder")
-    return {Path(row["dir"]).resolve(): row for folder in folders for row in read_sweep(folder)}
+    rows = (row for folder in folders for row in read_sweep(folder))
+    return {Path(row["dir"]).resolve(): checked(row) for row in rows}
+
+
+def checked(run: Row) -> Row:
+    try:
+        for name in ("summary.json", "config.yaml", "env.json"):
+            file = Path(run["dir"], name)
+            if os.path.lexists(file) and not read_mapping(file):
+                raise ValueError(f"{name} is damaged")
+        for reader in (line, remark, belies_exact):
+            reader(run)
+    # what a damaged or foreign file holds may break any of it
+    except Exception as error:
+        return {"status": "damaged", "error": first_line(error), "dir": run["dir"]}
+    return run
 
 
 def line(run: Row) -> list[str]:
-    """A run's entry for each of COLUMNS. Raises ValueError if a file of the run is damaged, and an
-    error of any kind if it holds what training never writes.
-    """
+    """A run's entry for each of COLUMNS."""
     folder = Path(run["dir"])
     written = [folder / name for name in RUN_FILES if os.path.lexists(folder / name)]
-    for file in written:
-        if file.suffix != ".jsonl" and not read_mapping(file):
-            raise ValueError(f"{file.name} is damaged")
     # a run that never trained has no start, and one that was killed no summary
     last_start = (run.get("starts") or [{}])[-1].get("started")
     when = last_start or max(file.stat().st_mtime for file in [*written, folder])
@@ -68,18 +79,15 @@ def line(run: Row) -> list[str]:
 
 @command
 def main(options: Options) -> None:
-    lines, damaged = [], []
-    for folder, run in runs_below(options.paths).items():
-        try:
-            lines.append(line(run))
-        # what a damaged or foreign file holds may break any of it
-        except Exception as error:
-            damaged.append(f"damaged: {folder}: {first_line(error)}")
-    if not lines and not damaged:
+    runs = list(runs_below(options.paths).values())
+    if not runs:
         where = ", ".join(map(str, options.paths)) or "outputs or multirun"
         raise ValueError(f"no run below {where}")
-    table = text_table([COLUMNS, *sorted(lines, reverse=True)], words=len(COLUMNS))
-    print(printable("\n".join([table, *damaged])))
+    damaged = [run for run in runs if run["status"] == "damaged"]
+    lines = sorted((line(run) for run in runs if run not in damaged), reverse=True)
+    print(printable(text_table([COLUMNS, *lines], words=len(COLUMNS))))
+    for run in damaged:
+        print(printable(f"damaged: {run['dir']}: {run['error']}"))
 
 
 if __name__ == "__main__":

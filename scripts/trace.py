@@ -24,7 +24,6 @@ be followed by hand:
     run            a run's directory: take the q, k and v of its trained weights on held-out data
     layer          of the run (0)
     head           of the run (0)
-    sequence       of the held-out batch (0)
     device         auto, cpu or cuda (auto)
     out            the page (trace.html)
 """
@@ -76,7 +75,7 @@ MOST_TOKENS = 2**14  # a replay of as many takes minutes
 READ = {
     "inputs=worked": ("inputs", "causal"),
     "random inputs=": ("inputs", "causal", "seq_len", "head_dim", "seed"),
-    "run=DIR": ("layer", "head", "sequence"),
+    "run=DIR": ("layer", "head"),
 }
 
 
@@ -96,7 +95,6 @@ class Options:
     run: Path | None = None
     layer: Natural | None = None
     head: Natural | None = None
-    sequence: Natural | None = None
     device: Device = "auto"
     out: Path = Path("trace.html")
 
@@ -158,7 +156,7 @@ def made_call(options: Options) -> Call:
 
 def captured_call(options: Options, run: Path) -> Call:
     """q, k and v of one head of a trained run on held-out data."""
-    layer, head, sequence = options.layer or 0, options.head or 0, options.sequence or 0
+    layer, head = options.layer or 0, options.head or 0
     config = replace(read_run_config(run), device=options.device)
     chosen, model = config.attention, config.model
     if config.data.documents or chosen.score_mod:
@@ -171,8 +169,8 @@ def captured_call(options: Options, run: Path) -> Call:
             raise ValueError(f"{key}={asked} is not in {run}, which has {key}s 0 to {size - 1}")
     data = data_of(config)
     trained = load_trained(run, config, data.vocab_size)
-    held_out = data.val_batch(max(config.eval_sequences, sequence + 1)).inputs
-    q, k, v = inputs_of_layers(trained, held_out[sequence : sequence + 1])[layer]
+    held_out = data.val_batch(config.eval_sequences).inputs
+    q, k, v = inputs_of_layers(trained, held_out[:1])[layer]
     kv_head = head * k.shape[1] // q.shape[1]
     dtype = q.dtype if options.dtype is None else DTYPES[options.dtype]
     q, k, v = (x[:, i : i + 1].to(dtype) for x, i in ((q, head), (k, kv_head), (v, kv_head)))
@@ -183,7 +181,7 @@ def captured_call(options: Options, run: Path) -> Call:
     tile = trained.model.backend.options.get("block_kv")
     defaults = {"attention": chosen.name, "block_kv": tile or BACKENDS["tiled"].options["block_kv"]}
     how = {"causal": True, "scale": model.head_dim**-0.5} | function
-    return Call(q, k, v, f"{source}, held-out sequence {sequence}", how, **defaults)
+    return Call(q, k, v, f"{source}, the first held-out sequence", how, **defaults)
 
 
 @torch.no_grad()

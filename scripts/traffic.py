@@ -74,22 +74,6 @@ def fused(call: Call, *, block_q: int = 128, block_kv: int = 64) -> int:
     return 2 * call.query_bytes + keys_and_values + lse
 
 
-def tile_loop(call: Call, *, block_q: int = 128, block_kv: int = 64) -> int:
-    """The same tiles as PyTorch operators: K and V as above, but every step on a score tile goes
-    through memory (or the cache).
-
-    Steps on a score: the product, the scale, the maximum, the difference, the exponential, the sum,
-    the casts, p v. Each tile also reads the accumulator four times and writes it three times.
-    Tiling alone saves memory, not traffic; that takes fusion.
-    """
-    keys, rows = visited_keys(call, block_q, block_kv), min(block_q, call.seq_len)
-    casts = 2 * (4 + call.element) if call.element < 4 else 0
-    scores = keys * rows * (10 * 4 + casts)
-    accumulators = 7 * keys / block_kv * rows * call.head_dim * 4
-    copies = 4 * keys * call.head_dim * 4  # of K and V in float32
-    return round(fused(call, block_q=block_q, block_kv=block_kv) + scores + accumulators + copies)
-
-
 def tile_bytes(block_q: int, block_kv: int, head_dim: int, element: int) -> tuple[int, int]:
     """On-chip bytes of one block of a flash forward: shared (the q tile, two stages of k and v
     tiles) and in registers (float32 scores and accumulator).

@@ -24,8 +24,10 @@ as flash_attn_func, there is `attn-conform`.
 
 import sys
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from tqdm import tqdm
 
 from attention import BACKENDS, Backend, kernel_choice
@@ -46,12 +48,8 @@ class Options:
     device: Device = "auto"
     dtype: list[Dtype] = default("auto")
     cases: Natural = 100
-    seed: Natural = 0
+    seed: Annotated[Natural, Field(le=LARGEST_SEED)] = 0
     out: Json | None = None
-
-    def __post_init__(self) -> None:
-        if self.seed > LARGEST_SEED:
-            raise ValueError(f"seed={self.seed} must be at most {LARGEST_SEED}")
 
 
 def pick_backends(names: list[str], device: torch.device) -> dict[str, Backend]:

@@ -96,7 +96,7 @@ def test_without_resume_nothing_is_replayed():
 def test_resume_replays_what_the_run_was_asked_for(run_dir):
     old = ["attention=sdpa", "seq_len=64", "+attention.options.mine=1"]
     resume = f"resume='{run_dir}'"
-    place = [f"hydra.run.dir='{run_dir}'", "hydra.mode=RUN"]
+    place = [f"hydra.run.dir='{run_dir}'", "hydra.mode=RUN", "hydra.output_subdir=null"]
     assert replay_overrides([resume]) == [*old, resume, *place]
     # what is asked for now stands after resume=
     again = [*old, resume, "steps=9", *place]

@@ -63,14 +63,14 @@ def test_an_own_attention_lies_where_the_command_was_typed(tmp_path):
     processes.run(*command, cwd=tmp_path, env=environment(), check=True)
 
 
-def test_they_train_beside_softmax_attention_and_rank_apart(tmp_path):
+def test_they_train_and_rank_beside_softmax_attention(tmp_path):
     """7 s: seven runs, each of which tries its attention out first."""
     names = ["tiled", *ATTENTIONS]
     assert len(ATTENTIONS) == 6
     assert run(*tiny_sweep(tmp_path, f"attention={','.join(names)}", "steps=2")).code == 0
-    softmax, others = rank(load_runs([tmp_path]))
-    assert (softmax.metric, set(softmax.losses)) == ("val/loss_exact", {"tiled", RING})
-    assert (others.metric, set(others.losses)) == ("val/loss", {*names} - {RING})
+    (ranking,) = rank(load_runs([tmp_path]))
+    exact = {name: "val/loss_exact" for name in ("tiled", RING)}
+    assert ranking.judged_by == dict.fromkeys(names, "val/loss") | exact
     ended = {found["attention"]: found for found in map(summary, sorted(tmp_path.glob("[0-9]")))}
     exact = [name in ("tiled", RING) for name in names]
     assert [found["exact"] for found in ended.values()] == exact

@@ -144,8 +144,8 @@ def test_the_plan_of_a_windowed_run(monkeypatch):
     monkeypatch.setenv("TILEGPT_CACHE", cache_folder())
     windowed = ["seq_len=4096", "batch_size=1", "device=cpu", "attention.window=512"]
     planned = plan_all(Options(overrides=windowed))
-    assert list(planned) == ["naive", "tiled", "triton"]
-    full = plan_all(Options(attention=["tiled"], overrides=windowed[:-1]))["tiled"]
-    assert traffic_of(planned["tiled"]) < 0.4 * traffic_of(full)
+    assert list(planned) == ["naive", "triton"]
+    full = plan_all(Options(attention=["triton"], overrides=windowed[:-1]))["triton"]
+    assert traffic_of(planned["triton"]) < 0.4 * traffic_of(full)
     with pytest.raises(ValueError, match="attention=sdpa"):
         plan_all(Options(attention=["sdpa"], overrides=windowed))

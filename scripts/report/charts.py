@@ -27,7 +27,7 @@ OVERFLOWS = [
     {"name": "exp overflows float32 and bfloat16", "value": max(LIMITS.values())},
 ]
 # charts of a kind share their values when they zoom; how a tooltip writes these
-KINDS = {"loss": ".4f", "above": "+.4f", "accuracy": ".1%", "score": ".2f"}
+KINDS = {"loss": ".4f", "accuracy": ".1%", "score": ".2f"}
 SAME = 1e-3  # a panel of smaller differences would show rounding
 MARKERS = 8  # about so many on a curve
 BUCKETS = 150  # at most so many points of what is logged every few steps
@@ -87,7 +87,7 @@ def looks_of(runs: list[Run]) -> Looks:
     return looks
 
 
-def loss_charts(runs: list[Run], looks: Looks, baseline: str | None) -> tuple[list[dict], str]:
+def loss_charts(runs: list[Run], looks: Looks) -> tuple[list[dict], str]:
     """Of the runs of one length, and a word on what the charts leave out."""
     own, exact, train = ({run: run.curve(name) for run in runs} for name in (OWN, EXACT, TRAIN))
     domain, note = _losses(own, exact, train)
@@ -97,10 +97,6 @@ def loss_charts(runs: list[Run], looks: Looks, baseline: str | None) -> tuple[li
         note += f" Under exact attention every loss is the same to {SAME}: it is drawn once."
     else:
         charts += curve_chart(exact, looks, "Loss under exact attention", domain)
-    above = _above(runs, baseline)
-    if max(map(abs, _values(above)), default=0) >= SAME:
-        title = f"Loss above that of {baseline}, paired by seed"
-        charts += curve_chart(above, looks, title, _with_margin(_values(above)), "above")
     charts += curve_chart(_thinned(train, fmean), looks, "Training loss", domain)
     accuracy = {run: run.curve(ACCURACY) for run in runs}
     charts += curve_chart(accuracy, looks, "Accuracy", [-0.02, 1.02], "accuracy")
@@ -129,17 +125,6 @@ def _thinned(curves: Curves, choose: Callable[[list[float]], float]) -> Curves:
         parts = (points[start : start + size] for start in range(0, len(points), size))
         thinned[run] = {part[-1][0]: choose([value for _, value in part]) for part in parts}
     return thinned
-
-
-def _above(runs: list[Run], baseline: str | None) -> Curves:
-    """How far the loss of each run is above that of the baseline's run of the same seed."""
-    seeds = {run.seed: run.curve(EXACT) for run in runs if run.variant == baseline}
-    above = {}
-    for run in runs:
-        other = seeds.get(run.seed, {})
-        curve = run.curve(run.judged_by).items()
-        above[run] = {tokens: loss - other[tokens] for tokens, loss in curve if tokens in other}
-    return above
 
 
 def _losses(own: Curves, *others: Curves) -> tuple[list[float], str]:
@@ -242,8 +227,17 @@ def curve_chart(
 
 
 def cost_charts(runs: list[Run], looks: Looks) -> list[dict]:
-    """Memory and speed: against the length if there are several, else by variant."""
-    lengths = sorted({run.seq_len for run in runs} - {0})
+    """Memory and speed against the length, both axes logarithmic: a line joins the means, with a
+    dot for each seed, and a cross at the upper edge where memory was not measured. None for runs of
+    one length, whose figures the page's table has.
+    """
+    runs = [run for run in runs if run.seq_len]  # one that died at once may not tell
+    lengths = sorted({run.seq_len for run in runs})
+    if len(lengths) < 2:
+        return []
+    scale = alt.Scale(type="log", padding=20, nice=False)
+    x = alt.X("seq_len:Q", scale=scale, axis=alt.Axis(values=lengths, format=","))
+    dash, shape = _dash_and_shape(looks)
     charts = []
     for metric, title in COSTS.items():
         dots, ends = [], []
@@ -255,40 +249,20 @@ def cost_charts(runs: list[Run], looks: Looks) -> list[dict]:
                 statuses = dict.fromkeys(run.status for run in own)
                 ends.append(row | {"ended": ", ".join(statuses)})
         axis = alt.Axis(format=".3~s" if metric == SPEED else "~r", tickCount=4)
-        layers = _cost_layers(looks, axis, lengths)
-        # without rows, the layer of the crosses has no axis
-        layers = layers if ends else layers[:-1]
-        height = 300 if len(lengths) > 1 else 26 * len(looks)
+        shown = _shown("dots", looks).encode(x)
+        points = shown.mark_point(size=60, filled=True, fillOpacity=0.8)
+        tooltip = ["variant:N", "seq_len:Q", "seed:N", VALUE]
+        layers = [
+            shown.mark_line(strokeWidth=2.2).encode(dash, y="mean(value):Q"),
+            points.encode(alt.Y("value:Q", axis=axis, scale=scale), shape, tooltip=tooltip),
+        ]
+        if ends:  # without rows, their layer has no axis
+            crosses = _shown("ends", looks).mark_point(shape=CROSS, size=200, filled=True)
+            tooltip = ["variant:N", "ended:N"]
+            layers.append(crosses.encode(x, y=alt.value(0), tooltip=tooltip))
         if dots:
-            charts.append(_spec(layers, {"dots": dots, "ends": ends}, title, height))
+            charts.append(_spec(layers, {"dots": dots, "ends": ends}, title))
     return charts
-
-
-def _cost_layers(looks: Looks, axis: alt.Axis, lengths: list[int]) -> list[alt.Chart]:
-    """A line for each variant, a dot for each seed, and a cross at the far edge where memory was
-    not measured. Against the length both axes are logarithmic, and a line joins the means.
-    """
-    dots = _shown("dots", looks)
-    dash, shape = _dash_and_shape(looks)
-    if len(lengths) > 1:
-        scale = alt.Scale(type="log", padding=20, nice=False)
-        place = alt.X("seq_len:Q", scale=scale, axis=alt.Axis(values=lengths, format=","))
-        value, edge = alt.Y("value:Q", axis=axis, scale=scale), {"y": alt.value(0)}
-        lines = dots.mark_line(strokeWidth=2.2).encode(dash, y="mean(value):Q")
-    else:
-        place = alt.Y("variant:N", scale=alt.Scale(domain=list(looks)))
-        place = place.axis(grid=True, labelLimit=130)
-        scale = alt.Scale(padding=8, nice=False)
-        value, edge = alt.X("value:Q", axis=axis, scale=scale), {"x": alt.value("width")}
-        lines = dots.mark_rule(strokeWidth=2).encode(x="min(value):Q", x2="max(value):Q")
-    tooltip = ["variant:N", "seq_len:Q", "seed:N", VALUE]
-    points = dots.mark_point(size=60, filled=True, fillOpacity=0.8)
-    crosses = _shown("ends", looks).mark_point(shape=CROSS, size=200, filled=True)
-    return [
-        lines.encode(place),
-        points.encode(place, value, shape, tooltip=tooltip),
-        crosses.encode(place, **edge, tooltip=["variant:N", "ended:N"]),
-    ]
 
 
 def _shown(data: str, looks: Looks) -> alt.Chart:
@@ -311,10 +285,8 @@ def _look(channel: type, looks: Looks, values: Any) -> Any:
     return channel("variant:N", scale=scale, legend=None)
 
 
-def _spec(
-    layers: list[alt.Chart], data: dict[str, list], title: str, height: int = 300, **meta: Any
-) -> dict:
+def _spec(layers: list[alt.Chart], data: dict[str, list], title: str, **meta: Any) -> dict:
     chart = alt.layer(*layers).add_params(HIDDEN, FOCUS)
-    chart = chart.properties(width="container", height=height, description=title, usermeta=meta)
+    chart = chart.properties(width="container", height=300, description=title, usermeta=meta)
     # a check against Vega-Lite's schema takes as long as all else; the page itself shows faults
     return chart.to_dict(validate=False) | {"datasets": data}

@@ -1,4 +1,4 @@
-"""What a reader must know before the figures: doubts about variants, comparisons and files."""
+"""What a reader must know before the figures: doubts about variants and comparisons."""
 
 from scripts.report.runs import Run
 from training.record.names import belies_exact
@@ -29,6 +29,5 @@ def doubts(runs: list[Run], left_out: int) -> list[str]:
     machines = {run.machine for run in runs if run.figure("tokens_per_sec")} - {None}
     if len(machines) > 1:
         texts.append(f"The speeds were measured on different machines: {'; '.join(machines)}.")
-    texts += [f"Damaged: {run.name}: {'; '.join(run.damages)}." for run in runs if run.damages]
     changes = ((run.name, changes_in_words(run.summary)) for run in runs)
     return texts + [f"{name} was {change}." for name, change in changes if change]

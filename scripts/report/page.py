@@ -60,7 +60,7 @@ def render(runs: list[Run], rankings: list[Ranking], *, left_out: int, folder: s
         doubts="".join(f"<li>{escape(text)}</li>" for text in doubts(runs, left_out)),
         variants=_variants(runs, rankings, looks),
         legend="".join(_button(*item) for item in looks.items()) if len(looks) > 1 else "",
-        charts=_charts(runs, rankings, looks),
+        charts=_charts(runs, looks),
         endings=_endings(runs),
         sources=_sources(runs),
         script=script,
@@ -79,7 +79,8 @@ def _checksum(script: str) -> str:
 
 
 def _summary(runs: list[Run], folder: str) -> str:
-    variants, seeds = {run.variant for run in runs}, {run.seed for run in runs}
+    named = [run for run in runs if run.status != "damaged"]
+    variants, seeds = {run.variant for run in named}, {run.seed for run in named}
     counts = f"variants {len(variants)} · seeds {len(seeds)}"
     return f"{_statuses(runs)} · {counts} · {folder}"
 
@@ -146,17 +147,15 @@ def _beside(rankings: list[Ranking], run: Run) -> str:
     return "-"
 
 
-def _charts(runs: list[Run], rankings: list[Ranking], looks: Looks) -> str:
-    baselines = {ranking.seq_len: ranking.baseline for ranking in reversed(rankings)}
+def _charts(runs: list[Run], looks: Looks) -> str:
     parts, scores = [], []
     lengths = grouped(runs, lambda run: run.seq_len)
     for seq_len, own in lengths.items():
         where = f" at seq_len={seq_len:,}" if len(lengths) > 1 else ""
-        charts, note = loss_charts(own, looks, baselines.get(seq_len))
+        charts, note = loss_charts(own, looks)
         parts.append(_grid(f"Loss{where}", charts, note))
         scores += score_chart(own, looks, f"Largest score{where}")
-    if len(runs) > 1:
-        parts.append(_grid("Memory and speed", cost_charts(runs, looks)))
+    parts.append(_grid("Memory and speed", cost_charts(runs, looks)))
     return "".join([*parts, _grid("Largest scores", scores)])
 
 

@@ -1,7 +1,7 @@
 """Which variant is best, by how much, and how clear the difference is.
 
-Softmax attention, exact or deliberately broken, is ranked by val/loss_exact: a defect's own loss
-can be the lowest and mean nothing. A function that does not claim softmax is ranked by its own
+Softmax attention, exact or deliberately broken, is judged by val/loss_exact: a defect's own loss
+can be the lowest and mean nothing. A function that does not claim softmax is judged by its own
 loss. Runs are compared only if length, trained tokens, held-out data and seeds are equal.
 """
 
@@ -37,10 +37,10 @@ class Difference(NamedTuple):
 class Ranking:
     """Comparable variants, best first, each with the same seeds."""
 
-    metric: str
     seq_len: int
     tokens: float
     losses: Losses
+    judged_by: dict[str, str]  # the metric that a variant's losses are
     baseline: str | None
     unranked: list[str]  # variants that lack some of the seeds
 
@@ -63,24 +63,15 @@ class Ranking:
 
 
 def rank(runs: list[Run], baseline: str | None = None) -> list[Ranking]:
-    """One ranking for each set of comparable runs: short lengths first, and for each length softmax
-    attention first. Raises ValueError for a baseline that is no variant.
+    """One ranking for each set of comparable runs, short lengths first. Raises ValueError for a
+    baseline that is no variant.
     """
     variants = dict.fromkeys(run.variant for run in runs)
     if baseline is not None and baseline not in variants:
         raise ValueError(f"baseline={baseline} is none of the variants: {', '.join(variants)}")
     judged = [run for run in completed(runs) if run.figure(run.judged_by) is not None]
-    rankings = []
-    for _, group in sorted(grouped(judged, lambda run: run.compares_by).items()):
-        reference: list[Run] = []
-        for metric in ("val/loss_exact", "val/loss"):
-            own = [run for run in group if run.judged_by == metric]
-            if own:
-                ranking = _ranking(metric, own + reference, baseline)
-                rankings.append(ranking)
-                # for exact attention, the own loss is the exact loss
-                reference = [run for run in own if run.variant == ranking.baseline]
-    return rankings
+    groups = sorted(grouped(judged, lambda run: run.compares_by).items())
+    return [_ranking(group, baseline) for _, group in groups]
 
 
 def best_first(runs: list[Run], rankings: list[Ranking]) -> list[Run]:
@@ -95,11 +86,10 @@ def best_first(runs: list[Run], rankings: list[Ranking]) -> list[Run]:
     return sorted(runs, key=place)
 
 
-def _ranking(metric: str, runs: list[Run], baseline: str | None) -> Ranking:
-    runs = [run for run in runs if run.figure(metric) is not None]
-    losses = {}
+def _ranking(runs: list[Run], baseline: str | None) -> Ranking:
+    losses, judged_by = {}, {run.variant: run.judged_by for run in runs}
     for variant, own in grouped(runs, lambda run: run.variant).items():
-        by_seed = grouped(own, lambda run: run.seed)
+        metric, by_seed = judged_by[variant], grouped(own, lambda run: run.seed)
         losses[variant] = {seed: fmean(measured(each, metric)) for seed, each in by_seed.items()}
     seeds = common_seeds(losses)
     ranked = [
@@ -110,10 +100,10 @@ def _ranking(metric: str, runs: list[Run], baseline: str | None) -> Ranking:
     ranked = dict(sorted(ranked, key=lambda item: (fmean(item[1].values()), item[0])))
     exact = [run for run in runs if run.is_softmax and not run.is_defect and run.variant in ranked]
     return Ranking(
-        metric,
         runs[0].seq_len,
         runs[0].tokens,
         ranked,
+        judged_by,
         baseline if baseline in ranked else pick_baseline(exact),
         [variant for variant in losses if variant not in ranked],
     )
@@ -140,18 +130,19 @@ def pick_baseline(exact: list[Run]) -> str | None:
 
 def verdict(ranking: Ranking, *, at_length: bool) -> tuple[str, str]:
     """The result as a headline and a sentence. at_length: whether to name the length."""
-    losses, metric, best = ranking.losses, ranking.metric, ranking.best
-    means = {name: f"{fmean(own.values()):.3f}" for name, own in losses.items()}
+    losses, best = ranking.losses, ranking.best
+    means = {
+        name: f"{ranking.judged_by[name]} {fmean(own.values()):.3f}" for name, own in losses.items()
+    }
     where = f" at {ranking.seq_len:,} tokens of context" if at_length else ""
-    where += ", not softmax" if metric == "val/loss" else ""
     after = f"After {ranking.tokens:,.0f} tokens, " if ranking.tokens else ""
     lacking = ", ".join(ranking.unranked)
     unranked = f" Not ranked, for want of the same seeds: {lacking}." if lacking else ""
     if ranking.seeds == 1:
         head = f"One seed: no winner{where}" if len(losses) > 1 else f"{best}{where}"
         order = ", ".join(f"{mean} of {name}" for name, mean in means.items())
-        return head, f"{after}one seed has {metric} {order}.{unranked}"
-    spread = f"{metric} {means[best]} ± {stdev(losses[best].values()):.3f}"
+        return head, f"{after}one seed has {order}.{unranked}"
+    spread = f"{means[best]} ± {stdev(losses[best].values()):.3f}"
     text = f"{after}{ranking.seeds} seeds of {best} have {spread}"
     if len(losses) == 1:
         return f"{best}{where}", f"{text}.{unranked}"

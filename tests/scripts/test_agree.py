@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from data.interface import IGNORED
 from scripts import agree
 from tests.run_folder import write_run
 
@@ -45,6 +46,18 @@ def test_several_runs_have_a_mean_and_a_deviation(small, tmp_path, capsys):
     assert first["mean"] != second["mean"]
     line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("naive and sdpa"))
     assert " ± " in line and f"{max(first['largest'], second['largest']):.1e}" in line
+
+
+def test_only_targets_that_take_a_loss_count(tmp_path):
+    """A regression test: of a synthetic task, token 0 counted wherever nothing is asked."""
+    model = write_run(tmp_path / "run")
+    inputs = torch.arange(16).view(2, 8)
+    targets = torch.full_like(inputs, IGNORED)
+    targets[:, -1] = 3
+    with torch.no_grad():
+        log_p = agree.read(model, inputs, targets, 1).log_p
+        expected = model(inputs).logits[:, -1].log_softmax(-1)[:, 3]
+    assert torch.allclose(log_p, expected)
 
 
 def test_tokens_count_as_equal_up_to_the_first_that_differs():

@@ -13,7 +13,7 @@ from scripts.arguments import Count, default, read_settings
 class Options:
     run: Path
     attention: list[str] = default("naive")
-    seq_len: list[Count] | None = None
+    seq_len: list[Count] = default(8)
     dtype: Literal["fp32", "bf16"] | None = None
     prompt: str = ""
     out: Path | None = None
@@ -56,10 +56,10 @@ REFUSED = {
     "colour=red": ("colour=red", "run, attention, seq_len"),
     "--seq-len=8": ("--seq-len", "run, attention, seq_len"),
     "naive": ("naive", "KEY=VALUE", "run, attention, seq_len"),
-    "seq_len=8,x": ("seq_len=x", "whole number"),
-    "seq_len=0": ("seq_len=0", "1"),
-    "dtype=fp64": ("dtype=fp64", "fp32, bf16"),
-    "causal=perhaps": ("causal=perhaps", "true", "false"),
+    "seq_len=8,x": ("seq_len=8,x", "integer"),
+    "seq_len=0": ("seq_len=0", "greater than 0"),
+    "dtype=fp64": ("dtype=fp64", "fp32", "bf16"),
+    "causal=perhaps": ("causal=perhaps", "boolean"),
     "out=": ("out=",),
     "run=y": ("run=y", "twice"),
 }

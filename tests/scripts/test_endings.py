@@ -87,7 +87,7 @@ REFUSED = {
     "verify attention=tiled:block_q=[": ("attention=tiled:block_q=[",),
     "verify attention=flash out=x.txt": ("x.txt",),
     "verify device=cuda": ("device=cuda",),
-    "verify dtype=int8": ("dtype=int8", "fp32, bf16, fp16"),
+    "verify dtype=int8": ("dtype=int8", "fp32", "bf16", "fp16"),
     "verify cases=-1": ("cases=-1", "0"),
     "verify seed=9999999999999": ("seed=9999999999999", "1000000000000"),
 }

@@ -88,5 +88,5 @@ def test_a_full_disk_leaves_no_file(tmp_path):
     full = limited(resource.RLIMIT_FSIZE, 8 * 1024)
     with full, pytest.raises(SystemExit, match=f"^export: out={out}"):
         export_run(run_dir, out)
-    assert not list(out.iterdir())
+    assert list(tmp_path.iterdir()) == [run_dir]
     export_run(run_dir, out)

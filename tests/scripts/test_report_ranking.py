@@ -9,8 +9,8 @@ from scripts.report.runs import load_runs
 from tests.scripts.fabricated import write_run, write_seeds
 
 
-def orders(folder: Path) -> list[tuple[str, list[str]]]:
-    return [(ranking.metric, list(ranking.losses)) for ranking in rank(load_runs([folder]))]
+def orders(folder: Path) -> list[list[str]]:
+    return [list(ranking.losses) for ranking in rank(load_runs([folder]))]
 
 
 SAID = {
@@ -46,17 +46,16 @@ def test_a_defect_is_judged_under_exact_attention(tmp_path):
     """Its own loss leads and means nothing."""
     write_seeds(tmp_path, "naive", 2.0, 2.5)
     write_seeds(tmp_path, "no_rescale", 1.0, 1.5, gap=2.0)
-    assert orders(tmp_path) == [("val/loss_exact", ["naive", "no_rescale"])]
+    assert orders(tmp_path) == [["naive", "no_rescale"]]
 
 
-def test_a_function_that_is_not_softmax_ranks_apart_by_its_own_loss(tmp_path):
+def test_a_function_that_is_not_softmax_is_judged_by_its_own_loss(tmp_path):
     write_seeds(tmp_path, "naive", 2.0, 2.5)
     write_seeds(tmp_path, "sigmoid", 1.5, 1.5, exact=False, gap=7.5)
     write_seeds(tmp_path, "linear", 3.5, 3.5, exact=False, gap=5.5)
-    assert orders(tmp_path) == [
-        ("val/loss_exact", ["naive"]),
-        ("val/loss", ["sigmoid", "naive", "linear"]),
-    ]
+    assert orders(tmp_path) == [["sigmoid", "naive", "linear"]]
+    (ranking,) = rank(load_runs([tmp_path]))
+    assert ranking.baseline == "naive" and "val/loss 1.500" in verdict(ranking, at_length=False)[1]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +70,7 @@ def test_a_function_that_is_not_softmax_ranks_apart_by_its_own_loss(tmp_path):
 def test_only_equals_compare(tmp_path, other):
     write_seeds(tmp_path, "naive", 2.0, 2.5)
     write_seeds(tmp_path, "tiled", 1.0, 1.5, **other)
-    assert sorted(names for _, names in orders(tmp_path)) == [["naive"], ["tiled"]]
+    assert sorted(orders(tmp_path)) == [["naive"], ["tiled"]]
 
 
 def test_each_length_has_its_winner(tmp_path):

@@ -175,10 +175,10 @@ def write_model(run_dir: Path, **settings) -> GPT:
 
 def test_takes_q_k_v_of_a_run(tmp_path):
     model = write_model(tmp_path / "run")
-    call, found = look(f"run={tmp_path}/run", "layer=1", "head=2", "sequence=2")
+    call, found = look(f"run={tmp_path}/run", "layer=1", "head=2")
     data = build_data(DataConfig(source="last_write"), RunConfig().tokenizer, seq_len=48, seed=0)
     with torch.no_grad():
-        tokens = data.val_batch(64).inputs[2:3]
+        tokens = data.val_batch(64).inputs[:1]
         x = model.token_embedding(tokens) + model.position_embedding(torch.arange(48))
         x = model.blocks[0](x, None, None, None)
         block = model.blocks[1]

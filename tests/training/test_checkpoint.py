@@ -256,6 +256,13 @@ def test_where_all_are_damaged_the_refusal_names_the_latest(tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_the_newest_whole_one_may_be_the_best(tmp_path):
+    """Its files are links: what is removed from the latest is still there."""
+    save_in(tmp_path, {100: 2.0, 200: 1.0})
+    (tmp_path / "checkpoint/training.pt").unlink()
+    assert load_checkpoint(tmp_path, **new_parts())["step"] == 200
+
+
 def test_where_only_the_best_is_left_a_run_goes_on_from_it_and_says_so(tmp_path, caplog):
     """But nobody else takes it for the latest, unless its folder is named."""
     save_in(tmp_path, {100: 1.0, 200: 2.0})

@@ -194,8 +194,9 @@ def replay_overrides(arguments: list[str]) -> list[str]:
             "the folder and resume the copy"
         )
     place = quoted(resume)
-    # an experiment may ask for a sweep, but a resume continues a single run
-    own = [f"hydra.run.dir={place}", "hydra.mode=RUN"]
+    # an experiment may ask for a sweep, but a resume continues a single run; .hydra keeps what the
+    # first start wrote
+    own = [f"hydra.run.dir={place}", "hydra.mode=RUN", "hydra.output_subdir=null"]
     replaced = {"resume", *map(key_of, new)}
     kept = [each for each in meta["overrides"] if key_of(each) not in replaced]
     # cli_overrides() takes those after resume= as the new ones

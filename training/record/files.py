@@ -113,14 +113,23 @@ def _warn(sentence: str) -> None:
 
 
 def newest_first(run_dir: Path) -> list[Path]:
-    """The folders of the run's checkpoints, whole or not, as a resume tries them.
+    """The folders of the run's checkpoints, whole or not, latest first.
 
     For the folder of one checkpoint: that folder alone.
     """
     if os.path.isfile(run_dir / META):  # pathlib raises errors for a name that is too long
         return [run_dir]
-    folders = [run_dir / name for name in (LATEST, PREVIOUS, BEST)]
-    return [folder for folder in folders if os.path.isdir(folder)]
+    found = [run_dir / name for name in (LATEST, PREVIOUS, BEST)]
+    found = [folder for folder in found if os.path.isdir(folder)]
+    return sorted(found, key=lambda folder: (folder.name != LATEST, -step_of(folder)))
+
+
+def step_of(folder: Path) -> int:
+    """The step of a checkpoint; -1 if its meta.json is damaged."""
+    try:
+        return meta_of(folder)["step"]
+    except CheckpointError:
+        return -1
 
 
 def latest(run_dir: Path) -> Path:

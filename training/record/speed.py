@@ -24,18 +24,6 @@ PEAK_FLOPS = {
 }
 
 
-def data_sheet(table: dict[str, Any], device_name: str) -> Any:
-    """The entry of PEAK_FLOPS, or a table like it, for a GPU as PyTorch names it; None for an
-    unknown one.
-    """
-    # the parts for laptops share a name with faster ones
-    if "Laptop" in device_name:
-        return None
-    return next(
-        (peak for words, peak in table.items() if re.search(rf"\b{words}\b", device_name)), None
-    )
-
-
 def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float | None:
     """Dense peak of a known GPU in FLOP/s, for bfloat16 and float16; None for other types, for a
     CPU and for an unknown GPU.
@@ -43,7 +31,11 @@ def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float | None:
     device = torch.device(device)
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
-    return data_sheet(PEAK_FLOPS, torch.cuda.get_device_name(device))
+    name = torch.cuda.get_device_name(device)
+    if "Laptop" in name:  # its parts share a name with faster ones
+        return None
+    found = (peak for words, peak in PEAK_FLOPS.items() if re.search(rf"\b{words}\b", name))
+    return next(found, None)
 
 
 class Throughput:
