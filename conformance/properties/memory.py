@@ -5,6 +5,7 @@ Dimensions: B batch, H heads, N queries, M keys.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from conformance.backend_under_test import Check, Subject
 from conformance.cases import Case, call
 from conformance.memory_growth import LINEAR, exponents
 from conformance.properties.calls import deterministic_algorithms
-from conformance.views import FAR, LAYOUTS, spread_out
+from conformance.views import FAR, LAYOUTS, laid_out, view
 
 
 def shared_keys(tensors: list[Tensor]) -> list[Tensor]:
@@ -31,7 +32,8 @@ def strides(subject: Subject) -> Iterator[Check]:
     passes = subject.passes(case)
     if not passes:
         return
-    for layout, change in (LAYOUTS | FAR | {"shared keys": shared_keys}).items():
+    layouts = {layout: partial(laid_out, layout) for layout in LAYOUTS}
+    for layout, change in (layouts | FAR | {"shared keys": shared_keys}).items():
         # on a CPU a gradient of as_strided() would write to all the memory in between
         backward = passes == "both" and not (layout in FAR and subject.device == "cpu")
         try:
@@ -66,7 +68,7 @@ def gradients_of_any_layout(subject: Subject, case: Case) -> Iterator[Check]:
     tensors, arguments, d_out, d_lse = subject.expected(case).inputs
     d_out, d_lse = d_out.to(subject.dtype), d_lse.to(statistics_dtype(tensors[0]))
     views = {
-        "d_out spread out": [spread_out(d_out)],
+        "d_out spread out": [view("spread out", d_out)],
         "d_out expanded": [d_out[:1, :1, :1].expand_as(d_out)],
     }
     if subject.lse_gradient:

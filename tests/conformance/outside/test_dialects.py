@@ -6,14 +6,13 @@ from functools import cache
 import pytest
 import torch
 
-from conformance.cases import ADVERSARIAL, Case
+from conformance.cases import Case
 from conformance.outside.adapter import Adapter
 from conformance.outside.dialects import DIALECTS, target
 from conformance.outside.minimise import Minimiser, plain, with_options
 from conformance.outside.properties import properties_of
-from conformance.outside.script import INPUTS, VIEWS, Call, layout_lines, write
+from conformance.outside.script import Call, write
 from conformance.properties import SLOW, examine
-from conformance.views import LAYOUTS
 
 MINE = "tests.user_attentions"
 SDPA = "torch.nn.functional:scaled_dot_product_attention"
@@ -180,29 +179,6 @@ def test_flex_is_right_whatever_hides_the_keys():
         row = subject.compare(case)
         assert row is not None and {"out", "lse", "dq", "dk", "dv"} <= row.keys()
         assert all(check.share <= 1 for check in row.values()), case
-
-
-def test_a_script_draws_what_the_case_draws():
-    case = Case(num_heads=4, num_queries=7, num_keys=7, head_dim=4)
-    for name, line in INPUTS.items():
-        tensors, *_ = replace(case, inputs=name).make(torch.float64, "cpu")
-        q, k, v = case.make(torch.float64, "cpu")[0]
-        variables = {"torch": torch, "q": q, "k": k, "v": v}
-        exec(line, variables)
-        for x, expected in zip("qkv", tensors, strict=True):
-            torch.testing.assert_close(variables[x], expected, msg=f"{name}: {x}")
-    assert INPUTS.keys() == ADVERSARIAL.keys()
-
-
-def test_a_script_lays_out_what_the_property_lays_out():
-    for name, line in VIEWS.items():
-        case = [torch.randn(2, 3, 5, 4) for _ in range(3)]
-        variables = {"torch": torch, **dict(zip("qkv", case, strict=True))}
-        exec("\n".join(layout_lines(name)), variables)
-        for x, expected in zip("qkv", LAYOUTS[name](case), strict=True):
-            assert torch.equal(variables[x], expected), f"{name}: {line}"
-            assert variables[x].stride() == expected.stride(), name
-    assert LAYOUTS.keys() - VIEWS.keys() == {"each another"}
 
 
 @pytest.mark.parametrize(
