@@ -25,8 +25,9 @@ PARAMETER_NOISE = 0.1
 
 TENSORS = ("out", "lse", "dq", "dk", "dv", "dsinks")
 
-# the same for every backend, so it is computed once
+# several properties compare with the same results; those of softmax are the same for every backend
 expected_of = lru_cache(maxsize=512)(expect)
+expected_of_function = lru_cache(maxsize=512)(expect_function)
 
 
 def standalone(backend: Backend, *, noise: float = 0.0) -> Backend:
@@ -70,12 +71,14 @@ def standalone(backend: Backend, *, noise: float = 0.0) -> Backend:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a Backend cannot declare: the conventions of a function that it adapts."""
+    """What a Backend cannot declare, and its fn may as `limits`: the conventions of a function that
+    it adapts.
+    """
 
     multiple: int = 1  # N and M must be multiples of it
     lse_gradient: bool = True  # whether a gradient flows through the lse
     # reasons(q, k, **arguments) against a call
-    reasons: Callable[..., list[str]] | None = None
+    reasons: Callable[..., list[str]] = lambda *_, **__: []
 
 
 @dataclass
@@ -87,19 +90,17 @@ class Subject:
     dtype: torch.dtype
     random_cases: int = 0
     seed: int = 0
-    limits: Limits = Limits()
-    rows: dict[Case, dict[str, Check] | None] = field(default_factory=dict)
+    rows: dict[Case, dict[str, Check]] = field(default_factory=dict)
     # of the current property
     tried: list[Case] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
     # how memory grows with the length; two properties share the measurement
     exponents: dict[str, float] = field(default_factory=dict)
-    # exact results for a function other than softmax; softmax results are cached for all backends
-    own_results: dict[Case, Expected] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.backend = standalone(self.backend, noise=PARAMETER_NOISE)
         self.given = self.backend
+        self.limits: Limits = getattr(self.backend.fn, "limits", Limits())
         self.lse_gradient = "lse" in self.backend.features and self.limits.lse_gradient
         self.has_blocks = TILES.keys() <= self.backend.options.keys()
         if self.has_blocks and self.device == "cpu":
@@ -145,8 +146,7 @@ class Subject:
         reasons = self.backend.unsupported_reasons(
             *(x.requires_grad_(backward) for x in tensors), **arguments
         )
-        if self.limits.reasons is not None:
-            reasons += self.limits.reasons(*tensors[:2], **arguments)
+        reasons += self.limits.reasons(*tensors[:2], **arguments)
         merged = "sinks" in case.optional and "sinks" not in self.backend.features
         if backward and merged and not self.lse_gradient:
             reasons.append("no gradient flows through its lse, which sinks need")
@@ -176,7 +176,7 @@ class Subject:
             self.refusals.append(f"it takes no wider dtype than {self.dtype}: add reference=")
             return
         for case in cases:
-            found = self.compare(case) or {}
+            found = self.compare(case)
             yield from (found[name] for name in tensors if name in found)
 
     def exactly(self, case: Case, what: str, found: dict[str, Tensor]) -> Iterator[Check]:
@@ -206,24 +206,18 @@ class Subject:
     def expected(self, case: Case) -> Expected:
         if self.backend.claims_softmax:
             return expected_of(case, self.dtype, self.device, with_lse=self.lse_gradient)
-        if case not in self.own_results:
-            self.own_results[case] = expect_function(self.backend, case, self.dtype, self.device)
-        return self.own_results[case]
+        return expected_of_function(self.backend, case, self.dtype, self.device)
 
-    def compare(self, case: Case) -> dict[str, Check] | None:
-        """A check for each tensor; forward only if there is no backward pass; None if the backend
-        refuses the inputs.
+    def compare(self, case: Case) -> dict[str, Check]:
+        """A check for each tensor; forward only if there is no backward pass; none if the backend
+        refuses the inputs. Several properties share it.
         """
-        self.tried.append(case)
-        if case not in self.rows:
-            takes = self.passes(case)
-            self.rows[case] = self.expected(case).checks(case, self.run(case)) if takes else None
-        elif "dq" not in (self.rows[case] or ()):
-            self.takes(case, backward=True)  # records the reasons again
-        return self.rows[case]
+        if self.passes(case) and case not in self.rows:
+            self.rows[case] = self.expected(case).checks(case, self.run(case))
+        return self.rows.get(case, {})
 
     def in_dtype(self, dtype: torch.dtype) -> "Subject":
-        return Subject(self.given, self.device, dtype, limits=self.limits)
+        return Subject(self.given, self.device, dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
         return attend(q, k, v, backend=self.backend, **arguments).out

@@ -82,17 +82,13 @@ class Adapter:
 
     def reasons(self, q: Tensor, k: Tensor, *, causal: bool, **optional: Any) -> list[str]:
         """Why its conventions exclude these arguments."""
-        dialect = self.dialect
-        mask = {name: x for name, x in optional.items() if name in MASK_ARGUMENTS and x is not None}
-        masked = dialect.needs_mask(q.shape[2], k.shape[2], causal=causal, given=mask)
-        reasons = []
+        dialect, reasons = self.dialect, []
+        mask = {name: x for name, x in optional.items() if name in MASK_ARGUMENTS}
         by_position = causal or "window" in mask
         if causal and dialect.causal == "never" and not dialect.mask:
             reasons.append("it takes no causal mask")
         elif by_position and not dialect.mask and not dialect.aligned(q.shape[2], k.shape[2]):
             reasons.append("its causal mask and window begin top-left: others where N != M")
-        if "cu_seqlens" in mask and causal and dialect.corner == "top_left" and not masked:
-            reasons.append("its causal mask begins top-left in each sequence")
         visible = visible_keys(q, k, causal=causal, **mask)
         if dialect.empty_rows != "zero" and bool((visible.lo >= visible.hi).any()):
             reasons.append(f"a row without a key gives {dialect.empty_rows} by its convention")

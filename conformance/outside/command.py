@@ -132,7 +132,7 @@ def prepare(verb: str, words: list[str]) -> tuple[Options, Target, list[Subject]
     set_up(torch.device(options.device))
     found = target(text, options.dialect, changes)
     subjects = [
-        found.subject(options.device, dtype, options.cases, options.seed)
+        Subject(found.backend, options.device, dtype, options.cases, options.seed)
         for dtype in options.dtypes
     ]
     check_call(text, subjects[0])

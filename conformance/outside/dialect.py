@@ -145,7 +145,9 @@ class Dialect:
         return bool(self.window) and self.window_form not in ONE_SIDED
 
     def aligned(self, num_queries: int, num_keys: int) -> bool:
-        """Whether its causal mask and its window are aligned to the last query and key."""
+        """Whether its causal mask and its window are aligned to the last query and key. Packed
+        sequences have the same lengths for queries and keys if N = M.
+        """
         return self.corner == "bottom_right" or num_queries == num_keys
 
     def needs_mask(
@@ -155,7 +157,7 @@ class Dialect:
         the arguments of attention.mask.MASKS that are not None.
         """
         by_position = causal or "window" in given
-        aligned = "cu_seqlens" in given or self.aligned(num_queries, num_keys)
+        aligned = self.aligned(num_queries, num_keys)
         hides_later = not causal or self.causal != "never"
         is_pair = isinstance(given.get("window"), tuple)
         says = {  # what it can express without a mask

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attention.interface import Refusal
-from conformance.backend_under_test import Check, Subject, expected_of
+from conformance.backend_under_test import Check, Subject, expected_of, expected_of_function
 from conformance.cases import Case
 from conformance.errors import in_one_line
 from conformance.views import LAYOUTS, laid_out
@@ -60,17 +60,15 @@ def fuzz(subject: Subject, *, calls: int, seed: int) -> Iterator[Trial]:
 
 def try_out(subject: Subject, case: Case, layout: str) -> Trial:
     subject.begin()
-    subject.own_results.clear()
     where = f"{case}, {layout}"
     try:
-        passes = subject.passes(case)
-        if passes is None:
+        if not subject.passes(case):
             return Trial(case, layout, refused=subject.refusals[0])
         expected = subject.expected(case)
         views = [x.detach().clone() for x in expected.tensors]
         if layout != CONTIGUOUS:
             views = laid_out(layout, views)
-        results = subject.run(case, views, backward=passes == "both")
+        results = subject.run(case, views)
         if not all(map(torch.equal, views, expected.tensors)):
             return Trial(case, layout, failures=[f"{where}: it changes its inputs"])
     except Refusal as error:
@@ -78,7 +76,8 @@ def try_out(subject: Subject, case: Case, layout: str) -> Trial:
     except (Exception, SystemExit) as error:  # anybody's attention may raise anything
         return Trial(case, layout, failures=[f"{where}: {in_one_line(error)}"])
     checks = [*expected.checks(case, results).values()]
-    expected_of.cache_clear()  # no case repeats, and hundreds would fill a GPU's memory
+    for cached in (expected_of, expected_of_function):
+        cached.cache_clear()  # no case repeats, and hundreds would fill a GPU's memory
     wrong = [f"{check.excess}, {layout}" for check in checks if check.share > 1]
     return Trial(case, layout, checks, failures=wrong)
 

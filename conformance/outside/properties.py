@@ -20,19 +20,9 @@ from conformance.properties import PROPERTIES, Property
 
 def properties_of(backend: Backend) -> dict[str, Property]:
     """The properties to hold it to, by their usual names."""
-    dialect = dialect_of(backend)
-    if dialect is None:
+    if dialect_of(backend) is None:
         return PROPERTIES
-    own = {"mask positions": mask_positions}
-    if dialect.multiple > 1:
-        own["ragged tails"] = whole_tiles
-    return PROPERTIES | own
-
-
-def whole_tiles(subject: Subject) -> Iterator[Check]:
-    """It takes only lengths that are multiples of a tile."""
-    subject.refusals.append(f"it takes lengths that are multiples of {subject.limits.multiple}")
-    yield from ()
+    return PROPERTIES | {"mask positions": mask_positions}
 
 
 def mask_positions(subject: Subject) -> Iterator[Check]:

@@ -55,8 +55,7 @@ def log_sum_exp(subject: Subject) -> Iterator[Check]:
         subject.refusals.append("it returns no lse")
         return
     for case in ordinary(subject):
-        row = subject.compare(case)
-        if row is not None:
+        if row := subject.compare(case):
             yield row.get("lse", Check(f"lse of {case}, which it promises", torch.inf, 0.0))
 
 

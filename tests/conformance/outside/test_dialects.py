@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 
+from conformance.backend_under_test import Subject
 from conformance.cases import Case
 from conformance.outside.adapter import Adapter
 from conformance.outside.dialects import DIALECTS, target
@@ -23,7 +24,7 @@ FP32 = torch.float32
 def column(text: str, dialect: str, dtype: torch.dtype = FP32) -> dict[str, str]:
     """Status by property, from a quick check."""
     found = target(text, dialect)
-    subject = found.subject("cpu", dtype, random_cases=1)
+    subject = Subject(found.backend, "cpu", dtype, random_cases=1)
     checks = properties_of(found.backend)
     return {
         name: examine(subject, name, check).status
@@ -78,7 +79,7 @@ def test_what_is_wrong_in_its_dialect_alone_is_red(text, dialect, red):
 
 def test_a_refusal_of_a_further_form_of_masks_is_no_mistake():
     found = target(f"{MINE}:float32_mask_refused", "sdpa")
-    subject = found.subject("cpu", torch.bfloat16)
+    subject = Subject(found.backend, "cpu", torch.bfloat16)
     check = properties_of(found.backend)["mask positions"]
     assert examine(subject, "mask positions", check).status == "green"
     assert any("float32" in refusal and "RuntimeError" in refusal for refusal in subject.refusals)
@@ -103,7 +104,7 @@ def test_sinks_are_handed_in_only_where_the_function_names_them():
 def test_a_script_of_a_right_call_passes(text, dialect):
     """The script of a failure means something only if it passes for a right attention."""
     found = target(text, dialect, {"backward": False} if dialect == "flex" else {})
-    subject = found.subject("cpu", FP32)
+    subject = Subject(found.backend, "cpu", FP32)
     found = with_options(found, subject.backend)
     small = Case(batch=2, num_heads=4, num_kv_heads=2, num_queries=6, num_keys=6, head_dim=4)
     cases = [
@@ -174,10 +175,11 @@ def test_flex_is_right_whatever_hides_the_keys():
     if a score_mod reads q.shape. PyTorch 2.11 keeps the first default of a parameter.
     """
     name = f"{__name__}:flex_with_gradients"
-    subject = target(name, "flex", {"lse_flag": "return_lse"}).subject("cpu", FP32)
+    found = target(name, "flex", {"lse_flag": "return_lse"})
+    subject = Subject(found.backend, "cpu", FP32)
     for case in HIDDEN_KEYS:
         row = subject.compare(case)
-        assert row is not None and {"out", "lse", "dq", "dk", "dv"} <= row.keys()
+        assert {"out", "lse", "dq", "dk", "dv"} <= row.keys()
         assert all(check.share <= 1 for check in row.values()), case
 
 
@@ -191,7 +193,7 @@ def test_flex_is_right_whatever_hides_the_keys():
 )
 def test_the_script_of_what_no_plain_call_shows(name, dialect, property, first):
     found = target(f"{MINE}:{name}", dialect)
-    subject = found.subject("cpu", FP32)
+    subject = Subject(found.backend, "cpu", FP32)
     cell = examine(subject, property, properties_of(found.backend)[property])
     script = Minimiser(found, subject).script(cell)
     assert cell.status == "red" and script is not None
@@ -211,7 +213,7 @@ def fails_twice(q, k, v, causal=False, scale=None):
 def test_a_script_raises_what_the_property_raised():
     """Not another exception of the same type, which smaller calls may raise."""
     found = target(f"{__name__}:fails_twice", None, {"layout": "BHND"})
-    subject = found.subject("cpu", FP32)
+    subject = Subject(found.backend, "cpu", FP32)
     cell = examine(subject, "N != M")
     assert "N35-M70" in cell.note  # the last call
     script = Minimiser(found, subject).script(cell)

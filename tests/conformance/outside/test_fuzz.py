@@ -84,7 +84,7 @@ def test_inputs_that_change_are_a_failure():
     """A regression test: the result was compared with a reference on the changed inputs."""
     how = {"layout": "BHND", "gqa": "no", "backward": False}
     found = target("tests.user_attentions:scales_in_place", None, how)
-    for trial in fuzz(found.subject("cpu", torch.float32), calls=3, seed=0):
+    for trial in fuzz(Subject(found.backend, "cpu", torch.float32), calls=3, seed=0):
         assert "changes its inputs" in str(trial.failures)
 
 
