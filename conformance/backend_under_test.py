@@ -133,13 +133,7 @@ class Subject:
         fields = {"head_dim": self.head_dims[0] if self.head_dims else 16} | fields
         return Case(num_queries=num_queries, num_keys=num_keys, optional=optional, **fields)
 
-    def is_softmax(self) -> bool:
-        """Whether a property that only softmax attention has applies."""
-        if not self.backend.claims_softmax:
-            self.refusals.append("it does not claim to be softmax attention (exact=False)")
-        return self.backend.claims_softmax
-
-    def takes(self, case: Case, *, backward: bool) -> bool:
+    def takes(self, case: Case, *, backward: bool = False) -> bool:
         """Whether the backend takes the case. `refusals` collects the reasons if it does not."""
         self.tried.append(case)
         tensors, arguments, *_ = case.make(self.dtype, self.device)
@@ -153,18 +147,12 @@ class Subject:
         self.refusals += reasons
         return not reasons
 
-    def passes(self, case: Case) -> str | None:
-        """Which passes of the case the backend takes: "both", "forward" alone, or None."""
-        if self.takes(case, backward=True):
-            return "both"
-        return "forward" if self.takes(case, backward=False) else None
-
     def run(
         self, case: Case, tensors: list[Tensor] | None = None, *, backward: bool = True
     ) -> dict[str, Tensor]:
         """The backend's results for a case that it takes. `tensors` replace q, k and v."""
         given, arguments, d_out, d_lse = self.expected(case).inputs
-        backward = backward and self.passes(case) == "both"
+        backward = backward and self.takes(case, backward=True)
         found = run(self.backend, tensors or given, arguments, d_out, d_lse, backward=backward)
         # for a function other than softmax the oracle may return no lse
         return {name: x for name, x in found.items() if name in self.expected(case).reference}
@@ -212,12 +200,15 @@ class Subject:
         """A check for each tensor; forward only if there is no backward pass; none if the backend
         refuses the inputs. Several properties share it.
         """
-        if self.passes(case) and case not in self.rows:
+        self.takes(case, backward=True)  # for its reasons, where gradients are missing
+        if self.takes(case) and case not in self.rows:
             self.rows[case] = self.expected(case).checks(case, self.run(case))
         return self.rows.get(case, {})
 
     def in_dtype(self, dtype: torch.dtype) -> "Subject":
-        return Subject(self.given, self.device, dtype)
+        """The same in another dtype, for a part of the current property."""
+        shared = {"tried": self.tried, "refusals": self.refusals}
+        return Subject(self.given, self.device, dtype, **shared)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
         return attend(q, k, v, backend=self.backend, **arguments).out

@@ -165,8 +165,7 @@ def attend(
 ) -> AttentionOutput:
     """attention(), or attention_varlen() if sequences are packed into one."""
     if cu_seqlens is None:
-        output = attention(q, k, v, **arguments)
-        return AttentionOutput(output.out, output.lse)
+        return AttentionOutput(*attention(q, k, v, **arguments)[:2])
     packed = (x[0].transpose(0, 1) for x in (q, k, v))
     out, lse = attention_varlen(*packed, *cu_seqlens, **arguments)
     return AttentionOutput(out.transpose(0, 1)[None], None if lse is None else lse[None])
@@ -298,21 +297,20 @@ def unavoidable(
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scale = q.shape[-1] ** -0.5
     scores, steepness = scores_of(q, k, arguments)
-    exponents, largest_exponent = scores.abs(), scores.abs().max().item()
-    if "lse" in reference:
-        lse = torch.where(reference["lse"].isinf(), 0.0, reference["lse"]).abs()
-        exponents = exponents + lse.unsqueeze(-1)
-        largest_exponent += lse.max().item()
+    lse = torch.where(reference["lse"].isinf(), 0.0, reference["lse"]).abs()
+    exponents = scores.abs() + lse.unsqueeze(-1)
+    largest_exponent = scores.abs().max().item() + lse.max().item()
     p = probabilities(q, k, arguments)
     delta_error = error_of_delta(v, p, reference["out"], d_out, d_lse, dtype)
-    dp, delta = d_out @ v.mT, (d_out * reference["out"]).sum(-1, keepdim=True)
+    delta = (d_out * reference["out"]).sum(-1, keepdim=True)
+    moved = (d_out @ v.mT - delta).abs()
     # the backward computes p again, and may round a score differently than the forward
     of_p = eps / 2 + 2 * eps_statistics * exponents
-    ds_error = p * scale * steepness.abs() * (delta_error + of_p * (dp - delta).abs())
+    ds_error = p * scale * steepness.abs() * (delta_error + of_p * moved)
     # of a weight and of ds: float32 loses its subnormal numbers, a narrower dtype rounds to its own
     tiny = torch.finfo(statistics).tiny
     lost = tiny + torch.finfo(dtype).tiny * eps / 2
-    ds_error = ds_error + lost * (1 + scale * steepness.abs() * (dp - delta).abs())
+    ds_error = ds_error + lost * (1 + scale * steepness.abs() * moved)
     cancelled = {
         "out": lost * v.abs().sum(2),
         "dv": lost * d_out.abs().sum(2).unflatten(1, (-1, groups)).sum(2),

@@ -184,8 +184,8 @@ def values_of(
             if "cu_seqlens" in mask:
                 bounds = mask["cu_seqlens"][i]
             apart = mask.keys() & {"document_ids", "cu_seqlens"}
-            values[f"cu_{name}"] = bounds
-            values[f"max_{name}"] = max(bounds.diff().tolist()) if apart else x.shape[2]
+            values[f"cu_seqlens_{name}"] = bounds
+            values[f"max_seqlen_{name}"] = max(bounds.diff().tolist()) if apart else x.shape[2]
     return {name: value for name, value in values.items() if value is not None}, masked
 
 

@@ -53,13 +53,8 @@ MASK_VIEWS = {
     "part_of_larger": "torch.nn.functional.pad({}, (0, 9, 0, 9))[..., :-9, :-9]",
     "of_one_row": "({})[:, :, :1].clone().expand(-1, -1, q.shape[2], -1)",  # if rows are equal
 }
-# of a packed batch: where the sequences of q and k begin, (B + 1,), and the largest lengths
-BOUNDS = {
-    "cu_seqlens_q": "cu_q",
-    "cu_seqlens_k": "cu_k",
-    "max_seqlen_q": "max_q",
-    "max_seqlen_k": "max_k",
-}
+# arguments of a packed batch: where the sequences begin, (B + 1,), and the largest lengths
+BOUNDS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 # the values that a field may have
 CHOICES = {
     "layout": tuple(LAYOUTS),
@@ -190,7 +185,7 @@ class Dialect:
         if values.keys() & {"softcap", "slopes"}:
             given[self.score_mod] = score_mod(values)
         if self.packed:
-            given |= {name: values[value] for name, value in BOUNDS.items()}
+            given |= {name: values[name] for name in BOUNDS}
         for flag in (self.gqa, self.lse_flag):
             given[flag] = "True"
         given = {x: y for x, y in given.items() if x not in ("", "yes", "no") and y is not None}

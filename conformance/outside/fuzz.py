@@ -62,7 +62,7 @@ def try_out(subject: Subject, case: Case, layout: str) -> Trial:
     subject.begin()
     where = f"{case}, {layout}"
     try:
-        if not subject.passes(case):
+        if not subject.takes(case):
             return Trial(case, layout, refused=subject.refusals[0])
         expected = subject.expected(case)
         views = [x.detach().clone() for x in expected.tensors]

@@ -34,7 +34,7 @@ def test_calls_reach_every_feature_and_layout():
     for feature in naive.features - {"max_score", "cu_seqlens"}:  # none is drawn for these
         lacking = replace(naive, features=naive.features - {feature})
         subject = Subject(lacking, "cpu", torch.float32)
-        assert not all(subject.takes(trial.case, backward=False) for trial in drawn), feature
+        assert not all(subject.takes(trial.case) for trial in drawn), feature
     assert any("sinks" in trial.case.optional for trial in drawn)
     assert {trial.layout for trial in drawn} == {"contiguous", *LAYOUTS}
 
