@@ -100,11 +100,18 @@ def input_lines(call: Call, device: str) -> Iterator[str]:
         yield "q, k, v = (x.requires_grad_() for x in (q, k, v))"
 
 
+def hides(case: Case) -> bool:
+    """Whether there is a mask."""
+    return case.causal or bool(case.optional.keys() & {"window", "document_ids", "key_lengths"})
+
+
 def mask_lines(case: Case, tensors: dict[str, Tensor]) -> Iterator[str]:
-    """Lines that define the tensors and `seen`, which is true where a query sees a key."""
+    """Lines that define the tensors, and `seen` if something hides keys."""
     for name, x in tensors.items():
         dtype = ", dtype=torch.int32" if x.dtype == torch.int32 else ""
         yield f"{name} = torch.tensor({x.tolist()}{dtype})"
+    if not hides(case):
+        return
     left, right = sides(case.optional.get("window"), causal=case.causal)
     past = case.num_keys - case.num_queries
     seen = f"torch.ones(1, 1, {case.num_queries}, {case.num_keys}, dtype=torch.bool)"
@@ -121,7 +128,8 @@ def mask_lines(case: Case, tensors: dict[str, Tensor]) -> Iterator[str]:
 
 def exact_lines(call: Call) -> Iterator[str]:
     """Lines that compute softmax attention in float64, or its gradient."""
-    case, groups = call.case, call.case.num_heads // call.case.num_kv_heads
+    case, masks = call.case, hides(call.case)
+    groups = case.num_heads // case.num_kv_heads
     k, v = (
         f"{x}.double().repeat_interleave({groups}, 1)" if groups > 1 else f"{x}.double()"
         for x in "kv"
@@ -135,9 +143,11 @@ def exact_lines(call: Call) -> Iterator[str]:
         yield f"j = torch.arange({case.num_keys})"
         yield "scores = scores - slopes[:, None, None] * (i - j)"
     if call.tensor == "lse":
-        yield "exact = scores.masked_fill(~seen, -torch.inf).logsumexp(-1)"
+        hidden = ".masked_fill(~seen, -torch.inf)" if masks else ""
+        yield f"exact = scores{hidden}.logsumexp(-1)"
         return
-    yield f"exact = (scores.masked_fill(~seen, -1e30).softmax(-1) * seen) @ {v}"
+    p = "(scores.masked_fill(~seen, -1e30).softmax(-1) * seen)" if masks else "scores.softmax(-1)"
+    yield f"exact = {p} @ {v}"
     if call.tensor != "out":
         yield "losses = [(x.double() * d_out).sum() for x in (found, exact)]"
         yield f"found, exact = (torch.autograd.grad(x, {call.tensor[1]})[0] for x in losses)"
