@@ -94,8 +94,6 @@ class Subject:
     # of the current property
     tried: list[Case] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
-    # how memory grows with the length; two properties share the measurement
-    exponents: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.backend = standalone(self.backend, noise=PARAMETER_NOISE)

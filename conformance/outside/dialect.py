@@ -57,14 +57,14 @@ MASK_VIEWS = {
 BOUNDS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 # the values that a field may have
 CHOICES = {
-    "layout": tuple(LAYOUTS),
+    "layout": LAYOUTS,
     "out_layout": ("", "BHND", "BNHD"),
     "corner": ("bottom_right", "top_left"),
-    "window_form": tuple(WINDOWS),
-    "mask_form": tuple(MASKS),
-    "more_mask_forms": tuple(MASKS),
-    "mask_view": tuple(MASK_VIEWS),
-    "lse": tuple(LSE_LAYOUTS),
+    "window_form": WINDOWS,
+    "mask_form": MASKS,
+    "more_mask_forms": MASKS,
+    "mask_view": MASK_VIEWS,
+    "lse": LSE_LAYOUTS,
     "lse_base": ("e", "2"),
     "empty_rows": ("zero", "nan", "mean"),
     "dtypes": tuple(SHORT.values()),

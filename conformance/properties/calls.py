@@ -63,10 +63,9 @@ def call_history(subject: Subject) -> Iterator[Check]:
         other.run(case)
         yield from subject.same(case, f"after {dtype}", subject.run(case), first, bits=True)
     yield from same_memory(subject, case)
-    backward = subject.takes(case, backward=True)
-    if backward:
+    if subject.takes(case, backward=True):
         yield from gradient_in_another_layout(subject, case)
-    yield from several_at_once(subject, case, backward=backward)
+    yield from several_at_once(subject, case)
 
 
 def same_memory(subject: Subject, case: Case) -> Iterator[Check]:
@@ -102,12 +101,13 @@ def gradient_in_another_layout(subject: Subject, case: Case) -> Iterator[Check]:
         yield from subject.same(case, what, found, expected, bits=True)
 
 
-def several_at_once(subject: Subject, case: Case, *, backward: bool) -> Iterator[Check]:
+def several_at_once(subject: Subject, case: Case) -> Iterator[Check]:
     """All forward passes run first, as in a model of many layers; no output may change."""
     cases = [case, replace(case, seed=1), replace(case, seed=2, causal=False)]
     made = []
     for each in filter(subject.takes, cases):
         tensors, arguments, *gradients = subject.expected(each).inputs
+        backward = subject.takes(each, backward=True)
         pending = call(subject.backend, tensors, arguments, backward=backward)
         made.append((each, pending, gradients, {"out": pending.output.out.detach().clone()}))
     for each, pending, gradients, early in made:

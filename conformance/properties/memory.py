@@ -5,7 +5,7 @@ Dimensions: B batch, H heads, N queries, M keys.
 """
 
 from collections.abc import Iterator
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -112,18 +112,20 @@ def poisoned_memory(subject: Subject) -> Iterator[Check]:
             yield from subject.same(case, what, results, expected, bits=True)
 
 
+measured_exponents = lru_cache(exponents)  # two properties share the measurement
+
+
 def growth(subject: Subject, *figures: str) -> Iterator[Check]:
     lengths = (128, 256, 512) if subject.device == "cpu" else (2048, 4096, 8192)
     head_dim = 32 if 32 in subject.head_dims else subject.head_dims[0]
     if not subject.takes(subject.case(128, head_dim=head_dim), backward=True):
         return
-    if not subject.exponents:
-        where = {"device": subject.device, "dtype": subject.dtype}
-        subject.exponents = exponents(subject.given, lengths, **where, head_dim=head_dim)
+    where = {"device": subject.device, "dtype": subject.dtype}
+    found = measured_exponents(subject.given, lengths, **where, head_dim=head_dim)
     for name in figures:
-        if name in subject.exponents:
+        if name in found:
             what = f"exponent of N in the {name} bytes, N = {lengths[0]} to {lengths[-1]}"
-            yield Check(what, subject.exponents[name], LINEAR)
+            yield Check(what, found[name], LINEAR)
 
 
 def saved_bytes(subject: Subject) -> Iterator[Check]:
