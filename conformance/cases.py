@@ -179,7 +179,7 @@ class Call(NamedTuple):
 
     def results(self, d_out: Tensor, d_lse: Tensor | None) -> dict[str, Tensor]:
         """out, lse (if there is one) and the gradients of leaves that require one, as float64."""
-        out, lse = self.output[:2]
+        out, lse = self.output
         results: dict[str, Tensor] = {}
         if self.leaves["dq"].requires_grad:
             loss = (out.double() * d_out).sum()

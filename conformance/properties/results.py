@@ -143,7 +143,7 @@ def rows_of_one_key(subject: Subject) -> Iterator[Check]:
     less.
     """
     # a scale that is a power of two may hide it
-    widths = [d for d in (80, 128) if d in subject.head_dims] or subject.head_dims[:1] or [16]
+    widths = [*(d for d in (80, 128) if d in subject.head_dims), subject.head_dims[0]]
     steep = {"inputs": "steep", "head_dim": widths[0]}
     cases = [
         subject.case(1, **steep),
