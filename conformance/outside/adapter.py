@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from attention import AttentionOutput, Backend
 from attention.interface import ALL_DTYPES
 from attention.mask import MASKS as MASK_ARGUMENTS
-from attention.mask import sides, visible_keys
+from attention.mask import pair, sides, visible_keys
 from conformance.backend_under_test import Limits
 from conformance.cases import SHORT
 from conformance.outside.dialect import LAYOUTS, Dialect
@@ -173,8 +173,7 @@ def values_of(
         "documents": mask.get("document_ids"),
     }
     if "window" in mask:
-        values["left"] = -1 if left is None else left
-        values["right"] = -1 if right is None else right
+        values["left"], values["right"] = pair(mask["window"])
     if masked == "formula":
         values["low"] = None if left is None else past - left
         values["high"] = None if right is None else past + right

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -125,32 +126,34 @@ def row_independence(subject: Subject) -> Iterator[Check]:
     case = subject.case(batch=3, num_heads=4, num_kv_heads=2 if grouped else 4)
     if not subject.takes(case):
         return
-    groups, row, plain = 4 // case.num_kv_heads, case.num_queries // 2 + 3, subject.run(case)
+    plain, backward = subject.run(case), subject.takes(case, backward=True)
     tensors, arguments, *gradients = subject.expected(case).inputs
 
-    def first_heads(results: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Of the second sequence, the first key/value head and its query heads."""
-        return {name: x[1, : 1 if name in ("dk", "dv") else groups] for name, x in results.items()}
-
-    def one_row(results: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: results[name][1, 0, row] for name in ("out", "lse", "dq") if name in results}
-
     q, k, v, *gradients = (x[1:2] for x in (*tensors, *gradients))
-    backward = subject.takes(case, backward=True)
     alone = run(subject.backend, [q, k, v], arguments, *gradients, backward=backward)
     second = {name: x[1:2] for name, x in plain.items()}
     yield from subject.same(case, "one sequence alone", alone, second)
 
-    for what, change in (("huge", HUGE), ("NaN", torch.nan)):
-        others = [x * change for x in tensors]
-        for x, mine, heads in zip(others, tensors, (groups, 1, 1), strict=True):
-            x[1, :heads] = mine[1, :heads]
-        found = (first_heads(x) for x in (subject.run(case, others), plain))
-        yield from subject.same(case, f"beside {what} heads", *found)
-        q = tensors[0] * change
-        q[1, 0, row] = tensors[0][1, 0, row]
-        found = (one_row(x) for x in (subject.run(case, [q, *tensors[1:]]), plain))
-        yield from subject.same(case, f"beside {what} rows", *found)
+    # what stays as it is: of the second sequence the first key/value head and its query heads, or
+    # one row of queries
+    heads, kv_head = (1, slice(4 // case.num_kv_heads)), (1, slice(1))
+    row = (1, 0, case.num_queries // 2 + 3)
+    parts = {
+        "heads": {"out": heads, "lse": heads, "dq": heads, "dk": kv_head, "dv": kv_head},
+        "rows": {"out": row, "lse": row, "dq": row},
+    }
+    factors = {"huge": HUGE, "NaN": torch.nan}
+    for what, (others, kept) in product(factors, parts.items()):
+        changed = [x.clone() for x in tensors]
+        for name, x, y in zip(("dq", "dk", "dv"), changed, tensors, strict=True):
+            if name in kept:
+                x *= factors[what]
+                x[kept[name]] = y[kept[name]]
+        found, same = (
+            {name: x[kept[name]] for name, x in results.items() if name in kept}
+            for results in (subject.run(case, changed), plain)
+        )
+        yield from subject.same(case, f"beside {what} {others}", found, same)
 
 
 def streams_and_graphs(subject: Subject) -> Iterator[Check]:
