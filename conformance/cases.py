@@ -206,12 +206,11 @@ def call(
     if "sinks" in arguments:
         leaves["dsinks"] = arguments["sinks"]
     leaves = {name: x.detach().requires_grad_(backward) for name, x in leaves.items()}
-    q, k, v, *sinks = leaves.values()
-    given = arguments | dict(zip(["sinks"], sinks, strict=False))
-    if backend != "naive" or not sinks:
-        return Call(attend(q, k, v, backend=backend, **given), leaves)
-    del given["sinks"]
-    return Call(sunk(attend(q, k, v, backend=backend, **given), *sinks), leaves)
+    given = arguments | {name.removeprefix("d"): x for name, x in leaves.items()}
+    if backend != "naive" or "sinks" not in given:
+        return Call(attend(backend=backend, **given), leaves)
+    sinks = given.pop("sinks")
+    return Call(sunk(attend(backend=backend, **given), sinks), leaves)
 
 
 def sunk(output: AttentionOutput, sinks: Tensor) -> AttentionOutput:
