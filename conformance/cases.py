@@ -22,7 +22,7 @@ SHORT = {
 }
 
 
-# how inputs differ from normal numbers: a line of code, which the script of a failing call repeats
+# how inputs differ from normal numbers, as code that the script of a failing call repeats
 ADVERSARIAL = {
     "normal": "",
     "large": "q, k = 4 * q, 2 * k",

@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-# each layout is code, which the script of a failing call repeats: of one tensor x
+# layouts as code that the script of a failing call repeats: of one tensor x
 VIEWS = {
     # neither the start nor the rows are aligned to 16 bytes; NaN lies between the rows
     "misaligned": "torch.nn.functional.pad(x, (1, 2), value=torch.nan)[..., 1:-2]",
