@@ -25,8 +25,9 @@ PARAMETER_NOISE = 0.1
 
 TENSORS = ("out", "lse", "dq", "dk", "dv", "dsinks")
 
-# the same for every backend, so it is computed once
+# several properties compare with the same results; those of softmax are the same for every backend
 expected_of = lru_cache(maxsize=512)(expect)
+expected_of_function = lru_cache(maxsize=512)(expect_function)
 
 
 def standalone(backend: Backend, *, noise: float = 0.0) -> Backend:
@@ -40,14 +41,7 @@ def standalone(backend: Backend, *, noise: float = 0.0) -> Backend:
         return backend
 
     @cache
-    def module_for(
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype | None,
-        device: torch.device,
-    ) -> nn.Module:
-        shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    def module_for(dtype: torch.dtype | None, device: torch.device, **shape: int) -> nn.Module:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
             module = build_module(backend, **shape, max_seq_len=1024, layer=0)
@@ -59,7 +53,8 @@ def standalone(backend: Backend, *, noise: float = 0.0) -> Backend:
         def attend(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Output:
             # parameters stay as they were made, unless the inputs are wider
             dtype = torch.float64 if q.dtype == torch.float64 else None
-            module = module_for(q.shape[1], k.shape[1], q.shape[3], dtype, q.device)
+            shape = {"num_heads": q.shape[1], "num_kv_heads": k.shape[1], "head_dim": q.shape[3]}
+            module = module_for(dtype, q.device, **shape)
             return fn(q, k, v, module=module, **arguments)
 
         return attend
@@ -70,12 +65,14 @@ def standalone(backend: Backend, *, noise: float = 0.0) -> Backend:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a Backend cannot declare: the conventions of a function that it adapts."""
+    """What a Backend cannot declare, and its fn may as `limits`: the conventions of a function that
+    it adapts.
+    """
 
     multiple: int = 1  # N and M must be multiples of it
     lse_gradient: bool = True  # whether a gradient flows through the lse
     # reasons(q, k, **arguments) against a call
-    reasons: Callable[..., list[str]] | None = None
+    reasons: Callable[..., list[str]] = lambda *_, **__: []
 
 
 @dataclass
@@ -87,19 +84,15 @@ class Subject:
     dtype: torch.dtype
     random_cases: int = 0
     seed: int = 0
-    limits: Limits = Limits()
-    rows: dict[Case, dict[str, Check] | None] = field(default_factory=dict)
+    rows: dict[Case, dict[str, Check]] = field(default_factory=dict)
     # of the current property
     tried: list[Case] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
-    # how memory grows with the length; two properties share the measurement
-    exponents: dict[str, float] = field(default_factory=dict)
-    # exact results for a function other than softmax; softmax results are cached for all backends
-    own_results: dict[Case, Expected] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.backend = standalone(self.backend, noise=PARAMETER_NOISE)
         self.given = self.backend
+        self.limits: Limits = getattr(self.backend.fn, "limits", Limits())
         self.lse_gradient = "lse" in self.backend.features and self.limits.lse_gradient
         self.has_blocks = TILES.keys() <= self.backend.options.keys()
         if self.has_blocks and self.device == "cpu":
@@ -107,7 +100,8 @@ class Subject:
         takes, on_cpu = self.backend.head_dims, self.device == "cpu"
         wanted = (16, 64, 32, 128, 8) if on_cpu else (64, 32, 128, 16)
         every = (*wanted, *range(1, 513))
-        self.head_dims = [size for size in every if takes is None or size in takes]
+        # 16 for a backend that takes only wider heads: then every case tells its reason
+        self.head_dims = [size for size in every if takes is None or size in takes] or [16]
         # GPU kernels have tiles of up to 128: three of them, the last one ragged
         self.length = self.rounded(70 if on_cpu else 330)
 
@@ -129,42 +123,29 @@ class Subject:
         optional = {
             name: fields.pop(name) for name in list(fields) if name not in Case.__dataclass_fields__
         }
-        fields = {"head_dim": self.head_dims[0] if self.head_dims else 16} | fields
+        fields = {"head_dim": self.head_dims[0]} | fields
         return Case(num_queries=num_queries, num_keys=num_keys, optional=optional, **fields)
 
-    def is_softmax(self) -> bool:
-        """Whether a property that only softmax attention has applies."""
-        if not self.backend.claims_softmax:
-            self.refusals.append("it does not claim to be softmax attention (exact=False)")
-        return self.backend.claims_softmax
-
-    def takes(self, case: Case, *, backward: bool) -> bool:
+    def takes(self, case: Case, *, backward: bool = False) -> bool:
         """Whether the backend takes the case. `refusals` collects the reasons if it does not."""
         self.tried.append(case)
         tensors, arguments, *_ = case.make(self.dtype, self.device)
         reasons = self.backend.unsupported_reasons(
             *(x.requires_grad_(backward) for x in tensors), **arguments
         )
-        if self.limits.reasons is not None:
-            reasons += self.limits.reasons(*tensors[:2], **arguments)
+        reasons += self.limits.reasons(*tensors[:2], **arguments)
         merged = "sinks" in case.optional and "sinks" not in self.backend.features
         if backward and merged and not self.lse_gradient:
             reasons.append("no gradient flows through its lse, which sinks need")
         self.refusals += reasons
         return not reasons
 
-    def passes(self, case: Case) -> str | None:
-        """Which passes of the case the backend takes: "both", "forward" alone, or None."""
-        if self.takes(case, backward=True):
-            return "both"
-        return "forward" if self.takes(case, backward=False) else None
-
     def run(
         self, case: Case, tensors: list[Tensor] | None = None, *, backward: bool = True
     ) -> dict[str, Tensor]:
         """The backend's results for a case that it takes. `tensors` replace q, k and v."""
         given, arguments, d_out, d_lse = self.expected(case).inputs
-        backward = backward and self.passes(case) == "both"
+        backward = backward and self.takes(case, backward=True)
         found = run(self.backend, tensors or given, arguments, d_out, d_lse, backward=backward)
         # for a function other than softmax the oracle may return no lse
         return {name: x for name, x in found.items() if name in self.expected(case).reference}
@@ -176,7 +157,7 @@ class Subject:
             self.refusals.append(f"it takes no wider dtype than {self.dtype}: add reference=")
             return
         for case in cases:
-            found = self.compare(case) or {}
+            found = self.compare(case)
             yield from (found[name] for name in tensors if name in found)
 
     def exactly(self, case: Case, what: str, found: dict[str, Tensor]) -> Iterator[Check]:
@@ -206,24 +187,21 @@ class Subject:
     def expected(self, case: Case) -> Expected:
         if self.backend.claims_softmax:
             return expected_of(case, self.dtype, self.device, with_lse=self.lse_gradient)
-        if case not in self.own_results:
-            self.own_results[case] = expect_function(self.backend, case, self.dtype, self.device)
-        return self.own_results[case]
+        return expected_of_function(self.backend, case, self.dtype, self.device)
 
-    def compare(self, case: Case) -> dict[str, Check] | None:
-        """A check for each tensor; forward only if there is no backward pass; None if the backend
-        refuses the inputs.
+    def compare(self, case: Case) -> dict[str, Check]:
+        """A check for each tensor; forward only if there is no backward pass; none if the backend
+        refuses the inputs. Several properties share it.
         """
-        self.tried.append(case)
-        if case not in self.rows:
-            takes = self.passes(case)
-            self.rows[case] = self.expected(case).checks(case, self.run(case)) if takes else None
-        elif "dq" not in (self.rows[case] or ()):
-            self.takes(case, backward=True)  # records the reasons again
-        return self.rows[case]
+        self.takes(case, backward=True)  # for its reasons, where gradients are missing
+        if self.takes(case) and case not in self.rows:
+            self.rows[case] = self.expected(case).checks(case, self.run(case))
+        return self.rows.get(case, {})
 
     def in_dtype(self, dtype: torch.dtype) -> "Subject":
-        return Subject(self.given, self.device, dtype, limits=self.limits)
+        """The same in another dtype, for a part of the current property."""
+        shared = {"tried": self.tried, "refusals": self.refusals}
+        return Subject(self.given, self.device, dtype, **shared)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
         return attend(q, k, v, backend=self.backend, **arguments).out
@@ -252,4 +230,4 @@ class Subject:
 
     def head_dims_of(self, common: tuple[int, ...]) -> list[int]:
         """The `common` head dims that the backend takes; if it takes none, any that it takes."""
-        return [size for size in self.head_dims if size in common] or self.head_dims or [16]
+        return [size for size in self.head_dims if size in common] or self.head_dims

@@ -43,13 +43,16 @@ class Cache:
         cases = [replace(case, num_keys=max(n, 1), seed=i) for i, n in enumerate(lengths)]
         expected = [expect(each) for each in cases]
         q, keys, values = zip(*(each.tensors for each in expected), strict=True)
-        shape = (len(lengths), case.num_kv_heads, max(room, *lengths), case.head_dim)
-        k, v = (q[0].new_full(shape, torch.nan) for _ in range(2))
-        for row, length in enumerate(lengths):
-            k[row, :, :length], v[row, :, :length] = (
-                keys[row][0, :, :length],
-                values[row][0, :, :length],
+        capacity = max(room, *lengths)
+        k, v = (
+            torch.cat(
+                [
+                    F.pad(x[:, :, :n], (0, 0, 0, capacity - n), value=torch.nan)
+                    for x, n in zip(rows, lengths, strict=True)
+                ]
             )
+            for rows in (keys, values)
+        )
         sizes = torch.tensor(lengths, dtype=torch.int32, device=k.device)
         known = [each if n else None for each, n in zip(expected, lengths, strict=True)]
         return cls(torch.cat(q), k, v, sizes, known, expected[0].arguments)

@@ -22,6 +22,36 @@ SHORT = {
 }
 
 
+# how inputs differ from normal numbers, as code that the script of a failing call repeats
+ADVERSARIAL = {
+    "normal": "",
+    "large": "q, k = 4 * q, 2 * k",
+    # each key scores higher than the one before: the maximum changes in every tile
+    "growing": "ramp = torch.linspace(0, 3, k.shape[2], dtype=k.dtype)\n"
+    "q, k = q.abs(), 0.1 * k.abs() + ramp[:, None]",
+    # one key near the end outweighs everything seen before it
+    "spike": "k[:, :, -3] = 8 * q[:, : k.shape[1], -1]",
+    # for every query, one key near the end scores 200 above all others
+    "tower": "q[..., 0], k[..., 0], k[:, :, -3, 0] = 4, 0, 50 * q.shape[-1] ** 0.5",
+    # each row's own key scores in the hundreds, different in each row and beyond the largest
+    # exponent of every dtype
+    "huge": "q, k = 40 * q, 0.3 * k + q[:, : k.shape[1]]",
+    # scores in the tens, and of one query and one key in the thousands
+    "steep": "q, k = 4 * q, 4 * k\nq[:, :, q.shape[2] // 2] *= 8\nk[:, :, k.shape[2] // 2] *= 8",
+    # every score is far below zero: if the maximum started at 0, every exp would be 0
+    "negative": "q, k = q.abs() + 3, -(k.abs() + 3) * (40 / q.shape[-1] ** 0.5)",
+    # every score 100 higher or 120 lower, which does not change a softmax; the last one does both,
+    # as the heads take turns
+    "up": "q[..., 0], k[..., 0] = 4, 25 * q.shape[-1] ** 0.5",
+    "down": "q[..., 0], k[..., 0] = 4, -30 * q.shape[-1] ** 0.5",
+    "up and down": "q[..., 0] = 4\nk[:, ::2, :, 0] = 25 * q.shape[-1] ** 0.5\n"
+    "k[:, 1::2, :, 0] = -30 * q.shape[-1] ** 0.5",
+    # keys repeat, so that maxima are tied within and across tiles
+    "ties": "k = k[:, :, torch.arange(k.shape[2]) % 4]",
+    "ones": "v = torch.ones_like(v)",
+}
+
+
 @dataclass(frozen=True)
 class Case:
     batch: int = 1
@@ -68,7 +98,8 @@ class Case:
         k = random(self.batch, self.num_kv_heads, self.num_keys, self.head_dim)
         v = random(self.batch, self.num_kv_heads, self.num_keys, self.value_dim or self.head_dim)
         d_out, d_lse = random(*q.shape[:3], v.shape[3]), random(q.shape[:3])
-        q, k, v = ADVERSARIAL[self.inputs](q, k, v)
+        drawn = {"torch": torch, "q": q, "k": k, "v": v}
+        exec(ADVERSARIAL[self.inputs], drawn)
         arguments: dict[str, Any] = {"causal": self.causal} | self.optional
         # no powers of two, which every dtype holds exactly. Keys after a query gain weight, but no
         # exponential overflows
@@ -84,7 +115,8 @@ class Case:
             )
         if "sinks" in arguments:
             # one sink takes much of a row, one takes little, also if scores are shifted
-            sinks = torch.linspace(2.0, -3.0, self.num_heads) + SHIFTS.get(self.inputs, 0)
+            shift = {"up": 100, "down": -120}.get(self.inputs, 0)
+            sinks = torch.linspace(2.0, -3.0, self.num_heads) + shift
             arguments["sinks"] = sinks.to(device)
         if "document_ids" in arguments:
             # each sequence of the batch has different documents
@@ -101,7 +133,7 @@ class Case:
         if "cu_seqlens" in arguments:
             arguments["cu_seqlens"] = self.sequences().to(device)
         return (
-            [x.to(device, dtype) for x in (q, k, v)],
+            [drawn[name].to(device, dtype) for name in "qkv"],
             arguments,
             d_out.to(device),
             d_lse.to(device),
@@ -128,89 +160,12 @@ def every_index(
     return gain * (score + score * score / 8) - params[h] * (i - j), gain * (1 + score / 4)
 
 
-Inputs = tuple[Tensor, Tensor, Tensor]  # q (B, H, N, D); k, v (B, H_kv, M, D), in float64
-
-
-def _growing(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
-    """Each key scores higher than the one before: the maximum changes in every tile."""
-    ramp = torch.linspace(0, 6, k.shape[2], dtype=k.dtype)[:, None]
-    return q.abs(), k.abs() * 0.1 + ramp * 0.5, v
-
-
-def _spike(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
-    """One key near the end outweighs everything seen before it."""
-    k = k.clone()
-    k[:, :, -3] = 8 * q[:, : k.shape[1], -1]
-    return q, k, v
-
-
-def _tower(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
-    """For every query, one key near the end scores 200 above all others."""
-    q, k = q.clone(), k.clone()
-    q[..., 0], k[..., 0] = 4, 0
-    k[:, :, -3, 0] = 200 * q.shape[-1] ** 0.5 / 4
-    return q, k, v
-
-
-def _huge(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
-    """Each row's own key scores in the hundreds, different in each row and beyond the largest
-    exponent of every dtype.
-    """
-    return 40 * q, 0.3 * k + q[:, : k.shape[1]], v
-
-
-def _steep(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
-    """Scores in the tens, and of one query and one key in the thousands."""
-    q, k = 4 * q, 4 * k
-    q[:, :, q.shape[2] // 2] *= 8
-    k[:, :, k.shape[2] // 2] *= 8
-    return q, k, v
-
-
-def _negative(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
-    """Every score is far below zero: if the maximum started at 0, every exp would be 0."""
-    return q.abs() + 3, -(k.abs() + 3) * (40 / q.shape[-1] ** 0.5), v
-
-
-def _shifted(q: Tensor, k: Tensor, v: Tensor, *, by: list[int]) -> Inputs:
-    """Ordinary scores plus a constant per head, which does not change a softmax. The heads take
-    the constants of `by` in turn.
-    """
-    q, k = q.clone(), k.clone()
-    of_heads = torch.tensor(by, dtype=k.dtype)[torch.arange(k.shape[1]) % len(by), None]
-    q[..., 0], k[..., 0] = 4, of_heads * q.shape[-1] ** 0.5 / 4
-    return q, k, v
-
-
-def _ties(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
-    """Keys repeat, so that maxima are tied within and across tiles."""
-    return q, k[:, :, torch.arange(k.shape[2]) % 4], v
-
-
-SHIFTS = {"up": 100, "down": -120}
-ADVERSARIAL = {
-    "normal": lambda q, k, v: (q, k, v),
-    "large": lambda q, k, v: (q * 4, k * 2, v),
-    "growing": _growing,
-    "spike": _spike,
-    "tower": _tower,
-    "huge": _huge,
-    "steep": _steep,
-    "negative": _negative,
-    **{name: partial(_shifted, by=[by]) for name, by in SHIFTS.items()},
-    "up and down": partial(_shifted, by=list(SHIFTS.values())),
-    "ties": _ties,
-    "ones": lambda q, k, v: (q, k, torch.ones_like(v)),
-}
-
-
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None = None, **arguments: Any
 ) -> AttentionOutput:
     """attention(), or attention_varlen() if sequences are packed into one."""
     if cu_seqlens is None:
-        output = attention(q, k, v, **arguments)
-        return AttentionOutput(output.out, output.lse)
+        return AttentionOutput(*attention(q, k, v, **arguments)[:2])
     packed = (x[0].transpose(0, 1) for x in (q, k, v))
     out, lse = attention_varlen(*packed, *cu_seqlens, **arguments)
     return AttentionOutput(out.transpose(0, 1)[None], None if lse is None else lse[None])
@@ -224,7 +179,7 @@ class Call(NamedTuple):
 
     def results(self, d_out: Tensor, d_lse: Tensor | None) -> dict[str, Tensor]:
         """out, lse (if there is one) and the gradients of leaves that require one, as float64."""
-        out, lse = self.output[:2]
+        out, lse = self.output
         results: dict[str, Tensor] = {}
         if self.leaves["dq"].requires_grad:
             loss = (out.double() * d_out).sum()
@@ -251,12 +206,11 @@ def call(
     if "sinks" in arguments:
         leaves["dsinks"] = arguments["sinks"]
     leaves = {name: x.detach().requires_grad_(backward) for name, x in leaves.items()}
-    q, k, v, *sinks = leaves.values()
-    given = arguments | dict(zip(["sinks"], sinks, strict=False))
-    if backend != "naive" or not sinks:
-        return Call(attend(q, k, v, backend=backend, **given), leaves)
-    del given["sinks"]
-    return Call(sunk(attend(q, k, v, backend=backend, **given), *sinks), leaves)
+    given = arguments | {name.removeprefix("d"): x for name, x in leaves.items()}
+    if backend != "naive" or "sinks" not in given:
+        return Call(attend(backend=backend, **given), leaves)
+    sinks = given.pop("sinks")
+    return Call(sunk(attend(backend=backend, **given), sinks), leaves)
 
 
 def sunk(output: AttentionOutput, sinks: Tensor) -> AttentionOutput:
@@ -342,21 +296,20 @@ def unavoidable(
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scale = q.shape[-1] ** -0.5
     scores, steepness = scores_of(q, k, arguments)
-    exponents, largest_exponent = scores.abs(), scores.abs().max().item()
-    if "lse" in reference:
-        lse = torch.where(reference["lse"].isinf(), 0.0, reference["lse"]).abs()
-        exponents = exponents + lse.unsqueeze(-1)
-        largest_exponent += lse.max().item()
+    lse = torch.where(reference["lse"].isinf(), 0.0, reference["lse"]).abs()
+    exponents = scores.abs() + lse.unsqueeze(-1)
+    largest_exponent = scores.abs().max().item() + lse.max().item()
     p = probabilities(q, k, arguments)
     delta_error = error_of_delta(v, p, reference["out"], d_out, d_lse, dtype)
-    dp, delta = d_out @ v.mT, (d_out * reference["out"]).sum(-1, keepdim=True)
+    delta = (d_out * reference["out"]).sum(-1, keepdim=True)
+    moved = (d_out @ v.mT - delta).abs()
     # the backward computes p again, and may round a score differently than the forward
     of_p = eps / 2 + 2 * eps_statistics * exponents
-    ds_error = p * scale * steepness.abs() * (delta_error + of_p * (dp - delta).abs())
+    ds_error = p * scale * steepness.abs() * (delta_error + of_p * moved)
     # of a weight and of ds: float32 loses its subnormal numbers, a narrower dtype rounds to its own
     tiny = torch.finfo(statistics).tiny
     lost = tiny + torch.finfo(dtype).tiny * eps / 2
-    ds_error = ds_error + lost * (1 + scale * steepness.abs() * (dp - delta).abs())
+    ds_error = ds_error + lost * (1 + scale * steepness.abs() * moved)
     cancelled = {
         "out": lost * v.abs().sum(2),
         "dv": lost * d_out.abs().sum(2).unflatten(1, (-1, groups)).sum(2),

@@ -4,36 +4,42 @@ past 2^31.
 Dimensions: B batch, H heads, N tokens, D head dim.
 """
 
-from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+# layouts as code that the script of a failing call repeats: of one tensor x
+VIEWS = {
+    # neither the start nor the rows are aligned to 16 bytes; NaN lies between the rows
+    "misaligned": "torch.nn.functional.pad(x, (1, 2), value=torch.nan)[..., 1:-2]",
+    "transposed": "x.mT.contiguous().mT",
+    # every other row and column of a larger tensor
+    "spread out": "x.new_full((*x.shape[:2], 2 * x.shape[2], 2 * x.shape[3]), torch.nan)"
+    "[:, :, ::2, ::2].copy_(x)",
+    # the first rows of a cache whose other half is unwritten (NaN)
+    "cached": "torch.nn.functional.pad(x, (0, 0, 0, x.shape[2]), value=torch.nan)"
+    "[:, :, : x.shape[2]]",
+}
+EACH = {"q": "spread out", "k": "cached", "v": "misaligned"}
+# of q, k and v
+LAYOUTS = {
+    # views of one projection (B, N, 3, H, D), as in a model
+    "packed": "torch.stack((q, k, v)).permute(1, 3, 0, 2, 4).contiguous().permute(2, 0, 3, 1, 4)",
+    **{name: f"({view} for x in (q, k, v))" for name, view in VIEWS.items()},
+    "each another": ", ".join(f"(lambda x: {VIEWS[name]})({x})" for x, name in EACH.items()),
+}
 
-def packed(tensors: list[Tensor]) -> list[Tensor]:
-    """Views of one projection (B, N, 3, H, D), as in a model."""
-    return list(
-        torch.stack(tensors).permute(1, 3, 0, 2, 4).contiguous().permute(2, 0, 3, 1, 4).unbind()
-    )
+
+def view(name: str, x: Tensor) -> Tensor:
+    """x in a layout of VIEWS."""
+    return eval(VIEWS[name], {"torch": torch, "x": x})
 
 
-def misaligned(x: Tensor) -> Tensor:
-    """Neither the start nor the rows are aligned to 16 bytes; NaN lies between the rows."""
-    return F.pad(x, (1, 2), value=torch.nan)[..., 1:-2]
-
-
-def spread_out(x: Tensor) -> Tensor:
-    """Every other row and column of a larger tensor."""
-    around = x.new_full((*x.shape[:2], 2 * x.shape[2], 2 * x.shape[3]), torch.nan)
-    return around[:, :, ::2, ::2].copy_(x)
-
-
-def cached(x: Tensor) -> Tensor:
-    """The first rows of a cache whose other half is unwritten (NaN)."""
-    return F.pad(x, (0, 0, 0, x.shape[2]), value=torch.nan)[:, :, : x.shape[2]]
+def laid_out(layout: str, tensors: list[Tensor]) -> list[Tensor]:
+    """q, k and v in a layout of LAYOUTS."""
+    return list(eval(LAYOUTS[layout], {"torch": torch, **dict(zip("qkv", tensors, strict=True))}))
 
 
 def far_apart(tensors: list[Tensor], *, dim: int) -> list[Tensor]:
@@ -53,16 +59,7 @@ def far_apart(tensors: list[Tensor], *, dim: int) -> list[Tensor]:
     return views
 
 
-EACH = (spread_out, cached, misaligned)
-LAYOUTS: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
-    "packed": packed,
-    "misaligned": lambda tensors: [misaligned(x) for x in tensors],
-    "transposed": lambda tensors: [x.mT.contiguous().mT for x in tensors],
-    "spread out": lambda tensors: [spread_out(x) for x in tensors],
-    "cached": lambda tensors: [cached(x) for x in tensors],
-    "each another": lambda tensors: [f(x) for f, x in zip(EACH, tensors, strict=True)],
-}
-FAR: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
+FAR = {
     "sequences past 2^31": partial(far_apart, dim=0),
     "rows past 2^31": partial(far_apart, dim=2),
 }

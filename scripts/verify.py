@@ -63,7 +63,7 @@ def pick_backends(names: list[str], device: torch.device) -> dict[str, Backend]:
         found[column] = backend
         if backend.on_gpu is not None:
             subject = Subject(backend.on_gpu, device.type, torch.float32)
-            if subject.takes(subject.case(), backward=False):
+            if subject.takes(subject.case()):
                 found[f"{column} (triton)"] = backend.on_gpu
         choice = kernel_choice(backend, device=device, dtype=torch.bfloat16, head_dim=64)
         if choice and choice.kernel == "hopper" and backend.options["kernel"] == "auto":

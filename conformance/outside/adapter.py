@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from attention import AttentionOutput, Backend
 from attention.interface import ALL_DTYPES
 from attention.mask import MASKS as MASK_ARGUMENTS
-from attention.mask import sides, visible_keys
+from attention.mask import pair, sides, visible_keys
 from conformance.backend_under_test import Limits
 from conformance.cases import SHORT
 from conformance.outside.dialect import LAYOUTS, Dialect
@@ -82,17 +82,13 @@ class Adapter:
 
     def reasons(self, q: Tensor, k: Tensor, *, causal: bool, **optional: Any) -> list[str]:
         """Why its conventions exclude these arguments."""
-        dialect = self.dialect
-        mask = {name: x for name, x in optional.items() if name in MASK_ARGUMENTS and x is not None}
-        masked = dialect.needs_mask(q.shape[2], k.shape[2], causal=causal, given=mask)
-        reasons = []
+        dialect, reasons = self.dialect, []
+        mask = {name: x for name, x in optional.items() if name in MASK_ARGUMENTS}
         by_position = causal or "window" in mask
         if causal and dialect.causal == "never" and not dialect.mask:
             reasons.append("it takes no causal mask")
         elif by_position and not dialect.mask and not dialect.aligned(q.shape[2], k.shape[2]):
             reasons.append("its causal mask and window begin top-left: others where N != M")
-        if "cu_seqlens" in mask and causal and dialect.corner == "top_left" and not masked:
-            reasons.append("its causal mask begins top-left in each sequence")
         visible = visible_keys(q, k, causal=causal, **mask)
         if dialect.empty_rows != "zero" and bool((visible.lo >= visible.hi).any()):
             reasons.append(f"a row without a key gives {dialect.empty_rows} by its convention")
@@ -177,8 +173,7 @@ def values_of(
         "documents": mask.get("document_ids"),
     }
     if "window" in mask:
-        values["left"] = -1 if left is None else left
-        values["right"] = -1 if right is None else right
+        values["left"], values["right"] = pair(mask["window"])
     if masked == "formula":
         values["low"] = None if left is None else past - left
         values["high"] = None if right is None else past + right
@@ -188,8 +183,8 @@ def values_of(
             if "cu_seqlens" in mask:
                 bounds = mask["cu_seqlens"][i]
             apart = mask.keys() & {"document_ids", "cu_seqlens"}
-            values[f"cu_{name}"] = bounds
-            values[f"max_{name}"] = max(bounds.diff().tolist()) if apart else x.shape[2]
+            values[f"cu_seqlens_{name}"] = bounds
+            values[f"max_seqlen_{name}"] = max(bounds.diff().tolist()) if apart else x.shape[2]
     return {name: value for name, value in values.items() if value is not None}, masked
 
 

@@ -132,7 +132,7 @@ def prepare(verb: str, words: list[str]) -> tuple[Options, Target, list[Subject]
     set_up(torch.device(options.device))
     found = target(text, options.dialect, changes)
     subjects = [
-        found.subject(options.device, dtype, options.cases, options.seed)
+        Subject(found.backend, options.device, dtype, options.cases, options.seed)
         for dtype in options.dtypes
     ]
     check_call(text, subjects[0])
@@ -253,17 +253,17 @@ def run_probe(words: list[str]) -> None:
 
 def run_fuzz(words: list[str]) -> str | None:
     options, _, subjects = prepare("fuzz", words)
-    trials: dict[str, list[Trial]] = {SHORT[subject.dtype]: [] for subject in subjects}
-    try:
-        for subject, (name, tried) in zip(subjects, trials.items(), strict=True):
+    every: list[Trial] = []
+    for subject in subjects:
+        name, tried = SHORT[subject.dtype], []
+        try:
             for trial in fuzz(subject, calls=options.calls, seed=options.seed):
                 tried.append(trial)
                 for where in trial.failures:
                     print(f"{name}  red: {where}", flush=True)
-    finally:  # also if Ctrl-C ends it
-        for name, tried in trials.items():
+        finally:  # also if Ctrl-C ends it
             print(f"{name}  {summary(tried)}", flush=True)
-    every = [trial for tried in trials.values() for trial in tried]
+        every += tried
     if all(trial.refused for trial in every):
         return "every call was refused"
     wrong = sum(len(trial.failures) for trial in every)

@@ -53,23 +53,18 @@ MASK_VIEWS = {
     "part_of_larger": "torch.nn.functional.pad({}, (0, 9, 0, 9))[..., :-9, :-9]",
     "of_one_row": "({})[:, :, :1].clone().expand(-1, -1, q.shape[2], -1)",  # if rows are equal
 }
-# of a packed batch: where the sequences of q and k begin, (B + 1,), and the largest lengths
-BOUNDS = {
-    "cu_seqlens_q": "cu_q",
-    "cu_seqlens_k": "cu_k",
-    "max_seqlen_q": "max_q",
-    "max_seqlen_k": "max_k",
-}
+# arguments of a packed batch: where the sequences begin, (B + 1,), and the largest lengths
+BOUNDS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 # the values that a field may have
 CHOICES = {
-    "layout": tuple(LAYOUTS),
+    "layout": LAYOUTS,
     "out_layout": ("", "BHND", "BNHD"),
     "corner": ("bottom_right", "top_left"),
-    "window_form": tuple(WINDOWS),
-    "mask_form": tuple(MASKS),
-    "more_mask_forms": tuple(MASKS),
-    "mask_view": tuple(MASK_VIEWS),
-    "lse": tuple(LSE_LAYOUTS),
+    "window_form": WINDOWS,
+    "mask_form": MASKS,
+    "more_mask_forms": MASKS,
+    "mask_view": MASK_VIEWS,
+    "lse": LSE_LAYOUTS,
     "lse_base": ("e", "2"),
     "empty_rows": ("zero", "nan", "mean"),
     "dtypes": tuple(SHORT.values()),
@@ -145,7 +140,9 @@ class Dialect:
         return bool(self.window) and self.window_form not in ONE_SIDED
 
     def aligned(self, num_queries: int, num_keys: int) -> bool:
-        """Whether its causal mask and its window are aligned to the last query and key."""
+        """Whether its causal mask and its window are aligned to the last query and key. Packed
+        sequences have the same lengths for queries and keys if N = M.
+        """
         return self.corner == "bottom_right" or num_queries == num_keys
 
     def needs_mask(
@@ -155,7 +152,7 @@ class Dialect:
         the arguments of attention.mask.MASKS that are not None.
         """
         by_position = causal or "window" in given
-        aligned = "cu_seqlens" in given or self.aligned(num_queries, num_keys)
+        aligned = self.aligned(num_queries, num_keys)
         hides_later = not causal or self.causal != "never"
         is_pair = isinstance(given.get("window"), tuple)
         says = {  # what it can express without a mask
@@ -188,7 +185,7 @@ class Dialect:
         if values.keys() & {"softcap", "slopes"}:
             given[self.score_mod] = score_mod(values)
         if self.packed:
-            given |= {name: values[value] for name, value in BOUNDS.items()}
+            given |= {name: values[name] for name in BOUNDS}
         for flag in (self.gqa, self.lse_flag):
             given[flag] = "True"
         given = {x: y for x, y in given.items() if x not in ("", "yes", "no") and y is not None}

@@ -18,7 +18,6 @@ import torch
 
 from attention import BACKENDS, Backend
 from attention.backends import import_object
-from conformance.backend_under_test import Limits, Subject
 from conformance.outside.adapter import Adapter
 from conformance.outside.dialect import Dialect
 
@@ -144,13 +143,6 @@ class Target(NamedTuple):
     dialect: Dialect
     imports: str  # the line that imports `function`
     function: str
-
-    def subject(
-        self, device: str, dtype: torch.dtype, random_cases: int = 0, seed: int = 0
-    ) -> Subject:
-        fn = self.backend.fn
-        limits = fn.limits if isinstance(fn, Adapter) else Limits()
-        return Subject(self.backend, device, dtype, random_cases, seed, limits)
 
 
 def load(text: str) -> tuple[Any, str, str]:

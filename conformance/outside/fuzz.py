@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 from attention.interface import Refusal
-from conformance.backend_under_test import Check, Subject, expected_of
+from conformance.backend_under_test import Check, Subject, expected_of, expected_of_function
 from conformance.cases import Case
 from conformance.errors import in_one_line
-from conformance.views import LAYOUTS
+from conformance.views import LAYOUTS, laid_out
 
 # calls in a row of one kind on a GPU, because each new kind compiles kernels
 CALLS_OF_A_KIND = 60
@@ -50,8 +50,8 @@ def fuzz(subject: Subject, *, calls: int, seed: int) -> Iterator[Trial]:
         case = draw_case(subject, drawn, kind, seed=seed * 10**6 + number + 1)
         layout = CONTIGUOUS
         if drawn.random() < LAYOUT_SHARE:
-            same = case.num_queries == case.num_keys and case.num_heads == case.num_kv_heads
-            same = same and case.value_dim is None  # else one tensor cannot hold all three
+            q, k = (case.num_heads, case.num_queries), (case.num_kv_heads, case.num_keys)
+            same = q == k and case.value_dim is None  # else one tensor cannot hold all three
             layout = drawn.choice([name for name in LAYOUTS if same or name != "packed"])
         trial = try_out(subject, case, layout)
         left = 0 if trial.refused else left - 1
@@ -60,25 +60,23 @@ def fuzz(subject: Subject, *, calls: int, seed: int) -> Iterator[Trial]:
 
 def try_out(subject: Subject, case: Case, layout: str) -> Trial:
     subject.begin()
-    subject.own_results.clear()
-    where = f"{case}, {layout}"
     try:
-        passes = subject.passes(case)
-        if passes is None:
-            return Trial(case, layout, refused=subject.refusals[0])
+        if not subject.takes(case):
+            raise Refusal(subject.refusals[0])
         expected = subject.expected(case)
         views = [x.detach().clone() for x in expected.tensors]
         if layout != CONTIGUOUS:
-            views = LAYOUTS[layout](views)
-        results = subject.run(case, views, backward=passes == "both")
+            views = laid_out(layout, views)
+        results = subject.run(case, views)
         if not all(map(torch.equal, views, expected.tensors)):
-            return Trial(case, layout, failures=[f"{where}: it changes its inputs"])
+            raise ValueError("it changes its inputs")
     except Refusal as error:
         return Trial(case, layout, refused=str(error))
     except (Exception, SystemExit) as error:  # anybody's attention may raise anything
-        return Trial(case, layout, failures=[f"{where}: {in_one_line(error)}"])
+        return Trial(case, layout, failures=[f"{case}, {layout}: {in_one_line(error)}"])
     checks = [*expected.checks(case, results).values()]
-    expected_of.cache_clear()  # no case repeats, and hundreds would fill a GPU's memory
+    for cached in (expected_of, expected_of_function):
+        cached.cache_clear()  # no case repeats, and hundreds would fill a GPU's memory
     wrong = [f"{check.excess}, {layout}" for check in checks if check.share > 1]
     return Trial(case, layout, checks, failures=wrong)
 

@@ -66,23 +66,9 @@ class Trial:
         found = [name for name in NAMES[field] if self.known.others or name in names]
         return [str(names.index(name)) for name in found] if by_position and names else found
 
-    def case(
-        self,
-        *,
-        causal: bool,
-        num_keys: int | None = None,
-        groups: int = 1,
-        **optional: Any,
-    ) -> Case:
-        return Case(
-            batch=2,
-            num_heads=2 * groups,
-            num_queries=self.length,
-            num_keys=num_keys or self.length,
-            head_dim=self.head_dim,
-            causal=causal,
-            optional=optional,
-        )
+    def case(self, **fields: Any) -> Case:
+        n, head_dim = self.length, self.head_dim
+        return replace(Case(batch=2, num_queries=n, num_keys=n, head_dim=head_dim), **fields)
 
     def call(
         self, dialect: Dialect, tensors: list[Tensor], *, scale: float | None = None, **given: Any
@@ -287,7 +273,8 @@ def changes(trial: Trial, dialect: Dialect) -> Fields:
         names = trial.names(field)
         forms = [{"window_form": form} for form in WINDOWS] if field == "window" else [AS_BEFORE]
         candidates = ({field: name} | form for name, form in product(names, forms))
-        change = trial.adopt(replace(dialect, **found), candidates, causal=causal, **arguments)
+        tried = replace(dialect, **found)
+        change = trial.adopt(tried, candidates, causal=causal, optional=arguments)
         if change is not None:
             found |= change
         elif {*names} & {*trial.known.names}:
@@ -298,7 +285,7 @@ def changes(trial: Trial, dialect: Dialect) -> Fields:
 def heads(trial: Trial, dialect: Dialect) -> Fields:
     """How it takes grouped heads."""
     flags = ({"gqa": flag} for flag in ("yes", *trial.names("gqa")))
-    return trial.adopt(dialect, flags, groups=2) or {"gqa": "no"}
+    return trial.adopt(dialect, flags, num_heads=4) or {"gqa": "no"}
 
 
 def log_sum_exp(trial: Trial, dialect: Dialect) -> Fields:
@@ -325,18 +312,15 @@ def empty_rows(trial: Trial, dialect: Dialect) -> Fields:
     if not dialect.mask and (dialect.causal == "never" or dialect.corner == "top_left"):
         return {}
     n = trial.length
-    case = replace(trial.case(causal=True), num_queries=2 * n)
+    case = trial.case(num_queries=2 * n)
     tensors, arguments, *_ = case.make(trial.dtype, trial.device)
     out = trial.read(dialect, trial.call(dialect, tensors, **arguments))
-    if out is None:
-        trial.remarks["empty_rows"] = f"could not tell: {trial.outcome}"
-        return {}
     mean = tensors[2].double().mean(2, keepdim=True).expand(-1, -1, n, -1)
-    rows, near = out[:, :, :n].double(), {"atol": TOLERANCE, "equal_nan": True}
+    near = {"atol": TOLERANCE, "equal_nan": True}
     for value, exact in {"zero": 0 * mean, "nan": mean * torch.nan, "mean": mean}.items():
-        if torch.allclose(rows, exact, **near):
+        if out is not None and torch.allclose(out[:, :, :n].double(), exact, **near):
             return {"empty_rows": value}
-    trial.remarks["empty_rows"] = "could not tell: neither zero, nor nan, nor the mean of v"
+    trial.remarks["empty_rows"] = f"could not tell zero, nan or the mean of v: {trial.outcome}"
     return {}
 
 

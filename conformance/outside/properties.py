@@ -20,19 +20,9 @@ from conformance.properties import PROPERTIES, Property
 
 def properties_of(backend: Backend) -> dict[str, Property]:
     """The properties to hold it to, by their usual names."""
-    dialect = dialect_of(backend)
-    if dialect is None:
+    if dialect_of(backend) is None:
         return PROPERTIES
-    own = {"mask positions": mask_positions}
-    if dialect.multiple > 1:
-        own["ragged tails"] = whole_tiles
-    return PROPERTIES | own
-
-
-def whole_tiles(subject: Subject) -> Iterator[Check]:
-    """It takes only lengths that are multiples of a tile."""
-    subject.refusals.append(f"it takes lengths that are multiples of {subject.limits.multiple}")
-    yield from ()
+    return PROPERTIES | {"mask positions": mask_positions}
 
 
 def mask_positions(subject: Subject) -> Iterator[Check]:
@@ -54,11 +44,8 @@ def masks_as_tensors(subject: Subject) -> Iterator[Check]:
         subject.case(batch=2, causal=False, key_lengths=True),
     )
     forms = [dialect.mask_form, *filter(None, dialect.more_mask_forms.split(","))]
-    for case in cases:
-        passes = subject.passes(case)
-        if passes is None:
-            continue
-        inputs = subject.expected(case).inputs
+    for case in filter(subject.takes, cases):
+        inputs, backward = subject.expected(case).inputs, subject.takes(case, backward=True)
         for form in forms:
             for view in filter(None, MASK_VIEWS):
                 if view == "of_one_row" and case.causal:
@@ -66,7 +53,7 @@ def masks_as_tensors(subject: Subject) -> Iterator[Check]:
                 changed = replace(dialect, mask_form=form, mask_view=view)
                 backend = replace(subject.backend, fn=Adapter(adapter.function, changed))
                 try:
-                    found = run(backend, *inputs, backward=passes == "both")
+                    found = run(backend, *inputs, backward=backward)
                 except Exception as error:  # a user's function may raise anything
                     if form == dialect.mask_form:
                         raise

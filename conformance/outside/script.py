@@ -9,38 +9,12 @@ import torch
 from torch import Tensor
 
 from attention.mask import sides
-from conformance.cases import SHORT, Case
+from conformance import views
+from conformance.cases import ADVERSARIAL, SHORT, Case
 from conformance.outside.adapter import values_of
 from conformance.outside.dialect import LAYOUTS
 from conformance.outside.dialects import Target
 
-# what conformance.cases.ADVERSARIAL does, as a line of code each
-INPUTS = {
-    "normal": "",
-    "large": "q, k = 4 * q, 2 * k",
-    "growing": "q, k = q.abs(), 0.1 * k.abs() + torch.linspace(0, 3, k.shape[2])[:, None].double()",
-    "spike": "k[:, :, -3] = 8 * q[:, : k.shape[1], -1]",
-    "tower": "q[..., 0], k[..., 0], k[:, :, -3, 0] = 4, 0, 50 * q.shape[-1] ** 0.5",
-    "huge": "q, k = 40 * q, 0.3 * k + q[:, : k.shape[1]]",
-    "steep": "q, k = 4 * q, 4 * k\nq[:, :, q.shape[2] // 2] *= 8\nk[:, :, k.shape[2] // 2] *= 8",
-    "negative": "q, k = q.abs() + 3, -(k.abs() + 3) * (40 / q.shape[-1] ** 0.5)",
-    "up": "q[..., 0], k[..., 0] = 4, 25 * q.shape[-1] ** 0.5",
-    "down": "q[..., 0], k[..., 0] = 4, -30 * q.shape[-1] ** 0.5",
-    "up and down": "q[..., 0], k[..., 0] = 4, torch.tensor([25.0, -30.0]).double()["
-    "torch.arange(k.shape[1]) % 2, None] * q.shape[-1] ** 0.5",
-    "ties": "k = k[:, :, torch.arange(k.shape[2]) % 4]",
-    "ones": "v = torch.ones_like(v)",
-}
-# what conformance.views.LAYOUTS does, as a line of code each
-VIEWS = {
-    "packed": "torch.stack((q, k, v)).permute(1, 3, 0, 2, 4).contiguous().permute(2, 0, 3, 1, 4)",
-    "misaligned": "torch.nn.functional.pad(x, (1, 2), value=torch.nan)[..., 1:-2]",
-    "transposed": "x.mT.contiguous().mT",
-    "spread out": "x.new_full((*x.shape[:2], 2 * x.shape[2], 2 * x.shape[3]), torch.nan)"
-    "[:, :, ::2, ::2].copy_(x)",
-    "cached": "torch.nn.functional.pad(x, (0, 0, 0, x.shape[2]), value=torch.nan)"
-    "[:, :, : x.shape[2]]",
-}
 # the optional arguments of a case that a script can write
 OPTIONAL = {"window", "softcap", "alibi_slopes", "document_ids", "key_lengths"}
 
@@ -52,7 +26,7 @@ class Call(NamedTuple):
     tensor: str
     dtype: torch.dtype
     raises: str = ""  # the exception that is the failure, in one line
-    layout: str = ""  # a key of VIEWS, else contiguous
+    layout: str = ""  # a key of conformance.views.LAYOUTS, else contiguous
 
 
 def write(target: Target, call: Call, device: str, budget: float) -> str:
@@ -94,7 +68,7 @@ def told(target: Target, call: Call) -> tuple[str, dict[str, Tensor]]:
         tensors["lengths"] = arguments["key_lengths"]
     texts = {name: name if name in tensors else str(x) for name, x in values.items()}
     change = LAYOUTS[dialect.layout][0]
-    contiguous = "" if call.layout in VIEWS else ".contiguous()"  # a view stays one
+    contiguous = "" if call.layout else ".contiguous()"  # a view stays one
     laid_out = "q, k, v" if change == "x" else f"*({change}{contiguous} for x in (q, k, v))"
     return dialect.call(laid_out, texts, masked=masked), tensors
 
@@ -115,22 +89,15 @@ def input_lines(call: Call, device: str) -> Iterator[str]:
     yield f"torch.manual_seed({case.seed})"
     for name, shape in shapes.items():
         yield f"{name} = torch.randn({shape}, dtype=torch.float64)"
-    if INPUTS[case.inputs]:
-        yield INPUTS[case.inputs]
+    yield from ADVERSARIAL[case.inputs].splitlines()
     if device != "cpu":
         yield f"torch.set_default_device({device!r})"
     yield f"q, k, v = (x.to({device!r}, {call.dtype}) for x in (q, k, v))"
-    yield from layout_lines(call.layout)
+    if call.layout:
+        yield f"q, k, v = {views.LAYOUTS[call.layout]}"
     if gradient:
         yield f"d_out = d_out.to({device!r})"
         yield "q, k, v = (x.requires_grad_() for x in (q, k, v))"
-
-
-def layout_lines(layout: str) -> Iterator[str]:
-    if layout == "packed":
-        yield f"q, k, v = {VIEWS[layout]}"
-    elif layout:
-        yield f"q, k, v = ({VIEWS[layout]} for x in (q, k, v))"
 
 
 def hides(case: Case) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -41,8 +42,7 @@ def call_history(subject: Subject) -> Iterator[Check]:
     the same memory, whose d_out lies otherwise in memory, or whose backward pass is still to come.
     """
     case = subject.case(batch=2)
-    passes = subject.passes(case)
-    if not passes:
+    if not subject.takes(case):
         return
     first, half = subject.run(case), subject.rounded(subject.length // 2)
     between = [
@@ -52,35 +52,31 @@ def call_history(subject: Subject) -> Iterator[Check]:
         subject.case(half, subject.length),
         subject.case(half),
     ]
-    for other in between:
-        if subject.passes(other):
-            found = subject.run(other)
-            new = replace(other, batch=3)  # of a kind that no earlier call had
-            if all(check.share <= 1 for check in subject.exactly(new, "", subject.run(new))):
-                yield from subject.exactly(other, f"after {case}", found)
-            yield from subject.same(case, f"after {other}", subject.run(case), first, bits=True)
+    for other in filter(subject.takes, between):
+        found = subject.run(other)
+        new = replace(other, batch=3)  # of a kind that no earlier call had
+        if all(check.share <= 1 for check in subject.exactly(new, "", subject.run(new))):
+            yield from subject.exactly(other, f"after {case}", found)
+        yield from subject.same(case, f"after {other}", subject.run(case), first, bits=True)
     dtype = torch.bfloat16 if subject.dtype == torch.float32 else torch.float32
     other = subject.in_dtype(dtype)
-    if other.passes(case):
+    if other.takes(case):
         other.run(case)
         yield from subject.same(case, f"after {dtype}", subject.run(case), first, bits=True)
     yield from same_memory(subject, case)
-    if passes == "both":
+    if subject.takes(case, backward=True):
         yield from gradient_in_another_layout(subject, case)
-    yield from several_at_once(subject, case, backward=passes == "both")
+    yield from several_at_once(subject, case)
 
 
 def same_memory(subject: Subject, case: Case) -> Iterator[Check]:
     """q, k, v and document_ids have new values at the addresses of the previous call."""
-    for changed in (case, replace(case, optional={"document_ids": True})):
-        passes = subject.passes(changed)
-        if not passes:
-            continue
+    for changed in filter(subject.takes, [case, replace(case, optional={"document_ids": True})]):
         tensors, arguments, d_out, d_lse = changed.make(subject.dtype, subject.device)
         others, new_arguments, *_ = replace(changed, seed=1).make(subject.dtype, subject.device)
         if "document_ids" in arguments:
             new_arguments["document_ids"] = arguments["document_ids"].flip(0, 1).contiguous()
-        backward = passes == "both"
+        backward = subject.takes(changed, backward=True)
         attend = partial(run, subject.backend, d_out=d_out, d_lse=d_lse, backward=backward)
         expected = attend(others, new_arguments)
         attend(tensors, arguments)
@@ -106,12 +102,13 @@ def gradient_in_another_layout(subject: Subject, case: Case) -> Iterator[Check]:
         yield from subject.same(case, what, found, expected, bits=True)
 
 
-def several_at_once(subject: Subject, case: Case, *, backward: bool) -> Iterator[Check]:
+def several_at_once(subject: Subject, case: Case) -> Iterator[Check]:
     """All forward passes run first, as in a model of many layers; no output may change."""
     cases = [case, replace(case, seed=1), replace(case, seed=2, causal=False)]
     made = []
-    for each in filter(subject.passes, cases):
+    for each in filter(subject.takes, cases):
         tensors, arguments, *gradients = subject.expected(each).inputs
+        backward = subject.takes(each, backward=True)
         pending = call(subject.backend, tensors, arguments, backward=backward)
         made.append((each, pending, gradients, {"out": pending.output.out.detach().clone()}))
     for each, pending, gradients, early in made:
@@ -127,34 +124,36 @@ def row_independence(subject: Subject) -> Iterator[Check]:
     """
     grouped = "gqa" in subject.backend.features
     case = subject.case(batch=3, num_heads=4, num_kv_heads=2 if grouped else 4)
-    passes = subject.passes(case)
-    if not passes:
+    if not subject.takes(case):
         return
-    groups, row, plain = 4 // case.num_kv_heads, case.num_queries // 2 + 3, subject.run(case)
+    plain, backward = subject.run(case), subject.takes(case, backward=True)
     tensors, arguments, *gradients = subject.expected(case).inputs
 
-    def first_heads(results: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Of the second sequence, the first key/value head and its query heads."""
-        return {name: x[1, : 1 if name in ("dk", "dv") else groups] for name, x in results.items()}
-
-    def one_row(results: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: results[name][1, 0, row] for name in ("out", "lse", "dq") if name in results}
-
     q, k, v, *gradients = (x[1:2] for x in (*tensors, *gradients))
-    alone = run(subject.backend, [q, k, v], arguments, *gradients, backward=passes == "both")
+    alone = run(subject.backend, [q, k, v], arguments, *gradients, backward=backward)
     second = {name: x[1:2] for name, x in plain.items()}
     yield from subject.same(case, "one sequence alone", alone, second)
 
-    for what, change in (("huge", HUGE), ("NaN", torch.nan)):
-        others = [x * change for x in tensors]
-        for x, mine, heads in zip(others, tensors, (groups, 1, 1), strict=True):
-            x[1, :heads] = mine[1, :heads]
-        found = (first_heads(x) for x in (subject.run(case, others), plain))
-        yield from subject.same(case, f"beside {what} heads", *found)
-        q = tensors[0] * change
-        q[1, 0, row] = tensors[0][1, 0, row]
-        found = (one_row(x) for x in (subject.run(case, [q, *tensors[1:]]), plain))
-        yield from subject.same(case, f"beside {what} rows", *found)
+    # what stays as it is: of the second sequence the first key/value head and its query heads, or
+    # one row of queries
+    heads, kv_head = (1, slice(4 // case.num_kv_heads)), (1, slice(1))
+    row = (1, 0, case.num_queries // 2 + 3)
+    parts = {
+        "heads": {"out": heads, "lse": heads, "dq": heads, "dk": kv_head, "dv": kv_head},
+        "rows": {"out": row, "lse": row, "dq": row},
+    }
+    factors = {"huge": HUGE, "NaN": torch.nan}
+    for what, (others, kept) in product(factors, parts.items()):
+        changed = [x.clone() for x in tensors]
+        for name, x, y in zip(("dq", "dk", "dv"), changed, tensors, strict=True):
+            if name in kept:
+                x *= factors[what]
+                x[kept[name]] = y[kept[name]]
+        found, same = (
+            {name: x[kept[name]] for name, x in results.items() if name in kept}
+            for results in (subject.run(case, changed), plain)
+        )
+        yield from subject.same(case, f"beside {what} {others}", found, same)
 
 
 def streams_and_graphs(subject: Subject) -> Iterator[Check]:
@@ -162,7 +161,7 @@ def streams_and_graphs(subject: Subject) -> Iterator[Check]:
     takes new inputs.
     """
     case = subject.case()
-    if not subject.takes(case, backward=False):
+    if not subject.takes(case):
         return
     if subject.device != "cuda":
         subject.refusals.append("streams and CUDA graphs are a GPU's")
@@ -201,7 +200,7 @@ def streams_and_graphs(subject: Subject) -> Iterator[Check]:
 def bitwise_repeat(subject: Subject) -> Iterator[Check]:
     """The same call gives the same bits again, where PyTorch must use deterministic kernels."""
     case = subject.case(batch=2, num_heads=4, num_kv_heads=4)
-    if not subject.passes(case):
+    if not subject.takes(case):
         return
     with deterministic_algorithms():
         first = subject.run(case)
@@ -213,10 +212,9 @@ def bitwise_repeat(subject: Subject) -> Iterator[Check]:
 def compiled_equals_eager(subject: Subject) -> Iterator[Check]:
     """torch.compile changes nothing but the speed."""
     case = subject.case()
-    passes = subject.passes(case)
-    if not passes:
+    if not subject.takes(case):
         return
-    expected = subject.expected(case)
+    expected, backward = subject.expected(case), subject.takes(case, backward=True)
     # on a CPU only the graph is checked: code generation needs a compiler and takes time
     compiled = torch.compile(
         lambda q, k, v: subject.attend(q, k, v) * 1,
@@ -224,9 +222,9 @@ def compiled_equals_eager(subject: Subject) -> Iterator[Check]:
     )
 
     def results(attend: Callable[..., Tensor]) -> dict[str, Tensor]:
-        tensors = [x.detach().requires_grad_(passes == "both") for x in expected.tensors]
+        tensors = [x.detach().requires_grad_(backward) for x in expected.tensors]
         out, gradients = attend(*tensors), ()
-        if passes == "both":
+        if backward:
             gradients = torch.autograd.grad(out, tensors, expected.d_out.to(out.dtype))
         return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients), strict=False))
 

@@ -13,7 +13,7 @@ import torch
 
 from conformance.backend_under_test import Check, Subject
 from conformance.caches import Cache
-from conformance.views import cached, far_apart, spread_out
+from conformance.views import far_apart, view
 
 
 def prefill_equals_decode(subject: Subject) -> Iterator[Check]:
@@ -32,14 +32,15 @@ def prefill_equals_decode(subject: Subject) -> Iterator[Check]:
             yield from subject.same(whole, f"the first {first} tokens", *outs)
     for optional in ({}, {"window": 9}, {"alibi_slopes": True}, {"sinks": True}):
         whole = subject.case(**optional)
-        if not subject.takes(whole, backward=False):
+        if not subject.takes(whole):
             continue
         (q, k, v), arguments, *_ = subject.expected(whole).inputs
         together = subject.attend(q, k, v, **arguments)
         # rows of few keys too: there a sink weighs most
         for last in dict.fromkeys(map(subject.rounded, (1, 3, 9, n - 7))):
-            if last < n and subject.takes(subject.case(last, n, **optional), backward=False):
-                alone = subject.attend(q[:, :, -last:], cached(k), cached(v), **arguments)
+            if last < n and subject.takes(subject.case(last, n, **optional)):
+                cached = (view("cached", x) for x in (k, v))
+                alone = subject.attend(q[:, :, -last:], *cached, **arguments)
                 outs = {"out": alone}, {"out": together[:, :, -last:]}
                 yield from subject.same(whole, f"the last {last} queries", *outs)
 
@@ -55,22 +56,21 @@ def cache_and_pages(subject: Subject) -> Iterator[Check]:
         return
     n, pages = subject.length, (16, 8) if subject.device == "cpu" else (64, 16)
     grouped = {"num_heads": 4, "num_kv_heads": 2}
-    for case in (
+    cases = [
         subject.case(1, n),
         subject.case(3, n, **grouped, inputs="growing", window=9),
         subject.case(2, n, **grouped, inputs="negative", causal=False, window=(20, 1)),
         subject.case(3, n, inputs="up and down", sinks=True),
         subject.case(1, n, **grouped, inputs="large", softcap=5.0),
-    ):
-        if not subject.takes(case, backward=False):
-            continue
+    ]
+    for case in filter(subject.takes, cases):
         cache = Cache.of([n, n // 2 + 1, 2, 0], case, subject.expected, room=n + 5)
         yield from cache.checks(cache.call(backend, splits=3), f"in one piece: {case}")
         for page_size, splits in zip(pages, (1, 4), strict=True):
             found = cache.paged(page_size).call(backend, splits=splits)
             yield from cache.checks(found, f"in pages of {page_size}: {case}")
     case = subject.case(1, n)
-    if subject.takes(case, backward=False):
+    if subject.takes(case):
         # one of them has a last page of one key
         lengths = [n - n % pages[1] + 1, n // 2 + 1]
         caches = [Cache.of(x, case, subject.expected, room=n + 5) for x in (lengths, lengths[::-1])]
@@ -93,7 +93,7 @@ def changed_in_place(subject: Subject, cache: Cache, other: Cache) -> Iterator[C
 def other_layouts(subject: Subject, cache: Cache, page_size: int) -> Iterator[Check]:
     """Views of larger tensors, and offsets past 2^31."""
     paged = cache.paged(page_size)
-    views = {name: spread_out(getattr(paged, name)) for name in ("q", "k", "v")}
+    views = {name: view("spread out", getattr(paged, name)) for name in ("q", "k", "v")}
     for name in ("lengths", "block_table"):
         x = getattr(paged, name).long()
         views[name] = torch.stack((x, torch.zeros_like(x)), -1)[..., 0]

@@ -5,6 +5,7 @@ Dimensions: B batch, H heads, N queries, M keys.
 """
 
 from collections.abc import Iterator
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from conformance.backend_under_test import Check, Subject
 from conformance.cases import Case, call
 from conformance.memory_growth import LINEAR, exponents
 from conformance.properties.calls import deterministic_algorithms
-from conformance.views import FAR, LAYOUTS, spread_out
+from conformance.views import FAR, LAYOUTS, laid_out, view
 
 
 def shared_keys(tensors: list[Tensor]) -> list[Tensor]:
@@ -28,12 +29,12 @@ def strides(subject: Subject) -> Iterator[Check]:
     """
     tile = 32 if subject.device == "cpu" else 128
     case = subject.case(2 * tile + 1, batch=2)  # one key in a tile of its own
-    passes = subject.passes(case)
-    if not passes:
+    if not subject.takes(case):
         return
-    for layout, change in (LAYOUTS | FAR | {"shared keys": shared_keys}).items():
+    layouts = {layout: partial(laid_out, layout) for layout in LAYOUTS}
+    for layout, change in (layouts | FAR | {"shared keys": shared_keys}).items():
         # on a CPU a gradient of as_strided() would write to all the memory in between
-        backward = passes == "both" and not (layout in FAR and subject.device == "cpu")
+        backward = layout not in FAR or subject.device != "cpu"
         try:
             views = change(subject.expected(case).tensors)
         except RuntimeError as error:  # PyTorch raises it if memory is too small
@@ -47,10 +48,10 @@ def strides(subject: Subject) -> Iterator[Check]:
         copies = [x.contiguous() for x in views]
         plain = subject.run(case, copies, backward=backward)
         yield from subject.same(case, layout, found, plain)
-    if passes == "both":
+    if subject.takes(case, backward=True):
         yield from gradients_of_any_layout(subject, case)
     case = subject.case(batch=2, document_ids=True)
-    if subject.takes(case, backward=False):
+    if subject.takes(case):
         tensors, arguments, *_ = subject.expected(case).inputs
         ids = arguments["document_ids"]
         column = torch.stack((ids, ids.flip(1)), -1)[..., 0]
@@ -66,7 +67,7 @@ def gradients_of_any_layout(subject: Subject, case: Case) -> Iterator[Check]:
     tensors, arguments, d_out, d_lse = subject.expected(case).inputs
     d_out, d_lse = d_out.to(subject.dtype), d_lse.to(statistics_dtype(tensors[0]))
     views = {
-        "d_out spread out": [spread_out(d_out)],
+        "d_out spread out": [view("spread out", d_out)],
         "d_out expanded": [d_out[:1, :1, :1].expand_as(d_out)],
     }
     if subject.lse_gradient:
@@ -101,9 +102,7 @@ def poisoned_memory(subject: Subject) -> Iterator[Check]:
         subject.case(window=9),
         subject.case(document_ids=True),
     ]
-    for case in cases:
-        if not subject.passes(case):
-            continue
+    for case in filter(subject.takes, cases):
         expected = subject.run(case)
         free_blocks_of_nan(subject.device)
         found = {"freed blocks of NaN": subject.run(case)}
@@ -113,18 +112,20 @@ def poisoned_memory(subject: Subject) -> Iterator[Check]:
             yield from subject.same(case, what, results, expected, bits=True)
 
 
+measured_exponents = lru_cache(exponents)  # two properties share the measurement
+
+
 def growth(subject: Subject, *figures: str) -> Iterator[Check]:
     lengths = (128, 256, 512) if subject.device == "cpu" else (2048, 4096, 8192)
     head_dim = 32 if 32 in subject.head_dims else subject.head_dims[0]
     if not subject.takes(subject.case(128, head_dim=head_dim), backward=True):
         return
-    if not subject.exponents:
-        where = {"device": subject.device, "dtype": subject.dtype}
-        subject.exponents = exponents(subject.given, lengths, **where, head_dim=head_dim)
+    where = {"device": subject.device, "dtype": subject.dtype}
+    found = measured_exponents(subject.given, lengths, **where, head_dim=head_dim)
     for name in figures:
-        if name in subject.exponents:
+        if name in found:
             what = f"exponent of N in the {name} bytes, N = {lengths[0]} to {lengths[-1]}"
-            yield Check(what, subject.exponents[name], LINEAR)
+            yield Check(what, found[name], LINEAR)
 
 
 def saved_bytes(subject: Subject) -> Iterator[Check]:

@@ -49,14 +49,11 @@ def gradients(subject: Subject) -> Iterator[Check]:
 
 def log_sum_exp(subject: Subject) -> Iterator[Check]:
     """lse is the natural log-sum-exp of the scaled, masked scores."""
-    if not subject.is_softmax():
-        return
     if "lse" not in subject.backend.features:
         subject.refusals.append("it returns no lse")
         return
     for case in ordinary(subject):
-        row = subject.compare(case)
-        if row is not None:
+        if row := subject.compare(case):
             yield row.get("lse", Check(f"lse of {case}, which it promises", torch.inf, 0.0))
 
 
@@ -65,28 +62,25 @@ def block_sizes(subject: Subject) -> Iterator[Check]:
     if not subject.has_blocks:
         subject.refusals.append("it has no block_q and block_kv to choose")
         return
-    for causal in (True, False):
-        case = subject.case(causal=causal)
-        if subject.takes(case, backward=False):
-            expected = subject.expected(case)
-            first = None
-            # the last one holds all keys of the CPU's cases
-            last = (128, 128) if subject.device == "cpu" else (64, 64)
-            for block_q, block_kv in ((32, 16), (16, 32), (64, 16), last):
-                backend = subject.backend.configured(block_q=block_q, block_kv=block_kv)
-                out = attend(*expected.tensors, backend=backend, **expected.arguments).out.double()
-                first = out if first is None else first
-                # nearly equal results may round to neighbours, and a defect's results may be larger
-                # than the reference
-                neighbours = torch.finfo(subject.dtype).eps * first.abs().max().item()
-                budget = max(2 * expected.budget("out"), neighbours)
-                yield Check(f"tiles {block_q}x{block_kv} of {case}", distance(out, first), budget)
+    # the last one holds all keys of the CPU's cases
+    last = (128, 128) if subject.device == "cpu" else (64, 64)
+    for case in filter(subject.takes, [subject.case(causal=causal) for causal in (True, False)]):
+        expected, first = subject.expected(case), None
+        for block_q, block_kv in ((32, 16), (16, 32), (64, 16), last):
+            backend = subject.backend.configured(block_q=block_q, block_kv=block_kv)
+            out = attend(*expected.tensors, backend=backend, **expected.arguments).out.double()
+            first = out if first is None else first
+            # nearly equal results may round to neighbours, and a defect's results may be larger
+            # than the reference
+            neighbours = torch.finfo(subject.dtype).eps * first.abs().max().item()
+            budget = max(2 * expected.budget("out"), neighbours)
+            yield Check(f"tiles {block_q}x{block_kv} of {case}", distance(out, first), budget)
 
 
 def key_permutation(subject: Subject) -> Iterator[Check]:
     """The order of keys that a query sees all of does not matter."""
     case = subject.case()
-    if subject.is_softmax() and subject.takes(case, backward=False):
+    if subject.takes(case):
         expected = subject.expected(case)
         q, k, v = expected.tensors
         mixed = case.num_keys * 2 // 3
@@ -101,9 +95,8 @@ def key_permutation(subject: Subject) -> Iterator[Check]:
 
 def rows_sum_to_one(subject: Subject) -> Iterator[Check]:
     """With values of one the output is one: the weights of a row sum to it."""
-    if subject.is_softmax():
-        cases = [subject.case(inputs="ones", causal=causal) for causal in (True, False)]
-        yield from subject.compared(cases, ["out"])
+    cases = [subject.case(inputs="ones", causal=causal) for causal in (True, False)]
+    yield from subject.compared(cases, ["out"])
 
 
 def large_logits(subject: Subject) -> Iterator[Check]:
@@ -116,33 +109,29 @@ def large_logits(subject: Subject) -> Iterator[Check]:
 
 def shifted_up(subject: Subject) -> Iterator[Check]:
     """Every score 100 higher, and a sink too: no exponential of a score itself survives it."""
-    if subject.is_softmax():
-        cases = [subject.case(inputs="up"), subject.case(inputs="up", sinks=True)]
-        yield from subject.compared(cases)
+    yield from subject.compared([subject.case(inputs="up"), subject.case(inputs="up", sinks=True)])
 
 
 def shifted_down(subject: Subject) -> Iterator[Check]:
     """Every score 120 lower, or lower still: exponentials of the scores themselves are 0."""
-    if subject.is_softmax():
-        cases = [subject.case(inputs=name) for name in ("down", "negative")]
-        cases.append(subject.case(inputs="down", sinks=True))
+    cases = [
+        *(subject.case(inputs=name) for name in ("down", "negative")),
+        subject.case(inputs="down", sinks=True),
         # one query may take a path of its own, in the backward pass too
-        cases.append(subject.case(1, subject.length, inputs="down"))
-        yield from subject.compared(cases)
+        subject.case(1, subject.length, inputs="down"),
+    ]
+    yield from subject.compared(cases)
 
 
 def float32_statistics(subject: Subject) -> Iterator[Check]:
     """With 16-bit inputs scores, sums and lse are kept in float32, which shows where scores are
-    near 100. (A rounding of scores is like one of q, so the oracle of another function excuses it.)
+    near 100.
     """
-    if not subject.is_softmax():
-        return
     for dtype in (
         (subject.dtype,) if subject.dtype.itemsize == 2 else (torch.bfloat16, torch.float16)
     ):
         narrow = subject.in_dtype(dtype)
         yield from narrow.compared([narrow.case(inputs="up")])
-        subject.refusals += narrow.refusals
 
 
 def rows_of_one_key(subject: Subject) -> Iterator[Check]:
@@ -150,20 +139,16 @@ def rows_of_one_key(subject: Subject) -> Iterator[Check]:
     and dv is d_out. A backward pass that rebuilds p from a rounded lse gives it a little more or
     less.
     """
-    if not subject.is_softmax():
-        return
     # a scale that is a power of two may hide it
-    widths = [d for d in (80, 128) if d in subject.head_dims] or subject.head_dims[:1] or [16]
+    widths = [*(d for d in (80, 128) if d in subject.head_dims), subject.head_dims[0]]
     steep = {"inputs": "steep", "head_dim": widths[0]}
-    cases = (
+    cases = [
         subject.case(1, **steep),
         subject.case(window=1, **steep),
         subject.case(window=1, **steep, num_heads=4, num_kv_heads=1),
-    )
+    ]
     eps = torch.finfo(subject.dtype).eps
-    for case in cases:
-        if not subject.passes(case):
-            continue
+    for case in filter(subject.takes, cases):
         expected, results = subject.expected(case), subject.run(case)
         groups = case.num_heads // case.num_kv_heads
         summed = {"out": (expected.tensors[2], 1), "dv": (expected.d_out, groups)}

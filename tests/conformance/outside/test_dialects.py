@@ -6,25 +6,27 @@ from functools import cache
 import pytest
 import torch
 
-from conformance.cases import ADVERSARIAL, Case
+from conformance.backend_under_test import Subject
+from conformance.cases import Case
 from conformance.outside.adapter import Adapter
 from conformance.outside.dialects import DIALECTS, target
 from conformance.outside.minimise import Minimiser, plain, with_options
 from conformance.outside.properties import properties_of
-from conformance.outside.script import INPUTS, VIEWS, Call, layout_lines, write
+from conformance.outside.script import Call, write
 from conformance.properties import SLOW, examine
-from conformance.views import LAYOUTS
 
 MINE = "tests.user_attentions"
 SDPA = "torch.nn.functional:scaled_dot_product_attention"
 FLEX = "torch.nn.attention.flex_attention:flex_attention"
 FP32 = torch.float32
+# with AMX, oneDNN leaks NaN between the rows of a bfloat16 product: oneDNN#5717
+LEAKED = {"row independence"} if torch.cpu._is_amx_tile_supported() else set()
 
 
 def column(text: str, dialect: str, dtype: torch.dtype = FP32) -> dict[str, str]:
     """Status by property, from a quick check."""
     found = target(text, dialect)
-    subject = found.subject("cpu", dtype, random_cases=1)
+    subject = Subject(found.backend, "cpu", dtype, random_cases=1)
     checks = properties_of(found.backend)
     return {
         name: examine(subject, name, check).status
@@ -74,12 +76,12 @@ def test_what_others_wrote_is_green(text, dialect):
 )
 def test_what_is_wrong_in_its_dialect_alone_is_red(text, dialect, red):
     found = column(f"{MINE}:{text}", dialect, torch.bfloat16)
-    assert {name for name, status in found.items() if status == "red"} == red
+    assert {name for name, status in found.items() if status == "red"} - LEAKED == red
 
 
 def test_a_refusal_of_a_further_form_of_masks_is_no_mistake():
     found = target(f"{MINE}:float32_mask_refused", "sdpa")
-    subject = found.subject("cpu", torch.bfloat16)
+    subject = Subject(found.backend, "cpu", torch.bfloat16)
     check = properties_of(found.backend)["mask positions"]
     assert examine(subject, "mask positions", check).status == "green"
     assert any("float32" in refusal and "RuntimeError" in refusal for refusal in subject.refusals)
@@ -104,7 +106,7 @@ def test_sinks_are_handed_in_only_where_the_function_names_them():
 def test_a_script_of_a_right_call_passes(text, dialect):
     """The script of a failure means something only if it passes for a right attention."""
     found = target(text, dialect, {"backward": False} if dialect == "flex" else {})
-    subject = found.subject("cpu", FP32)
+    subject = Subject(found.backend, "cpu", FP32)
     found = with_options(found, subject.backend)
     small = Case(batch=2, num_heads=4, num_kv_heads=2, num_queries=6, num_keys=6, head_dim=4)
     cases = [
@@ -175,34 +177,12 @@ def test_flex_is_right_whatever_hides_the_keys():
     if a score_mod reads q.shape. PyTorch 2.11 keeps the first default of a parameter.
     """
     name = f"{__name__}:flex_with_gradients"
-    subject = target(name, "flex", {"lse_flag": "return_lse"}).subject("cpu", FP32)
+    found = target(name, "flex", {"lse_flag": "return_lse"})
+    subject = Subject(found.backend, "cpu", FP32)
     for case in HIDDEN_KEYS:
         row = subject.compare(case)
-        assert row is not None and {"out", "lse", "dq", "dk", "dv"} <= row.keys()
+        assert {"out", "lse", "dq", "dk", "dv"} <= row.keys()
         assert all(check.share <= 1 for check in row.values()), case
-
-
-def test_a_script_draws_what_the_case_draws():
-    case = Case(num_heads=4, num_queries=7, num_keys=7, head_dim=4)
-    for name, line in INPUTS.items():
-        tensors, *_ = replace(case, inputs=name).make(torch.float64, "cpu")
-        q, k, v = case.make(torch.float64, "cpu")[0]
-        variables = {"torch": torch, "q": q, "k": k, "v": v}
-        exec(line, variables)
-        for x, expected in zip("qkv", tensors, strict=True):
-            torch.testing.assert_close(variables[x], expected, msg=f"{name}: {x}")
-    assert INPUTS.keys() == ADVERSARIAL.keys()
-
-
-def test_a_script_lays_out_what_the_property_lays_out():
-    for name, line in VIEWS.items():
-        case = [torch.randn(2, 3, 5, 4) for _ in range(3)]
-        variables = {"torch": torch, **dict(zip("qkv", case, strict=True))}
-        exec("\n".join(layout_lines(name)), variables)
-        for x, expected in zip("qkv", LAYOUTS[name](case), strict=True):
-            assert torch.equal(variables[x], expected), f"{name}: {line}"
-            assert variables[x].stride() == expected.stride(), name
-    assert LAYOUTS.keys() - VIEWS.keys() == {"each another"}
 
 
 @pytest.mark.parametrize(
@@ -215,7 +195,7 @@ def test_a_script_lays_out_what_the_property_lays_out():
 )
 def test_the_script_of_what_no_plain_call_shows(name, dialect, property, first):
     found = target(f"{MINE}:{name}", dialect)
-    subject = found.subject("cpu", FP32)
+    subject = Subject(found.backend, "cpu", FP32)
     cell = examine(subject, property, properties_of(found.backend)[property])
     script = Minimiser(found, subject).script(cell)
     assert cell.status == "red" and script is not None
@@ -235,7 +215,7 @@ def fails_twice(q, k, v, causal=False, scale=None):
 def test_a_script_raises_what_the_property_raised():
     """Not another exception of the same type, which smaller calls may raise."""
     found = target(f"{__name__}:fails_twice", None, {"layout": "BHND"})
-    subject = found.subject("cpu", FP32)
+    subject = Subject(found.backend, "cpu", FP32)
     cell = examine(subject, "N != M")
     assert "N35-M70" in cell.note  # the last call
     script = Minimiser(found, subject).script(cell)

@@ -34,7 +34,7 @@ def test_calls_reach_every_feature_and_layout():
     for feature in naive.features - {"max_score", "cu_seqlens"}:  # none is drawn for these
         lacking = replace(naive, features=naive.features - {feature})
         subject = Subject(lacking, "cpu", torch.float32)
-        assert not all(subject.takes(trial.case, backward=False) for trial in drawn), feature
+        assert not all(subject.takes(trial.case) for trial in drawn), feature
     assert any("sinks" in trial.case.optional for trial in drawn)
     assert {trial.layout for trial in drawn} == {"contiguous", *LAYOUTS}
 
@@ -84,7 +84,7 @@ def test_inputs_that_change_are_a_failure():
     """A regression test: the result was compared with a reference on the changed inputs."""
     how = {"layout": "BHND", "gqa": "no", "backward": False}
     found = target("tests.user_attentions:scales_in_place", None, how)
-    for trial in fuzz(found.subject("cpu", torch.float32), calls=3, seed=0):
+    for trial in fuzz(Subject(found.backend, "cpu", torch.float32), calls=3, seed=0):
         assert "changes its inputs" in str(trial.failures)
 
 
