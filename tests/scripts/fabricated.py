@@ -14,7 +14,14 @@ ENV = {
     "hardware": {"cpu": "some CPU", "gpu": None},
     "command": ["python", "/home/me/train.py"],
 }
-STEPS = {"completed": 600, "interrupted": 300, "diverged": 260, "oom": 0, "failed": 0}
+STEPS = {
+    "completed": 600,
+    "interrupted": 300,
+    "unfinished": 300,
+    "diverged": 260,
+    "oom": 0,
+    "failed": 0,
+}
 
 
 def write_lines(path: Path, rows: list) -> None:
