@@ -38,7 +38,7 @@ from scripts.tables import Row, by, spread, table
 from training.loop.device import pick_device
 from training.loop.evaluate import evaluate_under, exact_attention
 from training.loop.schedule import chosen_attention, needed_features
-from training.loop.trained import Trained, data_of, load_trained, read_run_config
+from training.loop.trained import Trained, load_trained, read_run_config, trained_data
 from training.record.environment import measured_on
 from training.record.files import read_meta, write_json
 from training.record.memory import is_out_of_memory, release_memory
@@ -150,8 +150,8 @@ def evaluate_runs(
 
 def evaluated(run: TrainedRun, evaluate: Evaluate) -> list[Row]:
     """The rows of one run, whose model is gone from memory afterwards."""
-    config, data = run.config, data_of(run.config)
-    trained = load_trained(run.folder, config, data.vocab_size)
+    config, data = run.config, trained_data(run.folder, run.config)
+    trained = load_trained(run.folder, config)
     common = {
         "run": str(run.folder),
         "variant": run.variant,
