@@ -80,6 +80,9 @@ REFUSED = {
     "trace run={runs}/packed": ("data.documents=true",),
     "trace run={runs}/text layer=1": ("layer=1", "0 to 0"),
     "trace run={runs}/text head=2": ("head=2", "0 to 1"),
+    # a regression test: without out= it replaced the shipped vocabulary
+    "train_bpe vocab_size=300": ("out=",),
+    "train_bpe out=x.json": ("x.json", ".tiktoken"),
     "train_bpe vocab_size=10": ("vocab_size=10", "256"),
     "tune head_dim=64": ("GPU",),
     "verify attention=flash": ("attention=flash", "naive, tiled"),
