@@ -16,8 +16,8 @@ from tests.run_folder import SMALL, write_run
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Runs of each kind: on text, on packed text, on a task, without biases, without a checkpoint;
-    and a folder without any.
+    """Runs of each kind: on text, on packed text, on a task, without biases, without a checkpoint,
+    killed; and a folder without any.
     """
     folder = tmp_path_factory.mktemp("runs")
     write_run(folder / "text")
@@ -25,6 +25,7 @@ def runs(tmp_path_factory):
     write_run(folder / "task", data=DataConfig(source="last_write"))
     write_run(folder / "odd", shape=replace(SMALL, bias=False))
     shutil.copytree(folder / "text", folder / "begun", ignore=lambda *_: ["checkpoint"])
+    shutil.copytree(folder / "text", folder / "killed", ignore=lambda *_: ["summary.json"])
     (folder / "none").mkdir()
     return folder
 
@@ -45,6 +46,9 @@ REFUSED = {
     "benchmark seq_len=8 check=false out={runs}/text/loss_curve.json": ("loss_curve.png",),
     "cross_eval {runs}/nowhere": ("nowhere",),
     "cross_eval {runs}/none": ("{runs}/none",),
+    "cross_eval {runs}/begun": ("{runs}/begun", "checkpoint"),
+    # a regression test: it was said to have no checkpoint
+    "cross_eval {runs}/killed": ("{runs}/killed", "unfinished"),
     "cross_eval {runs}/text under=tiled:tile=3": ("tile",),
     "cross_eval {runs}/text out=x.txt": ("x.txt",),
     # regression tests: the result took the place of the run's own file
