@@ -229,8 +229,10 @@ def outcome(trained: Trained, backend: Backend, batch: Batch, config: RunConfig)
             accuracy=config.data.source in SYNTHETIC_SOURCES,
         )
     except Exception as error:
-        if isinstance(error, ValueError) or is_foreign(error) or is_out_of_memory(error):
+        if is_foreign(error):  # the user looks for its line
             return nothing | {"status": f"refused: {with_place(error)}"}
+        if isinstance(error, ValueError) or is_out_of_memory(error):
+            return nothing | {"status": f"refused: {first_line(error)}"}
         raise
     if not math.isfinite(loss):
         return nothing | {"status": "non-finite"}
