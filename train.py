@@ -42,7 +42,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
     # Begin at step 0, or where the checkpoint of resume= stopped.
     told = {"config": run.settings, "overrides": summary["overrides"]}
     checkpoints = Checkpoints(run_dir, **run.state, **told, writes=run.ranks.first)
-    entry = new_start(config.attention, run.environment, run.init_from)
+    entry = new_start(config.attention, run.data, run.environment, run.init_from)
     start = checkpoints.begin(entry)
     rows = read_metrics(run_dir / "metrics.jsonl")  # of earlier starts of this run
     monitor = AttentionMonitor(run, rows, summary)

@@ -19,7 +19,8 @@ from pydantic import AfterValidator, NonNegativeInt, PositiveInt, TypeAdapter, V
 from config import RunConfig, parse_attention
 from training.launch.command_line import check_overrides, compose, key_of
 from training.launch.interrupt import reader_may_leave
-from training.record.files import check_writable
+from training.record.files import META, check_writable
+from training.record.runs import RUN_FILES
 from training.record.text_table import first_line
 
 if TYPE_CHECKING:
@@ -30,9 +31,16 @@ Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
 Count, Natural = PositiveInt, NonNegativeInt
 
+# the files of a run or a checkpoint with the endings that results have
+OF_A_RUN = {"summary.json", "env.json", META, "loss_curve.png"}
+
 
 def check_out(path: Path, ending: str = ".json") -> Path:
-    """check_writable(), and a line on stderr for a file that a result will replace."""
+    """check_writable(), and a line on stderr for a file that a result will replace. Raises
+    ValueError for a file of a run or a checkpoint.
+    """
+    if path.name in OF_A_RUN and any((path.parent / name).exists() for name in RUN_FILES):
+        raise ValueError(f"{path} is a file of the run; give another name")
     check_writable(path, ending)
     if path.exists():
         print(f"{path} exists; the result replaces it", file=sys.stderr)

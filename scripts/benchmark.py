@@ -40,7 +40,7 @@ import torch._functorch.config
 from pydantic import PositiveFloat
 
 from attention import Backend, dtype_name
-from scripts.arguments import Count, Device, Dtype, Json, command, default, parse_backend
+from scripts.arguments import Count, Device, Dtype, Json, check_out, command, default, parse_backend
 from scripts.attention_call import Call, Measurement, longest, memory_cap, take_turns, trial
 from scripts.tables import Row
 from training.loop.device import pick_device, pick_dtype
@@ -81,6 +81,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.memory_gib and not self.max_length:
             raise ValueError("memory_gib= belongs to max_length=true; add it")
+        if self.out:
+            check_out(self.out.with_suffix(".png"), ".png")
 
 
 Make = Callable[[Row], Call]  # the call of a shape

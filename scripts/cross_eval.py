@@ -38,7 +38,7 @@ from scripts.tables import Row, by, spread, table
 from training.loop.device import pick_device
 from training.loop.evaluate import evaluate_under, exact_attention
 from training.loop.schedule import chosen_attention, needed_features
-from training.loop.trained import Trained, data_of, load_trained, read_run_config
+from training.loop.trained import Trained, load_trained, read_run_config, trained_data
 from training.record.environment import measured_on
 from training.record.files import read_meta, write_json
 from training.record.memory import is_out_of_memory, release_memory
@@ -94,7 +94,7 @@ def trained_runs(options: Evaluation) -> list[TrainedRun]:
     each. Raises ValueError if there is none.
     """
     device = pick_device(options.device).type
-    configs, summaries = [], []
+    configs, summaries, why = [], [], "there is none"
     for summary in runs_below(options.paths).values():
         folder = Path(summary["dir"])
         try:
@@ -107,9 +107,10 @@ def trained_runs(options: Evaluation) -> list[TrainedRun]:
             dtype = config.dtype if options.dtype == "auto" else options.dtype
             configs.append(replace(config, device=device, dtype=dtype))
         except (ValueError, OSError) as error:
-            leave_out(folder, error)
+            why = leave_out(folder, error)
     if not configs:
-        raise ValueError(f"no run with a checkpoint below {', '.join(map(str, options.paths))}")
+        paths = ", ".join(map(str, options.paths))
+        raise ValueError(f"no run below {paths} can be evaluated: {why}")
     runs = []
     names, settings = name_runs(summaries), differing_settings(summaries)
     for config, summary, name, setting in zip(configs, summaries, names, settings, strict=True):
@@ -139,8 +140,7 @@ def evaluate_runs(
             rows += evaluated(run, evaluate)
         # damaged weights, a missing corpus, or logits that are not finite
         except (ValueError, OSError, ArithmeticError) as error:
-            why = first_line(error)
-            leave_out(run.folder, error)
+            why = leave_out(run.folder, error)
         release_memory(device)
     if not rows:
         raise ValueError(f"no run could be evaluated, and nothing is written: {why}")
@@ -150,8 +150,8 @@ def evaluate_runs(
 
 def evaluated(run: TrainedRun, evaluate: Evaluate) -> list[Row]:
     """The rows of one run, whose model is gone from memory afterwards."""
-    config, data = run.config, data_of(run.config)
-    trained = load_trained(run.folder, config, data.vocab_size)
+    config, data = run.config, trained_data(run.folder, run.config)
+    trained = load_trained(run.folder, config)
     common = {
         "run": str(run.folder),
         "variant": run.variant,
@@ -165,8 +165,11 @@ def evaluated(run: TrainedRun, evaluate: Evaluate) -> list[Row]:
     return [common | row for row in evaluate(config, data, trained)]
 
 
-def leave_out(folder: Path, error: Exception) -> None:
-    print(printable(f"left out: {folder}: {first_line(error)}"), file=sys.stderr)
+def leave_out(folder: Path, error: Exception) -> str:
+    """Say why a run is left out; returns it in one line."""
+    why = first_line(error)
+    print(printable(f"left out: {folder}: {why}"), file=sys.stderr)
+    return why
 
 
 def usual_judges(runs: Iterable[TrainedRun]) -> list[Backend]:
@@ -226,8 +229,10 @@ def outcome(trained: Trained, backend: Backend, batch: Batch, config: RunConfig)
             accuracy=config.data.source in SYNTHETIC_SOURCES,
         )
     except Exception as error:
-        if isinstance(error, ValueError) or is_foreign(error) or is_out_of_memory(error):
+        if is_foreign(error):  # the user looks for its line
             return nothing | {"status": f"refused: {with_place(error)}"}
+        if isinstance(error, ValueError) or is_out_of_memory(error):
+            return nothing | {"status": f"refused: {first_line(error)}"}
         raise
     if not math.isfinite(loss):
         return nothing | {"status": "non-finite"}

@@ -22,12 +22,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from config import SYNTHETIC_SOURCES
-from data import build_tokenizer
 from data.tokenizer_json import tokenizer_files
 from model import to_hugging_face
 from scripts.arguments import command
-from training.loop.trained import load_trained, read_run_config
-from training.record.files import read_meta, whole_folder
+from training.loop.trained import load_trained, read_run_config, trained_tokenizer
+from training.record.files import whole_folder
 
 
 @dataclass
@@ -44,11 +43,11 @@ def export(options: Options) -> list[Path]:
     config, out = replace(read_run_config(options.run), device="cpu"), options.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out={out} is there already; name another folder")
-    trained = load_trained(options.run, config, read_meta(options.run)["vocab_size"])
+    trained = load_trained(options.run, config)
     settings, weights = to_hugging_face(trained.model)
     ends, files = {"bos_token_id": None, "eos_token_id": None}, {}
     if config.data.source not in SYNTHETIC_SOURCES:
-        tokenizer = build_tokenizer(config.tokenizer)
+        tokenizer = trained_tokenizer(options.run, config)
         ends = dict.fromkeys(ends, tokenizer.end_of_text)
         files = tokenizer_files(tokenizer, max_length=config.model.max_seq_len)
     files["config.json"] = json.dumps(settings | ends, indent=2)

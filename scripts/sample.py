@@ -23,10 +23,9 @@ from pathlib import Path
 
 from attention import get_backend
 from config import SYNTHETIC_SOURCES
-from data import build_tokenizer
 from model import sample_text
 from scripts.arguments import Count, Device, Natural, command
-from training.loop.trained import load_trained, read_run_config
+from training.loop.trained import load_trained, read_run_config, trained_tokenizer
 from training.record.text_table import printable
 
 
@@ -58,8 +57,8 @@ def sample(options: Options) -> str:
             f"attention={wanted}; the run was trained with attention={trained_with.name}",
             file=sys.stderr,
         )
-    tokenizer = build_tokenizer(config.tokenizer)
-    trained = load_trained(options.run, config, tokenizer.vocab_size, backend)
+    tokenizer = trained_tokenizer(options.run, config)
+    trained = load_trained(options.run, config, backend)
 
     with trained.autocast:
         return sample_text(

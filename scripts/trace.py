@@ -44,7 +44,7 @@ from conformance.cases import ADVERSARIAL, Case
 from scripts.arguments import Count, Device, Natural, check_out, command
 from scripts.trace_page import render_page
 from training.loop.device import DTYPES, pick_device
-from training.loop.trained import Trained, data_of, load_trained, read_run_config
+from training.loop.trained import Trained, load_trained, read_run_config, trained_data
 from training.record.files import write_file
 from training.record.names import as_typed
 
@@ -167,8 +167,7 @@ def captured_call(options: Options, run: Path) -> Call:
     for key, asked, size in (("layer", layer, model.num_layers), ("head", head, model.num_heads)):
         if asked >= size:
             raise ValueError(f"{key}={asked} is not in {run}, which has {key}s 0 to {size - 1}")
-    data = data_of(config)
-    trained = load_trained(run, config, data.vocab_size)
+    data, trained = trained_data(run, config), load_trained(run, config)
     held_out = data.val_batch(config.eval_sequences).inputs
     q, k, v = inputs_of_layers(trained, held_out[:1])[layer]
     kv_head = head * k.shape[1] // q.shape[1]

@@ -43,7 +43,7 @@ def render_page(found: Trace, about: dict[str, Any]) -> str:
     }
     # a browser ends the script at the first </script, even inside a string
     embedded = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    page = TEMPLATE.read_text().replace("/*SCRIPT*/", SCRIPT.read_text(), 1)
+    page = TEMPLATE.read_text("utf-8").replace("/*SCRIPT*/", SCRIPT.read_text("utf-8"), 1)
     return page.replace("/*DATA*/null", embedded, 1)
 
 

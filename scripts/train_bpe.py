@@ -1,9 +1,10 @@
-"""Train the byte-pair vocabulary that `tokenizer=bpe` reads, in some seconds on one core.
+"""Train a byte-pair vocabulary, in some seconds on one core.
 
     python -m scripts.train_bpe vocab_size=4096 out=/tmp/bpe_4096.tiktoken
 
 vocab_size= is the number of ranks to learn, the 256 bytes included (8192), and out= the file to
-write (data/bpe_8192.tiktoken, which `tokenizer=bpe` reads).
+write. `tokenizer=bpe` reads data/bpe_8192.tiktoken: runs that were trained with another one cannot
+be read any more.
 
 Byte-pair encoding (Sennrich et al., 2016, arXiv:1508.07909) starts from the 256 bytes and
 repeatedly replaces the most frequent pair of neighbouring tokens by a new token. It counts pairs
@@ -20,7 +21,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from data.tokenizer import PATTERN, RANKS_FILE
+from data.tokenizer import PATTERN
 from scripts.arguments import check_out, command
 from training.record.files import write_file
 
@@ -29,8 +30,8 @@ BYTES = 256  # the first tokens, so that any text can be encoded
 
 @dataclass
 class Options:
+    out: Path
     vocab_size: Annotated[int, Field(ge=BYTES)] = 8192
-    out: Path = RANKS_FILE
 
 
 def train(texts: Iterable[str], vocab_size: int) -> list[bytes]:
@@ -65,7 +66,7 @@ def main(options: Options) -> None:
     from config import DataConfig
     from data.corpora import Corpus
 
-    check_out(options.out, options.out.suffix)
+    check_out(options.out, ".tiktoken")
     documents = Corpus(DataConfig(source="stdlib")).documents()
     vocab = train((document.text for document in documents), options.vocab_size)
     # tiktoken's format: the token in base64, a space, its rank

@@ -41,6 +41,7 @@ def write_run(
     parts |= {"scaler": GradScaler("cpu", enabled=False), "overrides": [*overrides]}
     used = attention_names(config.attention)
     start = {"step": 0, "started": 0.0, "attention": used, "changed": {}, "data": "", "commit": ""}
+    start["tokenizer"] = "byte"
     (run_dir / "metrics.jsonl").touch()
     (run_dir / "summary.json").write_text('{"status": "completed"}')
     with Checkpoints(run_dir, **parts, background=False) as checkpoints:

@@ -7,8 +7,10 @@ from unicodedata import category
 
 import pytest
 
+from scripts.trace_page import SCRIPT
 from tests import processes
 from tests.command import contents, environment, index, run, summary, tiny, tiny_sweep
+from training.record.text_table import printable
 
 
 def send_at(monkeypatch, place: str, *signals: signal.Signals) -> None:
@@ -82,6 +84,20 @@ def test_a_sample_does_not_drive_the_terminal(tmp_path):
     written = {char for char in text if category(char) == "Cc"} - set("\t\n")
     assert written and not written & set(done.output + (tmp_path / "train.log").read_text())
     assert all(f"\\x{ord(char):02x}" in done.output for char in written)
+
+
+def test_files_are_utf_8_whatever_the_locale(tmp_path):
+    """A regression test: an empty sample.txt was left. 5 s: a process has one locale from its
+    beginning.
+    """
+    run_dir, page = tmp_path / "run", tmp_path / "page.html"
+    ascii_only = environment(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    given = tiny(run_dir, "tokenizer=byte", "sample_tokens=200")
+    processes.run("train.py", *given, env=ascii_only, check=True)
+    text, log = ((run_dir / name).read_bytes().decode() for name in ("sample.txt", "train.log"))
+    assert not text.isascii() and printable(text) in log
+    processes.run("-m", "scripts.trace", f"out={page}", env=ascii_only, check=True)
+    assert set(SCRIPT.read_text("utf-8")) <= set(page.read_bytes().decode())
 
 
 def test_a_reader_that_left_costs_neither_the_run_nor_a_traceback(tmp_path):

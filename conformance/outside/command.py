@@ -241,7 +241,7 @@ def written(options: Options, subject: Subject, cell: Cell, script: str) -> Path
 def write(path: Path, text: str) -> None:
     """Write a whole file: a reader finds the old one or the new one."""
     temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text)
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 
 

@@ -89,12 +89,13 @@ def test_the_matrix_shows_means_over_seeds():
 
 
 def test_exact_attention_keeps_documents_apart(tmp_path):
-    """sdpa has no mask for them."""
+    """sdpa has no mask for them. A regression test: its refusal named a line of this project."""
     data = DataConfig(source="stdlib", documents=True)
     write_run(tmp_path / "run", attention=AttentionConfig("no_rescale", block_kv=16), data=data)
     rows = judged(tmp_path / "run", "sequences=4")
     assert [row["evaluated_under"] for row in rows] == ["tiled", "no_rescale block_kv=16"]
-    (naive,) = judged(tmp_path / "run", "sequences=4", "under=naive")
+    naive, sdpa = judged(tmp_path / "run", "sequences=4", "under=naive,sdpa")
+    assert sdpa["status"].startswith("refused: attention=sdpa") and ".py" not in sdpa["status"]
     assert rows[0]["loss"] == pytest.approx(naive["loss"], rel=1e-4)
     assert rows[1]["loss"] != pytest.approx(naive["loss"], rel=1e-3)
 

@@ -10,13 +10,14 @@ import pytest
 
 from config import DataConfig
 from scripts.arguments import NoOptions, check_out, command
+from tests.command import contents
 from tests.run_folder import SMALL, write_run
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Runs of each kind: on text, on packed text, on a task, without biases, without a checkpoint;
-    and a folder without any.
+    """Runs of each kind: on text, on packed text, on a task, without biases, without a checkpoint,
+    killed; and a folder without any.
     """
     folder = tmp_path_factory.mktemp("runs")
     write_run(folder / "text")
@@ -24,6 +25,7 @@ def runs(tmp_path_factory):
     write_run(folder / "task", data=DataConfig(source="last_write"))
     write_run(folder / "odd", shape=replace(SMALL, bias=False))
     shutil.copytree(folder / "text", folder / "begun", ignore=lambda *_: ["checkpoint"])
+    shutil.copytree(folder / "text", folder / "killed", ignore=lambda *_: ["summary.json"])
     (folder / "none").mkdir()
     return folder
 
@@ -41,10 +43,18 @@ REFUSED = {
     "benchmark memory_gib=8": ("max_length=true",),
     "benchmark device=cuda": ("GPU",),
     "benchmark attention=flash out=x.txt": ("x.txt",),
+    "benchmark seq_len=8 check=false out={runs}/text/loss_curve.json": ("loss_curve.png",),
     "cross_eval {runs}/nowhere": ("nowhere",),
     "cross_eval {runs}/none": ("{runs}/none",),
+    "cross_eval {runs}/begun": ("{runs}/begun", "checkpoint"),
+    # a regression test: it was said to have no checkpoint
+    "cross_eval {runs}/killed": ("{runs}/killed", "unfinished"),
     "cross_eval {runs}/text under=tiled:tile=3": ("tile",),
     "cross_eval {runs}/text out=x.txt": ("x.txt",),
+    # regression tests: the result took the place of the run's own file
+    "cross_eval {runs}/text out={runs}/text/summary.json": ("text/summary.json",),
+    "agree {runs}/text out={runs}/text/checkpoint/meta.json": ("checkpoint/meta.json",),
+    "verify attention=naive cases=0 out={runs}/text/env.json": ("text/env.json",),
     "export run={runs}/text out={runs}/text": ("out={runs}/text",),
     "export run={runs}/odd out=x": ("gpt2", "model.bias=true"),
     "plan model=gpt3": ("gpt2",),
@@ -80,6 +90,9 @@ REFUSED = {
     "trace run={runs}/packed": ("data.documents=true",),
     "trace run={runs}/text layer=1": ("layer=1", "0 to 0"),
     "trace run={runs}/text head=2": ("head=2", "0 to 1"),
+    # a regression test: without out= it replaced the shipped vocabulary
+    "train_bpe vocab_size=300": ("out=",),
+    "train_bpe out=x.json": ("x.json", ".tiktoken"),
     "train_bpe vocab_size=10": ("vocab_size=10", "256"),
     "tune head_dim=64": ("GPU",),
     "verify attention=flash": ("attention=flash", "naive, tiled"),
@@ -99,13 +112,13 @@ def test_refused_in_one_line_and_nothing_is_written(
 ):
     monkeypatch.chdir(tmp_path)
     command, *arguments = line.format(runs=runs).split()
-    before = sorted(runs.rglob("*"))
+    before = contents(runs)
     with pytest.raises(SystemExit) as ended:
         typed(command + ".__main__" * (command == "report"), *arguments)
     told = ended.value.code
     assert told.startswith(f"{command}: ") and "\n" not in told
     assert all(name.format(runs=runs) in told for name in named), told
-    assert sorted(runs.rglob("*")) == before and not os.listdir(tmp_path)
+    assert contents(runs) == before and not os.listdir(tmp_path)
 
 
 def test_a_file_is_tried_without_being_touched_and_named_if_it_is_replaced(tmp_path, capsys):

@@ -52,7 +52,7 @@ def test_transformers_loads_a_run(name, tmp_path, capsys):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert type(theirs).__name__ == name.split()[0]
     config = read_run_config(run_dir)
-    ours = load_trained(run_dir, config, theirs.config.vocab_size).model
+    ours = load_trained(run_dir, config).model
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     tokens = tokenizer("def f(x):\n    return x", return_tensors="pt").input_ids
     torch.testing.assert_close(theirs(tokens).logits, ours(tokens).logits, atol=1e-5, rtol=0)
@@ -62,7 +62,7 @@ def test_transformers_loads_a_run(name, tmp_path, capsys):
 
     if "window" in str(RUNS[name]):  # which a model without windows does not compute
         without = replace(config, attention=AttentionConfig())
-        plain = load_trained(run_dir, without, theirs.config.vocab_size).model
+        plain = load_trained(run_dir, without).model
         with pytest.raises(ValueError, match=r"attention\.window"):
             find_pretrained(str(out)).load_into(plain)
         assert (theirs(tokens).logits - plain(tokens).logits).abs().max() > 1e-4

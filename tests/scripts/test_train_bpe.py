@@ -41,4 +41,4 @@ def test_the_written_vocabulary_encodes_as_it_was_learned(tmp_path, monkeypatch)
 def test_a_file_that_cannot_be_written_is_refused_before_the_corpus_is_read(monkeypatch):
     monkeypatch.setattr(Corpus, "documents", None)
     with pytest.raises(SystemExit, match="^train_bpe: .*/proc/ranks"):
-        main(["out=/proc/ranks"])
+        main(["out=/proc/ranks.tiktoken"])

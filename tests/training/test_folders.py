@@ -94,6 +94,15 @@ def test_a_folder_with_somebodys_files_is_refused_untouched(tmp_path, arguments,
     assert contents(tmp_path) == before and not (tmp_path / "train.log").exists()
 
 
+def test_a_run_that_cannot_go_on_in_its_folder_is_named_as_it_was_typed(tmp_path):
+    """A regression test: the way out was hydra.run.dir=, which resume= refuses."""
+    write_run(tmp_path / "run")
+    (tmp_path / "run/.lock").mkdir()  # which cannot be opened for writing, even by root
+    answer = run(f"resume={tmp_path}/run", "steps=9").complaint()
+    assert f"resume={tmp_path}/run" in answer and "resume=COPY" in answer
+    assert "hydra.run.dir" not in answer
+
+
 def test_too_many_open_files_are_named_as_such(tmp_path):
     too_many = pytest.raises(SystemExit, match="Too many open files")
     with limited(resource.RLIMIT_NOFILE, 3), too_many:

@@ -29,6 +29,8 @@ def claim(folder: Path, key: str, *, goes_on: bool = False) -> IO:
     when the returned file is closed, however this process ends.
     """
     way_out = f"name a new folder, as {key}=outputs/NAME"
+    if goes_on:
+        way_out = f"copy it elsewhere, and name the copy, as {key}=COPY"
     try:
         held = set(os.listdir(folder)) - BEFORE if os.path.lexists(folder) else set()
         if held and not goes_on:
@@ -55,9 +57,10 @@ def claim_run(config: Any) -> IO:
     """
     folder = named = Path(config.hydra.run.dir)
     has_stamp = "${now:" in as_written(config.hydra.run)["dir"]
+    key = "resume" if config.resume else "hydra.run.dir"
     for number in count(2):
         try:
-            file = claim(folder, "hydra.run.dir", goes_on=bool(config.resume))
+            file = claim(folder, key, goes_on=bool(config.resume))
             break
         except Taken:
             if not has_stamp:

@@ -123,7 +123,7 @@ def run_overrides(train: Train, overrides: tuple[str, ...]) -> Row:
 def lines_shown(path: Path) -> Iterator[None]:
     """Write a run's log lines to standard output and to a file, as Hydra does for a job."""
     before = log.level, log.propagate
-    handlers = [logging.StreamHandler(sys.stdout), logging.FileHandler(path)]
+    handlers = [logging.StreamHandler(sys.stdout), logging.FileHandler(path, encoding="utf-8")]
     log.setLevel(logging.INFO)
     log.propagate = False
     for handler in handlers:

@@ -33,7 +33,7 @@ LATEST, PREVIOUS, BEST = "checkpoint", "checkpoint.previous", "checkpoint.best"
 FRESH = f"{LATEST}.tmp"  # a checkpoint that is being written
 META = "meta.json"
 # a new number for every change of what a checkpoint holds, or of what a setting is called or means
-VERSION = 3
+VERSION = 4
 
 
 class CheckpointError(ValueError):

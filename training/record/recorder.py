@@ -145,7 +145,7 @@ class Recorder:
         with after_training("sample", self.summary):
             text = sample() if self.summary["status"] == "completed" else None
             if text is not None:
-                (self.run_dir / "sample.txt").write_text(text)
+                write_file(self.run_dir / "sample.txt", text)
                 log.info(f"\na sample:\n{printable(text)}\n")
 
     @phase("logging")

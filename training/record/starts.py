@@ -10,6 +10,7 @@ began:
                  a name includes the options that are not at their defaults
     changed      {setting: [before, now]} against the checkpoint that it resumed from
     data         fingerprint of the data
+    tokenizer    that of the tokenizer alone; null if the data are no text
     commit, on   of this program, and the GPU or CPU
     init_from    name and SHA-256 of the weights it began with, if they are not random
 
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from config import BACKEND_OPTIONS, AttentionConfig, RunConfig
+from data.interface import TrainingData
 from training.record.clock import PHASES
 from training.record.files import CheckpointError, Row, newest_meta
 from training.record.names import as_typed, attention_names
@@ -88,6 +90,8 @@ def resumed_starts(meta: Row, config: Row, start: Row) -> list[Row]:
             f"resume={run_dir} goes on, and past steps cannot be changed; add "
             "attention.switch_at=null to go on with attention=NAME at once, or name a later step"
         )
+    if "tokenizer.name" not in changed:
+        check_tokenizer(run_dir, meta, start["tokenizer"])
     data, data_before = start["data"], meta["starts"][-1]["data"]
     changes_data = any(key.startswith(("data.", "tokenizer.")) for key in changed)
     if data != data_before and not changes_data:
@@ -104,6 +108,19 @@ def resumed_starts(meta: Row, config: Row, start: Row) -> list[Row]:
     return [*meta["starts"], start]
 
 
+def check_tokenizer(run_dir: Path, meta: Row, fingerprint: str | None) -> None:
+    """Raise ValueError unless the checkpoint with this meta.json was trained with the tokenizer of
+    this fingerprint: another gives the same numbers to other words.
+    """
+    trained_with = meta["starts"][-1]["tokenizer"]
+    if fingerprint != trained_with:
+        raise ValueError(
+            f"{run_dir}: tokenizer={meta['config']['tokenizer']['name']} has changed since: it had "
+            f"the fingerprint {trained_with} and has {fingerprint} now; put the former vocabulary "
+            "back"
+        )
+
+
 class Start(NamedTuple):
     """Where the newest start of a run begins."""
 
@@ -111,7 +128,9 @@ class Start(NamedTuple):
     tokens: int  # of those steps
 
 
-def new_start(chosen: AttentionConfig, environment: Row, init_from: Row | None) -> Row:
+def new_start(
+    chosen: AttentionConfig, data: TrainingData, environment: Row, init_from: Row | None
+) -> Row:
     """The entry of a first start; for a resume, resumed_starts() completes it."""
     hardware = environment["hardware"]
     entry = {
@@ -119,7 +138,8 @@ def new_start(chosen: AttentionConfig, environment: Row, init_from: Row | None) 
         "started": PHASES.began,
         "attention": [list(each) for each in attention_names(chosen)],
         "changed": {},
-        "data": environment["data_fingerprint"],
+        "data": data.fingerprint,
+        "tokenizer": data.tokenizer and data.tokenizer.fingerprint,
         "commit": environment["commit"],
         "on": hardware["gpu"] or hardware["cpu"],
     }
