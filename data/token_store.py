@@ -55,7 +55,7 @@ def open_store(config: DataConfig, tokenizer: Tokenizer) -> TokenStore:
         try:
             return load(folder)
         # another OSError, such as too many open files, says nothing about the store
-        except (FileNotFoundError, ValueError) as damage:
+        except (FileNotFoundError, ValueError, RecursionError) as damage:
             log.warning(f"the token store {folder} is damaged: {damage}; it is built again")
     try:
         build(corpus, tokenizer, folder)

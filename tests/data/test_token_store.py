@@ -163,6 +163,7 @@ DAMAGE = {
     "no-tokens": (lambda folder: (folder / "train.bin").unlink(), "train.bin"),
     "other-counts": (lambda folder: flip(folder / "meta.json", 60), "meta.json"),
     "a-list": (lambda folder: (folder / "meta.json").write_text("[]"), "meta.json"),
+    "deep": (lambda folder: (folder / "meta.json").write_text("[" * 100_000), "recursion"),
     "half-a-meta": (lambda folder: os.truncate(folder / "meta.json", 20), "char"),
 }
 

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from pathlib import Path
 
 from training.own_modules import ROOT
+from training.record.files import try_folder
 
 OPERATORS = ("attention", "model")  # the packages that register operators
 
@@ -28,7 +30,13 @@ def importing_torch_compile(wanted: bool) -> Iterator[None]:
 
 
 def load_torch_compile() -> None:
-    """Import it, and compute the hashes of Triton and PyTorch that the keys of caches contain."""
+    """Import it, and compute the hashes of Triton and PyTorch that the keys of caches contain.
+
+    Raises OSError if the folder of its cache cannot be written.
+    """
+    # the import would fail halfway, and again in the next run of this process
+    if folder := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        try_folder(Path(folder))
     with suppress(ImportError):
         import_module("triton.runtime.cache").triton_key()
     import_module("torch._inductor.lowering")
