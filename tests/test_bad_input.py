@@ -71,6 +71,7 @@ TOGETHER = {
     "data.field=body": "data.field=body data=text data=hub",
     "data=last_write data.documents=true": "data.documents=true data=last_write",
     "optim.schedule=constant optim.min_lr=0": "optim.min_lr=0.0 optim.schedule=cosine",
+    "attention.switch_to=naive": "attention.switch_to=naive attention.switch_at=null",
     "model.rope_theta=500": "model.rope_theta=500.0 model.positions=rope",
     # what only the machine can tell
     "compile=true attention.score_mod=U:HALVED": "attention.score_mod compile=false",
