@@ -71,6 +71,9 @@ TOGETHER = {
     "data.field=body": "data.field=body data=text data=hub",
     "data=last_write data.documents=true": "data.documents=true data=last_write",
     "optim.schedule=constant optim.min_lr=0": "optim.min_lr=0.0 optim.schedule=cosine",
+    "data=text data.path=README.md data.field=body": "data.field=body data.path=README.md",
+    "data=recall tokenizer.vocab_size=500": "tokenizer.vocab_size=500 data=recall data=text",
+    "eval_every=0 eval_sequences=7": "eval_sequences=7 eval_every=0",
     "attention.switch_to=naive": "attention.switch_to=naive attention.switch_at=null",
     "model.rope_theta=500": "model.rope_theta=500.0 model.positions=rope",
     # what only the machine can tell

@@ -32,11 +32,15 @@ READ_UNDER = {
     "data.num_values": ("data.source", SYNTHETIC_SOURCES),
     "data.num_pairs": ("data.source", ("recall",)),
     "tokenizer.name": ("data.source", TEXT_SOURCES),
+    "tokenizer.vocab_size": ("data.source", TEXT_SOURCES),
     "optim.min_lr": ("optim.schedule", ("cosine",)),
     "logger.project": ("logger.name", ("wandb",)),
 }
 # {setting: (the setting that decides, its one value under which this one is not read)}
-NOT_READ_UNDER = {"attention.switch_to": ("attention.switch_at", None)}
+NOT_READ_UNDER = {
+    "attention.switch_to": ("attention.switch_at", None),
+    "eval_sequences": ("eval_every", 0),
+}
 
 
 def check_settings(config: RunConfig, summary: dict[str, Any]) -> None:
@@ -74,7 +78,7 @@ def settle(config: RunConfig, *, asked: Iterable[str]) -> dict[str, str]:
     left_out, keys, defaults = unread_settings(config), asked_keys(asked), RunConfig()
     for key, why in left_out.items():
         group, _, name = key.rpartition(".")
-        settings = attrgetter(group)(config)
+        settings = attrgetter(group)(config) if group else config
         values = settings if isinstance(settings, dict) else vars(settings)
         if key in keys:
             raise ValueError(f"{key}={values[name]} has no effect: {why}; leave it out")
