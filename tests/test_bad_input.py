@@ -55,6 +55,7 @@ TOGETHER = {
     "lr=1e-3": "optim.lr?",
     "optim.learning_rate=1": "optim.lr?",
     "block_size=64": "seq_len?",
+    "attention=U:RIGHT attention.cap=2": "attention.softcap? +attention.options.cap=",
     "attention=tiled,naive": "-m attention=",
     "'attention=[naive,no_max]'": "-m attention=",
     "attention=": "attention/ naive",
