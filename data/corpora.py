@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from config import DataConfig
 from data.local_files import list_files
 from data.network import answers
-from data.readers import TABLES, Row, read_rows, read_text, texts
+from data.readers import Row, is_table, read_rows, read_text, texts
 from data.token_file import size_and_time
 
 
@@ -39,11 +39,20 @@ def subject(config: DataConfig) -> str:
 
 
 class Corpus:
-    """The documents that the settings name. Local files are listed once, when it is made."""
+    """The documents that the settings name. Local files are listed once, when it is made.
+
+    Raises ValueError if there are none, and for a column of tables where no file is a table.
+    """
 
     def __init__(self, config: DataConfig) -> None:
         self.config = config
         self.root, self.files = (None, []) if config.source == "hub" else list_files(config)
+        has_table = config.source == "hub" or any(map(is_table, self.files))
+        if config.field != DataConfig.field and not has_table:
+            raise ValueError(
+                f"data.field={config.field} has no effect: {subject(config)} names no table; leave "
+                "it out"
+            )
 
     def identity(self) -> list[Any]:
         """What is known without reading the corpus, for JSON. It names the token store.
@@ -70,7 +79,7 @@ class Corpus:
             for file in self.files:
                 path = file.relative_to(self.root).as_posix()
                 place = f"{subject(self.config)}: {file}"
-                if file.suffix.lower() in TABLES:
+                if is_table(file):
                     for number, text in enumerate(texts(read_rows(file, field), field)):
                         if text:
                             yield Document(f"{path}:{number}", text)

@@ -21,6 +21,10 @@ JSON = (".jsonl", ".ndjson", ".jsonlines", ".json")
 TABLES = (*JSON, ".csv", ".tsv", ".parquet")
 
 
+def is_table(file: Path) -> bool:
+    return file.suffix.lower() in TABLES
+
+
 def read_text(file: Path) -> str:
     """A file as text. Raises UnicodeDecodeError for a file that is not UTF-8 text."""
     raw = file.read_bytes()

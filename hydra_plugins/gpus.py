@@ -30,11 +30,14 @@ class GpusLauncher(Launcher):
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
         self.hydra_context, self.config = hydra_context, config
-        self.gpus = visible_gpus() if self.slots is None else [""] * self.slots
+        slots = self.slots
+        if slots is not None and not (isinstance(slots, int) and slots >= 1):
+            raise ValueError(f"hydra.launcher.slots={slots} must be a whole number, at least 1")
+        self.gpus = visible_gpus() if slots is None else [""] * slots
         if not self.gpus:
-            raise SystemExit(
-                "error: hydra/launcher=gpus finds no GPU; hydra.launcher.slots=2 runs two jobs at "
-                "a time on the CPU"
+            raise ValueError(
+                "hydra/launcher=gpus finds no GPU; hydra.launcher.slots=2 runs two jobs at a time "
+                "on the CPU"
             )
 
     def launch(

@@ -55,6 +55,7 @@ TOGETHER = {
     "lr=1e-3": "optim.lr?",
     "optim.learning_rate=1": "optim.lr?",
     "block_size=64": "seq_len?",
+    "attention=U:RIGHT attention.cap=2": "attention.softcap? +attention.options.cap=",
     "attention=tiled,naive": "-m attention=",
     "'attention=[naive,no_max]'": "-m attention=",
     "attention=": "attention/ naive",
@@ -71,6 +72,10 @@ TOGETHER = {
     "data.field=body": "data.field=body data=text data=hub",
     "data=last_write data.documents=true": "data.documents=true data=last_write",
     "optim.schedule=constant optim.min_lr=0": "optim.min_lr=0.0 optim.schedule=cosine",
+    "data=text data.path=README.md data.field=body": "data.field=body data.path=README.md",
+    "data=recall tokenizer.vocab_size=500": "tokenizer.vocab_size=500 data=recall data=text",
+    "eval_every=0 eval_sequences=7": "eval_sequences=7 eval_every=0",
+    "attention.switch_to=naive": "attention.switch_to=naive attention.switch_at=null",
     "model.rope_theta=500": "model.rope_theta=500.0 model.positions=rope",
     # what only the machine can tell
     "compile=true attention.score_mod=U:HALVED": "attention.score_mod compile=false",

@@ -124,6 +124,11 @@ PLANNED = {
         ["naive optim=adamw", "naive optim=muon"],
         {"attention.block_q", "attention.block_kv"},
     ),
+    "switch-of-some": (
+        "steps=2 attention.switch_at=null,1 attention.switch_to=naive",
+        ["tiled", "tiled, naive after step 1"],
+        {"attention.switch_to"},
+    ),
     # each is combined with the other settings; of two that are the same, one runs
     "variants": (
         "attention=tiled,naive hydra.sweeper.variants="

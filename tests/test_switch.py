@@ -93,9 +93,3 @@ def test_interrupted_at_the_switch_and_resumed_is_the_same_run(switched, monkeyp
     assert done.code == 0, done.output
     assert same(checkpoint(tmp_path), checkpoint(switched[0]))
     assert computed(tmp_path) == computed(switched[0])
-
-
-def test_a_target_without_a_step_is_said_to_do_nothing(tmp_path):
-    done = run(*tiny(tmp_path, "attention.switch_to=naive"))
-    assert done.code == 0 and "attention.switch_to=naive" in done.output
-    assert "switch_to" not in summary(tmp_path)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attention import Backend, ScoreMod, attention, dtype_name
+from attention import Backend, ScoreMod, attention, dtype_name, get_backend
 from attention.interface import Output
 from attention.look.blame import is_foreign, with_place
 from attention.look.diagnose import REFERENCE_SCORES, with_gradients
@@ -32,7 +32,8 @@ def try_out(
     q (B, H, N, D), k and v (B, H_kv, N, D) are what a layer of the model hands to its attention: in
     its strides and with a graph behind them. `function` is what else it passes: window, softcap,
     ... If exact=True, the distance from softmax attention in float64 must be at most twice naive's
-    own error in this dtype, plus one rounding.
+    own error in this dtype, plus one rounding; or plus a few, for lse if it is returned and for
+    max_score if it is declared.
     """
     # the model merges the heads of out, so the gradient of out is a view of (B, N, H, D)
     d_out = torch.randn(q.transpose(1, 2).shape, generator=torch.Generator().manual_seed(0))
@@ -70,10 +71,10 @@ class Trial:
     function: dict[str, Any]
     module: nn.Module | None
 
-    def call(self, *tensors: Tensor, seed: int = 0, **mask: Tensor) -> Output:
+    def call(self, *tensors: Tensor, seed: int = 0, **others: Any) -> Output:
         torch.manual_seed(seed)  # for an attention that draws random numbers
         own = {"backend": self.backend, "module": self.module}
-        return attention(*tensors, **own, **self.function, **mask)
+        return attention(*tensors, **own, **self.function, **others)
 
     def wrong(self, what: str) -> ValueError:
         return ValueError(f"attention={self.backend.name} {what}")
@@ -139,8 +140,8 @@ class Trial:
                     )
 
     def check_values(self, results: list[Tensor]) -> None:
-        """out, dq, dk and dv must be those of naive attention; or, if the backend is not exact, be
-        close to its own for contiguous tensors.
+        """out, dq, dk and dv must be those of naive attention, as must statistics(); or, if the
+        backend is not exact, be close to its own for contiguous tensors.
         """
         tensors = list(self.tensors.values())
         if self.backend.exact:
@@ -159,14 +160,51 @@ class Trial:
             expected = with_gradients(self.call, *tensors)
             others = with_gradients(partial(self.call, seed=1), *tensors)
             slack, reference = 0.1, "itself for other strides"
-        for name, *each in zip(("out", "dq", "dk", "dv"), results, expected, others, strict=True):
-            x, right, other = (y.double() for y in each)
-            error, budget = (x - right).norm(), 2 * (other - right).norm() + slack * right.norm()
+        names = ("out", "dq", "dk", "dv")
+        compared = dict(zip(names, zip(results, expected, others, strict=True), strict=True))
+        if self.backend.exact:
+            compared |= self.statistics()
+        for name, each in compared.items():
+            x, right, other = (y.detach().double() for y in each)
+            size = root_mean_square(right.masked_fill(right.isinf(), 0.0))
+            # a score is rounded several times: multiplied, scaled, changed to base 2 and back
+            rounding = slack * (size if name in names else 4 * (1 + size))
+            error, budget = difference(x, right), 2 * difference(other, right) + rounding
             if not error <= budget:
                 raise self.wrong(
                     f"says exact={self.backend.exact}, but its {name} is {error:.2g} away from "
                     f"{reference}, where {budget:.2g} is allowed in {dtype_name(tensors[0].dtype)}"
                 )
+
+    def statistics(self) -> dict[str, list[Tensor]]:
+        """lse if the backend returns it, and max_score if it declares it: its own, those in
+        float64, and those of exact attention in this dtype.
+        """
+        q, k, v, _ = self.tensors.values()
+        declared = "max_score" in self.backend.features
+        output = self.call(q, k, v, return_max_score=declared)
+        rows = compared_rows(q)  # of lse; the largest score may be in any other row
+        given = [x[:, :, : q.shape[2] if declared else rows] for x in (q, k, v)]
+        tiled = get_backend("tiled", block_q=rows, block_kv=rows)
+        exact = partial(attention, backend=tiled, return_max_score=True, **self.function)
+        every: list[Any] = [output]
+        with torch.no_grad():
+            every += [exact(*(x.to(dtype) for x in given)) for dtype in (torch.float64, q.dtype)]
+        compared = {}
+        if output.lse is not None:
+            compared["lse"] = [x.lse[:, :, :rows] for x in every]
+        if declared:
+            compared["max_score"] = [x.max_score for x in every]
+        return compared
+
+
+def difference(x: Tensor, y: Tensor) -> Tensor:
+    """The root mean square of x - y, where equal infinities differ by 0."""
+    return root_mean_square(torch.where(x == y, 0.0, x - y))
+
+
+def root_mean_square(x: Tensor) -> Tensor:
+    return x.square().mean().sqrt()
 
 
 def check_score_mod(mod: ScoreMod, name: str, num_heads: int, device: torch.device) -> None:

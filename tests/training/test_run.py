@@ -30,7 +30,7 @@ import data
 
 assert config.OWNER == data.OWNER == "the user"
 assert compose("seq_len=64").seq_len == 64
-assert run(*tiny, "steps=1", "eval_every=0", "hydra.run.dir=second")["status"] == "completed"
+assert run(*tiny, "steps=1", "hydra.run.dir=second")["status"] == "completed"
 run_object = build_run(compose(*tiny))
 assert config.OWNER == data.OWNER == "the user" and run_object.device.type == "cpu"
 try:

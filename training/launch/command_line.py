@@ -135,10 +135,15 @@ def check_overrides(
     with one_sentence():
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     keys = ["experiment", *GROUPS, *flat(asdict(RunConfig()))]
+    own = any(each.key_or_group == "attention" and ":" in each.input_line for each in parsed)
     for override in parsed:
         key, value = override.key_or_group, override.value()
         if key not in keys and not key.startswith(FREE):
-            raise ValueError(f"{override.input_line}: {no_key(key, [*others, *keys])}")
+            hint = no_key(key, [*others, *keys])
+            if own and key.startswith("attention."):
+                option = key.replace("attention.", "+attention.options.", 1)
+                hint += f" (an option of your own attention is {option}=)"
+            raise ValueError(f"{override.input_line}: {hint}")
         names = getattr(value, "list", [value]) if key in GROUPS else []
         no_name = any(name is None or isinstance(name, list) for name in names)
         swept = override.is_sweep_override() and not sweeps

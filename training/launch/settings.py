@@ -14,7 +14,7 @@ from attention import get_backend
 from config import BACKEND_OPTIONS, SYNTHETIC_SOURCES, TEXT_SOURCES, RunConfig
 from training.launch.command_line import cli_overrides, in_a_sweep, key_of
 from training.record.loggers import check_logger
-from training.record.names import identity
+from training.record.names import as_typed, identity
 from training.record.starts import check_resume
 
 log = logging.getLogger("tilegpt")
@@ -32,8 +32,14 @@ READ_UNDER = {
     "data.num_values": ("data.source", SYNTHETIC_SOURCES),
     "data.num_pairs": ("data.source", ("recall",)),
     "tokenizer.name": ("data.source", TEXT_SOURCES),
+    "tokenizer.vocab_size": ("data.source", TEXT_SOURCES),
     "optim.min_lr": ("optim.schedule", ("cosine",)),
     "logger.project": ("logger.name", ("wandb",)),
+}
+# {setting: (the setting that decides, its one value under which this one is not read)}
+NOT_READ_UNDER = {
+    "attention.switch_to": ("attention.switch_at", None),
+    "eval_sequences": ("eval_every", 0),
 }
 
 
@@ -52,7 +58,10 @@ def check_settings(config: RunConfig, summary: dict[str, Any]) -> None:
         summary["left_out"] = left_out
         log.info("\n".join(f"without {key}: {why}" for key, why in left_out.items()))
     check_logger(config.logger)
-    check_resume(config, asked=typed)
+    # whoever types what decides whether a setting is read asks for that change of it too
+    deciders = READ_UNDER | NOT_READ_UNDER
+    follow = {key for key, (decider, _) in deciders.items() if decider in typed}
+    check_resume(config, asked=typed | follow)
 
 
 def asked_keys(overrides: Iterable[str]) -> set[str]:
@@ -69,7 +78,7 @@ def settle(config: RunConfig, *, asked: Iterable[str]) -> dict[str, str]:
     left_out, keys, defaults = unread_settings(config), asked_keys(asked), RunConfig()
     for key, why in left_out.items():
         group, _, name = key.rpartition(".")
-        settings = attrgetter(group)(config)
+        settings = attrgetter(group)(config) if group else config
         values = settings if isinstance(settings, dict) else vars(settings)
         if key in keys:
             raise ValueError(f"{key}={values[name]} has no effect: {why}; leave it out")
@@ -82,13 +91,20 @@ def settle(config: RunConfig, *, asked: Iterable[str]) -> dict[str, str]:
 
 def unread_settings(config: RunConfig) -> dict[str, str]:
     """The changed settings that this run does not read, each with the reason."""
-    unread, defaults = {}, RunConfig()
+    reasons, defaults = {}, RunConfig()
     for key, (decider, readers) in READ_UNDER.items():
-        value_in, chosen = attrgetter(key), attrgetter(decider)(config)
-        if chosen not in readers and value_in(config) != value_in(defaults):
+        if (chosen := attrgetter(decider)(config)) not in readers:
             choice = decider.removesuffix(".name").removesuffix(".source")
             others = " or ".join(f"{choice}={reader}" for reader in readers)
-            unread[key] = f"{choice}={chosen} does not read it, {others} would"
+            reasons[key] = f"{choice}={chosen} does not read it, {others} would"
+    for key, (decider, value) in NOT_READ_UNDER.items():
+        if attrgetter(decider)(config) == value:
+            reasons[key] = f"{decider}={as_typed(value)} does not read it, another value would"
+    unread = {
+        key: why
+        for key, why in reasons.items()
+        if attrgetter(key)(config) != attrgetter(key)(defaults)
+    }
     options = get_backend(config.attention.name).options
     for name in config.attention.backend_options():
         if name not in options:

@@ -156,9 +156,8 @@ def attention_schedule(
     """chosen_attention() as its device runs it best, checked. Warns of an attention that is broken
     on purpose.
     """
-    chosen, where = config.attention, {"dtype": dtype, "device": device}
-    schedule = chosen_attention(config)
-    for step, (name, options) in asked_attention(chosen).items():
+    where, schedule = {"dtype": dtype, "device": device}, chosen_attention(config)
+    for step, (name, options) in asked_attention(config.attention).items():
         backend = as_chosen = schedule[step]
         if device.type == "cuda":
             backend = suit_gpu(config, as_chosen, options)
@@ -178,11 +177,6 @@ def attention_schedule(
                 f"one tile of block_kv={tile} covers seq_len={config.seq_len}: no_rescale is exact "
                 "here"
             )
-    if chosen.switch_to is not None and chosen.switch_at is None:
-        log.info(
-            f"attention.switch_to={chosen.switch_to} without attention.switch_at=STEP: this run "
-            "keeps its attention"
-        )
     return schedule
 
 

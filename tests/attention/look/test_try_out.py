@@ -4,12 +4,21 @@ with any other.
 Dimensions: B batch, H query heads, H_kv key/value heads, N tokens, D head dim.
 """
 
+import math
 import re
 
 import pytest
 import torch
 
-from attention import BACKENDS, AttentionOutput, Backend, attention, get_backend
+from attention import (
+    BACKENDS,
+    AttentionOutput,
+    Backend,
+    ScoredOutput,
+    ScoreMod,
+    attention,
+    get_backend,
+)
 from attention.look.try_out import try_out
 
 
@@ -99,7 +108,23 @@ def writes_into_d_out(q, k, v, **arguments):
     return AttentionOutput(hooked(out, lambda gradient: gradient.mul_(2)))
 
 
+def lse_and_one(q, k, v, **arguments):
+    output = naive(q, k, v, **arguments)
+    return output._replace(lse=output.lse + 1)
+
+
+def lse_in_base_2(q, k, v, **arguments):
+    output = naive(q, k, v, **arguments)
+    return output._replace(lse=output.lse / math.log(2))
+
+
+def always_minus_7(q, k, v, *, return_max_score=False, **arguments):
+    output = naive(q, k, v, **arguments)
+    return ScoredOutput(*output, q.new_full(q.shape[:2], -7.0, dtype=torch.float32))
+
+
 INEXACT = {"exact": False}
+SCORED = {"features": frozenset({"gqa", "max_score"})}
 DOCUMENTS = {"features": frozenset({"gqa", "document_ids"})}
 
 
@@ -119,6 +144,8 @@ ACCEPTED = [
     (halves_the_scale, INEXACT),
     (takes_the_layout_of_the_model_alone, {}),
     (draws_random_numbers, INEXACT),
+    (lse_and_one, INEXACT),
+    (naive, SCORED),
 ]
 
 
@@ -152,6 +179,11 @@ WRONG = [
     (halves_the_scale, {}, "exact=True", "its out is", "exact=False"),
     (never_rescales, {}, "exact=True", "its out is"),  # one tile would hide it
     (doubles_the_gradient_of_k, {}, "exact=True", "its dk is"),
+    # these trained, and their numbers were recorded
+    (lse_and_one, {}, "exact=True", "its lse is 1 away"),
+    (lse_and_one, {"dtype": torch.bfloat16}, "exact=True", "its lse is 1 away"),
+    (lse_in_base_2, {}, "exact=True", "its lse is"),
+    (always_minus_7, SCORED, "exact=True", "its max_score is"),
     # these were let pass, or said not to be causal
     (writes_into_q, INEXACT, "writes into q,"),
     (writes_into_v_where_nobody_trains, INEXACT, "writes into v,"),
@@ -234,6 +266,14 @@ def test_what_takes_a_tensor_as_contiguous_is_refused_by_the_strides(fn, exact):
     assert f"d_out ({batch // 2}, 16, {row // 2}, 1)" in text
 
 
+HIDES = ScoreMod(lambda score, b, h, i, j, params: (score.where(i > 9, -torch.inf), 1.0 * (i > 9)))
+
+
+def test_rows_without_a_key_have_an_infinite_lse():
+    own = backend(get_backend("naive").fn, features=get_backend("naive").features)
+    try_out(own, *handed_over(), score_mod=HIDES)
+
+
 @pytest.mark.parametrize("length", [1, 150])
 def test_any_length_is_taken_as_it_is(monkeypatch, length):
     """Naive attention in float64 is computed for the first tokens alone, here for 100."""
@@ -243,7 +283,7 @@ def test_any_length_is_taken_as_it_is(monkeypatch, length):
         assert q.shape == (2, 4, length, 16)
         return naive(q, k, v, **arguments)
 
-    try_out(backend(of_that_length_alone), *handed_over(length=length))
+    try_out(backend(of_that_length_alone, **SCORED), *handed_over(length=length))
 
 
 @pytest.mark.parametrize("interpreted", ["0", "1"])
