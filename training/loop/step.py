@@ -256,7 +256,7 @@ class Stepper(ExitStack):
 
     def _measured(self) -> AbstractContextManager:
         """Measures the memory of a CPU, if this is the step to measure."""
-        if self.step != self.measured_step:
+        if self.step != self.measured_step or self.run.device.type != "cpu":
             return nullcontext()
         weights = [*self.run.model.parameters(), *self.run.model.buffers()]
         held = weights, [each.grad for each in weights], self.run.optimizer.state_dict()
