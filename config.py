@@ -192,8 +192,10 @@ class ModelConfig:
     checkpoint: str = "none"
 
     def __post_init__(self) -> None:
-        _check_at_least(self, 1, "model.num_layers", "model.num_heads", "model.num_kv_heads")
-        _check_at_least(self, 1, "model.hidden_size", "model.rope_theta")
+        _check_at_least(self, 1, "model.num_heads", "model.hidden_size", "model.num_kv_heads")
+        # what loops over the layers, such as a plan, takes minutes with more
+        _check_at_least(self, 1, "model.num_layers", below=10_001)
+        _check_at_least(self, 1, "model.rope_theta")
         _check_at_least(self, 0, "model.dropout", below=1)
         _check_choice(self, "model.positions", "learned", "rope", "alibi")
         _check_choice(self, "model.norm", "layernorm", "rmsnorm")

@@ -34,10 +34,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch._functorch.config
-from pydantic import PositiveFloat
+from pydantic import Field
 
 from attention import Backend, dtype_name
 from scripts.arguments import Count, Device, Dtype, Json, check_out, command, default, parse_backend
@@ -75,7 +76,7 @@ class Options:
     repeats: Count = 20
     check: bool = True
     max_length: bool = False
-    memory_gib: PositiveFloat | None = None
+    memory_gib: Annotated[float, Field(ge=1e-3)] | None = None
     out: Json | None = None
 
     def __post_init__(self) -> None:

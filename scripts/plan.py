@@ -274,6 +274,9 @@ def main(options: Options) -> None:
     first = next(iter(planned.values()))
     gpu = options.gpu or gpu_here() or "h200"
     config, card = first.config, GPUS[gpu]
+    if first.device == "cuda" and not options.gpu:
+        why = "the GPU that is here" if gpu_here() else "an assumption: no GPU is known here"
+        print(f"gpu={gpu}, {why}; gpu=NAME plans for another card, device=cpu for a CPU\n")
     with FakeTensorMode(allow_non_fake_inputs=True):
         count = count_parameters(model_without_values(first))
     print(f"model={config.model.name}: {count:,} parameters, vocabulary {first.vocab_size:,}")

@@ -34,7 +34,7 @@ ALONE = """
     device=tpu dtype=fp8 dtype=bfloat16 compile=maybe
     seq_len=-8 seq_len=0 steps=0 batch_size=0 log_every=0 seed=-1 sample_tokens=-1
     tokens_per_step=100 tokens_per_step=0
-    model.num_layers=0 model.num_heads=0 model.num_heads=3
+    model.num_layers=0 model.num_layers=100000000 model.num_heads=0 model.num_heads=3
     model.num_kv_heads=0 model.num_kv_heads=3 model.hidden_size=0 model.dropout=1.0
     optim.lr=-1.0 optim.lr=nan optim.lr=inf optim.min_lr=-1.0
     optim.min_lr=10.0 optim.warmup_steps=-1 optim.beta1=1.0 optim.beta2=-0.1
