@@ -65,26 +65,27 @@ class Corpus:
         return [config.name, config.subset, config.split, config.field, files]
 
     def documents(self) -> Iterator[Document]:
-        """One document for each text file, and one for each row of a table, in a fixed order. Empty
-        texts are left out.
+        """The documents in a fixed order. Empty texts are left out.
 
         Raises ValueError, naming the file and the row, for what cannot be read.
         """
+        return (document for document in self._read() if document.text)
+
+    def _read(self) -> Iterator[Document]:
+        """One document for each text file, and one for each row of a table."""
         field, place = self.config.field, subject(self.config)
         try:
             if self.config.source == "hub":
                 for number, text in enumerate(texts(hub_rows(self.config), field)):
-                    if text:
-                        yield Document(str(number), text)
+                    yield Document(str(number), text)
             for file in self.files:
                 path = file.relative_to(self.root).as_posix()
                 place = f"{subject(self.config)}: {file}"
                 if is_table(file):
                     for number, text in enumerate(texts(read_rows(file, field), field)):
-                        if text:
-                            yield Document(f"{path}:{number}", text)
-                elif text := read_text(file):
-                    yield Document(path, text)
+                        yield Document(f"{path}:{number}", text)
+                else:
+                    yield Document(path, read_text(file))
         except (OSError, ValueError, RuntimeError) as error:
             raise ValueError(f"{place}: {error}") from error
 
