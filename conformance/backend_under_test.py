@@ -190,8 +190,8 @@ class Subject:
         return expected_of_function(self.backend, case, self.dtype, self.device)
 
     def compare(self, case: Case) -> dict[str, Check]:
-        """A check for each tensor; forward only if there is no backward pass; none if the backend
-        refuses the inputs. Several properties share it.
+        """A check for each tensor. Without a backward pass there are those of the forward, and none
+        if the backend refuses the inputs. Several properties share it.
         """
         self.takes(case, backward=True)  # for its reasons, where gradients are missing
         if self.takes(case) and case not in self.rows:

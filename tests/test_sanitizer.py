@@ -106,8 +106,8 @@ def unexplained(report: str, sources: dict[str, list[str]]) -> list[str]:
     """The reported pairs of accesses of which neither is in a line of ORDERED. sources: each file's
     lines.
 
-    The compiler gives some lines of a kernel the name of the file whose function it inlined before
-    them, so a number is looked up in the kernel's own file too.
+    The compiler inlines functions of other files into a kernel. It may give the kernel's next lines
+    the name of such a file. So each number is looked up in the kernel's own file too.
     """
     found = []
     for pair in re.split(r"(?=Error: Race reported)", report)[1:]:

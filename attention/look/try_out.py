@@ -140,8 +140,8 @@ class Trial:
                     )
 
     def check_values(self, results: list[Tensor]) -> None:
-        """out, dq, dk and dv must be those of naive attention, as must statistics(); or, if the
-        backend is not exact, be close to its own for contiguous tensors.
+        """If the backend is exact, out, dq, dk, dv and statistics() must be those of softmax
+        attention. Else out, dq, dk and dv must be close to its own for contiguous tensors.
         """
         tensors = list(self.tensors.values())
         if self.backend.exact:

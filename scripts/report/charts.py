@@ -227,9 +227,9 @@ def curve_chart(
 
 
 def cost_charts(runs: list[Run], looks: Looks) -> list[dict]:
-    """Memory and speed against the length, both axes logarithmic: a line joins the means, with a
-    dot for each seed, and a cross at the upper edge where memory was not measured. None for runs of
-    one length, whose figures the page's table has.
+    """Memory and speed against the length, on logarithmic axes. There is a dot for each seed, and a
+    line joins the means. A cross at the upper edge: memory was not measured. Runs of one length get
+    no chart, because the page's table has their figures.
     """
     runs = [run for run in runs if run.seq_len]  # one that died at once may not tell
     lengths = sorted({run.seq_len for run in runs})

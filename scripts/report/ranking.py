@@ -63,8 +63,9 @@ class Ranking:
 
 
 def rank(runs: list[Run], baseline: str | None = None) -> list[Ranking]:
-    """One ranking for each set of comparable runs, short lengths first. Raises ValueError for a
-    baseline that is no variant.
+    """One ranking for each set of comparable runs, short lengths first.
+
+    Raises ValueError if no variant has the baseline's name.
     """
     variants = dict.fromkeys(run.variant for run in runs)
     if baseline is not None and baseline not in variants:

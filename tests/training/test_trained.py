@@ -1,4 +1,4 @@
-"""What a run has learned is read with its own tokenizer and on its own data, or it is said."""
+"""Scripts refuse a run's weights under another tokenizer, and warn of other data."""
 
 import json
 import logging

@@ -34,8 +34,8 @@ class Trained(NamedTuple):
 def read_run_config(run: Path) -> RunConfig:
     """The settings in a run's checkpoint, under which its weights were trained.
 
-    Raises ValueError where there is no checkpoint, and for one of another version. From now on no
-    code is imported from the run's folder.
+    Raises ValueError if there is no checkpoint, or if another version wrote it. From now on no code
+    is imported from the run's folder.
     """
     settings = read_meta(run)["config"]
     run_no_code_of(run_of(run), settings["attention"])

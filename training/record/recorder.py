@@ -160,7 +160,7 @@ class Recorder:
         if belies_exact(summary) and not self.called_inexact:
             self.called_inexact = True
             log.warning(
-                f"attention={summary['variant']} is labelled exact and is not: val/loss "
+                f"{summary['variant']} is labelled exact and is not: val/loss "
                 f"{summary['val/loss']:.4f}, and {summary['val/loss_exact']:.4f} of the same "
                 "weights under exact attention"
             )

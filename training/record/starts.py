@@ -10,7 +10,7 @@ began:
                  a name includes the options that are not at their defaults
     changed      {setting: [before, now]} against the checkpoint that it resumed from
     data         fingerprint of the data
-    tokenizer    that of the tokenizer alone; null if the data are no text
+    tokenizer    fingerprint of the tokenizer alone; null if the data are no text
     commit, on   of this program, and the GPU or CPU
     init_from    name and SHA-256 of the weights it began with, if they are not random
 
