@@ -17,7 +17,7 @@ from training.record.checkpoint import Checkpoints
 from training.record.clock import PHASES, WallClock, phase
 from training.record.files import Row, append_row, write_file, write_json
 from training.record.loggers import start_logger
-from training.record.names import belies_exact
+from training.record.names import attention_in_words, belies_exact
 from training.record.outcome import after_training, outcome_of, resume_command, save_summary
 from training.record.plot import draw_loss_curve
 from training.record.starts import Start, stop_clock
@@ -160,7 +160,7 @@ class Recorder:
         if belies_exact(summary) and not self.called_inexact:
             self.called_inexact = True
             log.warning(
-                f"{summary['variant']} is labelled exact and is not: val/loss "
+                f"attention={attention_in_words(summary)} is labelled exact and is not: val/loss "
                 f"{summary['val/loss']:.4f}, and {summary['val/loss_exact']:.4f} of the same "
                 "weights under exact attention"
             )
