@@ -67,13 +67,15 @@ def test_an_attention_that_asks_the_gpu_cannot_be_a_graph(tmp_path):
 
 @pytest.mark.gpu
 def test_a_graph_needs_little_more_memory():
-    """What is held of the GPU, free for other steps or not."""
+    """What is held of the GPU, free for other steps or not. The step needs 1.7 GiB: the capture's own
+    stream has 65 MiB of cuBLAS's workspaces beside it, whatever the size of the step.
+    """
     held = {}
     for mode in ("false", "auto"):
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        steps("attention=triton", "seq_len=1024", "batch_size=16", f"cuda_graph={mode}")
+        steps("attention=triton", "seq_len=1024", "batch_size=128", f"cuda_graph={mode}")
         held[mode] = torch.cuda.max_memory_reserved()
     assert held["auto"] <= 1.2 * held["false"]
 
