@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help train test test-all lint docs clean
+.PHONY: help train test test-all test-gpu lint docs clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -14,8 +14,11 @@ train: .venv/installed  ## train the default tiny GPT; ARGS="attention=sdpa step
 test: .venv/installed  ## run the tests but the slow ones; ARGS="-k tiled" picks some
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow" $(ARGS)
 
-test-all: .venv/installed  ## run all tests
+test-all: .venv/installed  ## run the slow ones too
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+
+test-gpu: .venv/installed  ## run the tests of a GPU on it, but the slow ones
+	$(BIN)/python -m pytest --gpu -n 4 --dist worksteal -m "not slow" $(ARGS)
 
 lint: .venv/installed  ## check style, formatting and the types of the public surface
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/basedpyright --pythonpath $(BIN)/python

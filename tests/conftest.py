@@ -1,4 +1,4 @@
-"""Shared by all tests: Triton's interpreter, the gpu marker, and the kill matrix."""
+"""Shared by all tests: Triton's interpreter, --gpu, and the kill matrix."""
 
 import atexit
 import gc
@@ -10,7 +10,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-# read by Triton when a kernel is declared, so before anything imports the kernels
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
@@ -37,25 +36,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 gc.disable()  # collecting the tests makes no garbage, and would take a third longer
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-    # the tests' tensors are small: threads would only wait for each other
-    torch.set_num_threads(1)
-
 # a shared machine may pause a test for longer than hypothesis' default deadline, and what fails in
 # one run fails in all
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("repeatable")
 
-if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
-    from tests.interpreter import quicken
-
-    quicken()
-
 KILLS = pytest.StashKey[list]()
 
 
 def pytest_addoption(parser):
+    parser.addoption(
+        "--gpu",
+        action="store_true",
+        help="run the tests that are marked gpu or anywhere, on a GPU; without it none is seen",
+    )
     parser.addoption(
         "--kill-matrix",
         type=Path,
@@ -68,18 +62,34 @@ def pytest_configure(config):
     config.stash[KILLS] = []
     if config.getoption("--kill-matrix") and config.getoption("numprocesses", None):
         raise pytest.UsageError("--kill-matrix takes one process: leave out -n")
+    if config.getoption("--gpu"):
+        if not torch.cuda.is_available():
+            raise pytest.UsageError("--gpu: PyTorch sees no GPU here")
+        return
+    # the same tests on every machine, before anything asks for a GPU or declares a kernel
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    # the tests' tensors are small: threads would only wait for each other
+    torch.set_num_threads(1)
+    if os.environ["TRITON_INTERPRET"] == "1" and importlib.util.find_spec("triton"):
+        from tests.interpreter import quicken
+
+        quicken()
 
 
-def pytest_report_header():
-    return None if torch.cuda.is_available() else "no GPU: tests marked gpu are deselected"
+def pytest_report_header(config):
+    return None if config.getoption("--gpu") else "tests marked gpu run by --gpu alone"
 
 
 def pytest_collection_modifyitems(config, items):
-    if torch.cuda.is_available():
-        return
-    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    config.hook.pytest_deselected(items=on_gpu)
-    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    gpu, every = config.getoption("--gpu"), config.getoption("--kill-matrix")
+    here, elsewhere = [], []
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        runs = every or (marks & {"gpu", "anywhere"} if gpu else "gpu" not in marks)
+        (here if runs else elsewhere).append(item)
+    config.hook.pytest_deselected(items=elsewhere)
+    items[:] = here
 
 
 def pytest_collection_finish():
@@ -115,7 +125,7 @@ def seeded():
 def released(request):
     """Give a GPU's memory back after each test: several workers share the GPU."""
     yield
-    if request.node.get_closest_marker("gpu"):
+    if request.config.getoption("--gpu"):
         torch.cuda.empty_cache()
 
 

@@ -149,8 +149,7 @@ def in_full(text: str) -> str:
 
 
 @pytest.fixture
-def cpu_alone(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def one_store(monkeypatch):
     monkeypatch.setenv("TILEGPT_CACHE", cache_folder())
 
 
@@ -158,7 +157,7 @@ PREPARED = {typed: typed for typed in ALONE.split()} | TOGETHER
 
 
 @pytest.mark.parametrize(("typed", "named"), PREPARED.items(), ids=PREPARED)
-def test_refused_before_a_run_begins(cpu_alone, typed, named):
+def test_refused_before_a_run_begins(one_store, typed, named):
     with pytest.raises(ValueError) as refused:
         prepare(*shlex.split(in_full(typed)))
     answer = str(refused.value)
@@ -195,7 +194,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize(("typed", "named"), COMMANDS.items(), ids=lambda typed: typed[:60])
-def test_a_command_is_refused_in_one_line(cpu_alone, tmp_path, typed, named):
+def test_a_command_is_refused_in_one_line(one_store, tmp_path, typed, named):
     arguments = shlex.split(in_full(typed))
     variables = [each for each in arguments if each.partition("=")[0].isupper()]
     overrides = [each for each in arguments if each not in variables]

@@ -3,7 +3,6 @@
 import math
 
 import pytest
-import torch
 import yaml
 
 from tests.command import ROOT, TINY, index, run, summary
@@ -41,8 +40,6 @@ def test_recipe_of_one_run(name, tmp_path):
     """The first of them takes 5 s, three of which import what a run needs."""
     shrunk = [*TINIER, *SMALL[name], "batch_size=1", "steps=2"]
     shrunk += [f"hydra.run.dir={tmp_path}"]
-    if torch.cuda.is_available():  # where the kernels are not interpreted
-        shrunk += ["device=cuda"]
     check(name, *shrunk)
     assert summary(tmp_path)["status"] == "completed" and summary(tmp_path)["steps_done"] == 2
 

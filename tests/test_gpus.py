@@ -97,7 +97,6 @@ def test_a_sweep_is_that_of_one_process(tmp_path):
     assert computed(tmp_path / "one/tiled/0") == computed(lost)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tells of a machine without a GPU")
 @pytest.mark.parametrize(
     "typed, named",
     [("null", "no GPU; hydra.launcher.slots=2"), ("0", "slots=0 .* at least 1"), ("two", "=two ")],

@@ -13,6 +13,7 @@ from attention.sdpa import OneGradientLayout, cudnn_loses_dq
 from conformance.cases import every_index
 
 TILES = {"block_q": 16, "block_kv": 8}
+pytestmark = pytest.mark.anywhere
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EXACT = [name for name, backend in BACKENDS.items() if backend.exact]
 

@@ -206,7 +206,7 @@ def pairs(calls: dict[str, Call], backends: list[Backend], device: str = "cpu") 
             for dtype in backend.dtypes:
                 if not in_dtype(backend, name, call, dtype, device):
                     continue
-                interpreted = backend.name == "triton" and not COMPILED
+                interpreted = backend.name == "triton" and device == "cpu"
                 marks = pytest.mark.slow if interpreted and is_slow(name, dtype) else ()
                 id = f"{backend.name}-{name}-{SHORT[dtype]}"
                 found.append(pytest.param(backend, call, dtype, id=id, marks=marks))
@@ -229,14 +229,13 @@ def check(backend, call, dtype, device) -> None:
 
 
 EXACT = [backend for backend in BACKENDS.values() if backend.exact and backend.name != "naive"]
-ON_CPU = [backend for backend in EXACT if backend.name != "triton" or not COMPILED]
 # on a Hopper GPU `triton` is other kernels for the dtypes and head dims that these can take
 PORTABLE = replace(
     BACKENDS["triton"].configured(kernel="portable"), name="triton (portable)", dtypes=HALVES
 )
 
 
-@pytest.mark.parametrize(("backend", "call", "dtype"), pairs(CALLS, ON_CPU))
+@pytest.mark.parametrize(("backend", "call", "dtype"), pairs(CALLS, EXACT))
 def test_cpu(backend, call, dtype):
     check(backend, call, dtype, "cpu")
 
@@ -269,6 +268,7 @@ BESIDE = replace(
 )
 
 
+@pytest.mark.anywhere
 @pytest.mark.parametrize(
     ("backend", "call"),
     [

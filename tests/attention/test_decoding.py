@@ -15,6 +15,7 @@ from conformance.caches import Cache
 from conformance.cases import Case, expect
 from tests.selection import diagonal
 
+pytestmark = pytest.mark.anywhere
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS_THAT_DECODE = [name for name, backend in BACKENDS.items() if backend.decode is not None]
 

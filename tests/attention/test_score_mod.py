@@ -10,6 +10,7 @@ import torch
 from attention import ScoreMod, attention
 from conformance.cases import every_index
 
+pytestmark = pytest.mark.anywhere
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SLOPES = torch.tensor([0.1, 0.4, 0.2, 0.3], device=DEVICE)
 MOD = ScoreMod(every_index, "conformance.every_index_kernel:every_index", SLOPES)

@@ -3,7 +3,7 @@ harmless edit turns none red.
 
     pytest tests/conformance/test_gallery.py -k loop --kill-matrix results/mutants.json
 
-tries every property on every mutant of the tile loop, on the GPU if there is one; so do -k states
+tries every property on every mutant of the tile loop, with --gpu on a GPU; so do -k states
 and -k decoding, for their own files. -k kernels, for results/mutants_kernels.json, stops at the
 first red property, because the kernels are interpreted on a CPU. Without the option, a mutant is
 tried on the CPU with the properties that its line in the gallery names.

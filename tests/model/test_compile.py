@@ -13,6 +13,7 @@ from model.fast import FastGPT
 from model.seam import LOOKING, QUIET
 from training.loop.schedule import run_compiles
 
+pytestmark = pytest.mark.anywhere
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTH = 40
 TILES = {"block_q": 16, "block_kv": 16}  # several, and the last is ragged

@@ -4,7 +4,6 @@ from importlib import import_module
 from typing import NamedTuple
 
 import pytest
-import torch
 
 from tests.command import cache_folder
 
@@ -19,7 +18,6 @@ def typed(monkeypatch, capsys):
     """typed("plan", "key=value", ...): what `python -m scripts.plan` wrote, on a machine without a
     GPU. SystemExit carries its complaint.
     """
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("TILEGPT_CACHE", cache_folder())
 
     def run(command: str, *arguments: str) -> Written:

@@ -26,7 +26,6 @@ def run_verify(monkeypatch, capsys):
     """run_verify("key=value", ..., only=NAMES): exit code or complaint, and what it printed, on a
     machine without a GPU.
     """
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     # half a second of compiling a backend for nothing
     monkeypatch.delitem(PROPERTIES, "compiled = eager")
 
@@ -83,7 +82,6 @@ def test_an_older_file_stays_until_the_end_and_where_a_run_is_stopped(run_verify
     assert [*data["backends"]] == ["no_scale", "naive"] and data["dtypes"] == ["fp32", "bf16"]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run")
 def test_a_column_for_each_name_and_for_the_kernels_of_a_defect_where_they_run(monkeypatch):
     with_options, own = "tiled:block_q=16,block_kv=32", f"{USERS}:RIGHT"
     typed = f"attention={with_options},no_max,{own},tiled"

@@ -19,10 +19,6 @@ from training.record.memory import (
 )
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-# once CUDA runs there is no limit: drivers reserve far more addresses than memory
-has_a_limit = pytest.mark.skipif(
-    sys.platform != "linux" or torch.cuda.is_available(), reason="only on Linux without a GPU"
-)
 
 CUDA_MESSAGE = (
     "CUDA out of memory. Tried to allocate 2.50 TiB. GPU 0 has a total capacity of 139.72 GiB of "
@@ -81,7 +77,7 @@ def test_a_block_of_before_is_no_gain():
     assert meter.row()["memory/peak_gib"] == new.nbytes / 2**30
 
 
-@has_a_limit
+@linux
 def test_limit_makes_an_oversized_tensor_an_error_and_the_process_lives_on():
     before = resource.getrlimit(resource.RLIMIT_AS)
     # more than the machine has, less than the addresses Linux would hand out without the limit

@@ -40,8 +40,8 @@ SHARED += ("optim.schedule=constant",)  # which a resume does not change
 TWO_PASSES = ("batch_size=2", "tokens_per_step=128")
 
 
-# what is forked need not import torch, and cannot use a GPU
-HOW = get_context("spawn" if torch.cuda.is_available() else "fork")
+# what is forked need not import torch
+HOW = get_context("fork")
 
 
 class Rank(HOW.Process):

@@ -67,8 +67,8 @@ def test_an_attention_that_asks_the_gpu_cannot_be_a_graph(tmp_path):
 
 @pytest.mark.gpu
 def test_a_graph_needs_little_more_memory():
-    """What is held of the GPU, free for other steps or not. The step needs 1.7 GiB: the capture's own
-    stream has 65 MiB of cuBLAS's workspaces beside it, whatever the size of the step.
+    """What is held of the GPU, free for other steps or not. The step needs 1.7 GiB: beside it the
+    capture's own stream has 65 MiB of cuBLAS's workspaces, whatever the size of the step.
     """
     held = {}
     for mode in ("false", "auto"):

@@ -26,10 +26,6 @@ from tests.attention.kernels.gluon_interpreter import Failure, load_kernels
 from tests.attention.test_conformance import check
 from tests.conformance.edits import drop, swap
 
-INTERPRETED = pytest.mark.skipif(
-    torch.cuda.is_available(),
-    reason="the plain Triton kernels around the Hopper ones are compiled here",
-)
 TRITON = BACKENDS["triton"]
 
 
@@ -163,7 +159,6 @@ SLOW_CASES = [
 ]
 
 
-@INTERPRETED
 @pytest.mark.parametrize("case", [*QUICK_CASES, *map(slow, SLOW_CASES)], ids=str)
 def test_interpreted(case, interpret):
     check(TRITON, case, torch.float16, "cpu")
@@ -179,14 +174,12 @@ SHARED_CASES = [
 ]
 
 
-@INTERPRETED
 @pytest.mark.parametrize("case", SHARED_CASES, ids=str)
 def test_shares_of_a_group_are_joined_where_the_cache_is_small(case, interpret):
     interpret(load_kernels(cache_bytes=1))
     check(TRITON, case, torch.float16, "cpu")
 
 
-@INTERPRETED
 @pytest.mark.parametrize(
     ("head_dim", "num_queries", "num_keys", "window"),
     [(128, 300, 300, 70), slow(64, 290, 290, None), slow(64, 300, 130, None)],
@@ -257,7 +250,6 @@ def compare_packed(
         assert gradient.untyped_storage().data_ptr() == dq.untyped_storage().data_ptr()
 
 
-@INTERPRETED
 @pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(2, 64), slow(1, 128)])
 def test_parts_of_a_projection_are_read_and_written_where_they_are(
     num_kv_heads, head_dim, interpret
@@ -266,7 +258,6 @@ def test_parts_of_a_projection_are_read_and_written_where_they_are(
     compare_packed(TRITON, projected, num_kv_heads)
 
 
-@INTERPRETED
 @pytest.mark.slow
 def test_nan_is_not_lost_in_a_polynomial(interpret, monkeypatch):
     """One number of one query: dv of half of the keys may miss it, where the row is one of those
@@ -286,7 +277,6 @@ def test_nan_is_not_lost_in_a_polynomial(interpret, monkeypatch):
         assert dv[0, 0, : row + 1].isnan().float().mean() >= 0.45
 
 
-@INTERPRETED
 def test_exponentials_by_polynomial():
     """Two of sixteen numbers are not exp2's own, and none is far from it."""
     x = torch.linspace(-130, 0.9, 4096).reshape(64, 64)
@@ -303,7 +293,6 @@ def test_exponentials_by_polynomial():
     assert (p[x < -126] < 2.0**-125).all() and (p[x < -127.1].abs() <= 2.0**-126).all()
 
 
-@INTERPRETED
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_an_accumulator_is_rescaled_where_any_row_of_a_warp_asks_for_it(head_dim):
     rescaled = unchanged_kernels()["primitives"].rescaled
@@ -335,7 +324,6 @@ ERRORS = {
 QUICK_ERRORS = "v-released-before-its-product", "ds-not-fenced"
 
 
-@INTERPRETED
 @pytest.mark.parametrize(
     ("edit", "said"),
     [

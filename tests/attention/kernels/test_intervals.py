@@ -15,6 +15,7 @@ from attention.kernels.hopper.documents import ALIGNED, block_starts
 from attention.kernels.intervals import causal_intervals, query_ranges
 from attention.mask import visible_keys
 
+pytestmark = pytest.mark.anywhere
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -19,6 +19,7 @@ from attention.mask import visible_keys
 from conformance.cases import Case, distance, every_index, expect
 from conformance.cases import run as run_case
 
+pytestmark = pytest.mark.anywhere
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PORTABLE = get_backend("triton", kernel="portable")  # test_hopper.py tests the Hopper kernels
 SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.0], device=DEVICE)

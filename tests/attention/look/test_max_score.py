@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attention import Backend, attention, get_backend
 
+pytestmark = pytest.mark.anywhere
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILES = {"block_q": 32, "block_kv": 16}
 

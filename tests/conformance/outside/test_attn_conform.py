@@ -29,7 +29,6 @@ CLEAN = {key: value for key, value in os.environ.items() if not key.startswith("
 @pytest.fixture
 def attn_conform(monkeypatch, capsys):
     """attn_conform(argument, ...): (exit code or complaint, what it printed), without a GPU."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     def run(*arguments: str) -> tuple[str | int | None, str]:
         monkeypatch.setattr(sys, "argv", ["attn-conform", *arguments])

@@ -45,10 +45,23 @@ OTHERS = {
 }
 
 
+def scores_differ_in_backward() -> bool:
+    """Whether PyTorch's backward pass rounds the scores, which it computes again, in another way
+    than the forward pass, as on some CPUs. Then a row's only key has not all of the weight.
+    """
+    q, k, v = 30 * torch.randn(3, 1, 1, 70, 80, generator=torch.Generator().manual_seed(0))
+    v.requires_grad_()
+    alone = torch.eye(70, dtype=torch.bool)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=alone)
+    (weights,) = torch.autograd.grad(out.sum(), v)
+    return bool((weights - 1).abs().max() > 1e-5)
+
+
 @pytest.mark.parametrize("text, dialect", OTHERS)
 def test_what_others_wrote_is_green(text, dialect):
     found = column(text, dialect)
-    assert "red" not in found.values()
+    red = {"rows of one key"} if text == SDPA and scores_differ_in_backward() else set()
+    assert {name for name, status in found.items() if status == "red"} == red
     absent = [name for name, status in found.items() if status == "n/a" and name != "block sizes"]
     # streams are a GPU's, and no dialect decodes
     assert sorted(absent) == sorted(
