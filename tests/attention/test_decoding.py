@@ -151,8 +151,11 @@ def test_inputs_that_are_refused(name):
         "backend": "tiled",
     }
     changes, named = REFUSED[name]
+    arguments |= changes
+    if arguments["backend"] == "triton":  # it refuses a CPU first
+        arguments |= {x: arguments[x].to(DEVICE) for x in ("q", "k", "v", "cache_lengths")}
     with pytest.raises(ValueError, match=named):
-        attention_with_cache(**arguments | changes)
+        attention_with_cache(**arguments)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter
