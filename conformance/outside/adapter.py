@@ -25,6 +25,7 @@ class Adapter:
 
     def __init__(self, function: Callable[..., Any], dialect: Dialect) -> None:
         self.function, self.dialect = function, dialect
+        self.limits = Limits(dialect.multiple, dialect.lse_gradient, self.reasons)
         self.laid_out = eval(f"lambda x: {LAYOUTS[dialect.layout][0]}")
         self.out = eval(f"lambda result, batch: {dialect.part('out', batch='batch')}")
         if "lse" in dialect.parts:
@@ -93,10 +94,6 @@ class Adapter:
         if dialect.empty_rows != "zero" and bool((visible.lo >= visible.hi).any()):
             reasons.append(f"a row without a key gives {dialect.empty_rows} by its convention")
         return reasons
-
-    @property
-    def limits(self) -> Limits:
-        return Limits(self.dialect.multiple, self.dialect.lse_gradient, self.reasons)
 
     def backend(self, name: str) -> Backend:
         """The function as a Backend with the features that the dialect can express."""
