@@ -177,10 +177,9 @@ def call(
         leaves["dsinks"] = arguments["sinks"]
     leaves = {name: x.detach().requires_grad_(backward) for name, x in leaves.items()}
     given = arguments | {name.removeprefix("d"): x for name, x in leaves.items()}
-    if backend != "naive" or "sinks" not in given:
-        return Call(attend(backend=backend, **given), leaves)
-    sinks = given.pop("sinks")
-    return Call(sunk(attend(backend=backend, **given), sinks), leaves)
+    sinks = given.pop("sinks", None) if backend == "naive" else None
+    output = attend(backend=backend, **given)
+    return Call(output if sinks is None else sunk(output, sinks), leaves)
 
 
 def sunk(output: AttentionOutput, sinks: Tensor) -> AttentionOutput:
