@@ -59,7 +59,7 @@ def standalone(backend: Backend, *, noise: float = 0.0) -> Backend:
 
         return attend
 
-    reference = None if backend.reference is None else bound(backend.reference)
+    reference = backend.reference and bound(backend.reference)
     return replace(backend, fn=bound(backend.fn), reference=reference, module=None)
 
 
@@ -90,8 +90,7 @@ class Subject:
     refusals: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.backend = standalone(self.backend, noise=PARAMETER_NOISE)
-        self.given = self.backend
+        self.given = self.backend = standalone(self.backend, noise=PARAMETER_NOISE)
         self.limits: Limits = getattr(self.backend.fn, "limits", Limits())
         self.lse_gradient = "lse" in self.backend.features and self.limits.lse_gradient
         self.has_blocks = TILES.keys() <= self.backend.options.keys()
@@ -206,16 +205,16 @@ class Subject:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
         return attend(q, k, v, backend=self.backend, **arguments).out
 
-    def random(self) -> list[Case]:
+    def random(self) -> Iterator[Case]:
         """Cases of random shape that the backend takes, with ordinary logits."""
         draw, features = random.Random(self.seed), self.backend.features
         # on a GPU every head dim compiles another kernel
         common = (8, 16, 24, 40, 64) if self.device == "cpu" else (40, 64, 128)
-        head_dims, cases = self.head_dims_of(common), []
+        head_dims = self.head_dims_of(common)
         for i in range(self.random_cases):
             num_kv_heads, num_queries = draw.choice((1, 2)), draw.randint(1, 2 * self.length)
             more = draw.choice((0, 1, draw.randint(2, self.length)))
-            case = self.case(
+            yield self.case(
                 num_queries,
                 num_queries + more * ("cross_length" in features),
                 batch=draw.choice((1, 2)),
@@ -225,8 +224,6 @@ class Subject:
                 causal="non_causal" not in features or draw.random() < 0.7,
                 seed=1000 * self.seed + i + 1,
             )
-            cases.append(case)
-        return cases
 
     def head_dims_of(self, common: tuple[int, ...]) -> list[int]:
         """The `common` head dims that the backend takes; if it takes none, any that it takes."""

@@ -40,8 +40,9 @@ class Cache:
         cls, lengths: list[int], case: Case, expect: Callable[[Case], Expected], *, room: int = 0
     ) -> "Cache":
         """One sequence of `case` for each of `lengths`. `expect` computes the exact results."""
-        cases = [replace(case, num_keys=max(n, 1), seed=i) for i, n in enumerate(lengths)]
-        expected = [expect(each) for each in cases]
+        expected = [
+            expect(replace(case, num_keys=max(n, 1), seed=i)) for i, n in enumerate(lengths)
+        ]
         q, keys, values = zip(*(each.tensors for each in expected), strict=True)
         capacity = max(room, *lengths)
         k, v = (
@@ -85,8 +86,7 @@ class Cache:
         table = self.lengths.new_full((len(self.q), len(begins)), UNUSED)
         table[1::2] = -1
         table.view(-1)[used] = SPARE + torch.arange(len(used), device=k.device).int()
-        spare = torch.full_like(k[:1], torch.nan).expand(SPARE, -1, -1, -1)
-        k, v = (torch.cat((spare, x[used])) for x in (k, v))
+        k, v = (F.pad(x[used], (0, 0) * 3 + (SPARE, 0), value=torch.nan) for x in (k, v))
         return replace(self, k=k, v=v, lengths=self.lengths.clone(), block_table=table)
 
     def checks(self, output: AttentionOutput, what: str) -> Iterator[Check]:

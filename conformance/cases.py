@@ -13,42 +13,13 @@ import torch
 from torch import Tensor
 
 from attention import AttentionOutput, Backend, ScoreMod, attention, attention_varlen
+from conformance.adversarial import ADVERSARIAL
 
 SHORT = {
     torch.float64: "fp64",
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
-}
-
-
-# how inputs differ from normal numbers, as code that the script of a failing call repeats
-ADVERSARIAL = {
-    "normal": "",
-    "large": "q, k = 4 * q, 2 * k",
-    # each key scores higher than the one before: the maximum changes in every tile
-    "growing": "ramp = torch.linspace(0, 3, k.shape[2], dtype=k.dtype)\n"
-    "q, k = q.abs(), 0.1 * k.abs() + ramp[:, None]",
-    # one key near the end outweighs everything seen before it
-    "spike": "k[:, :, -3] = 8 * q[:, : k.shape[1], -1]",
-    # for every query, one key near the end scores 200 above all others
-    "tower": "q[..., 0], k[..., 0], k[:, :, -3, 0] = 4, 0, 50 * q.shape[-1] ** 0.5",
-    # each row's own key scores in the hundreds, different in each row and beyond the largest
-    # exponent of every dtype
-    "huge": "q, k = 40 * q, 0.3 * k + q[:, : k.shape[1]]",
-    # scores in the tens, and of one query and one key in the thousands
-    "steep": "q, k = 4 * q, 4 * k\nq[:, :, q.shape[2] // 2] *= 8\nk[:, :, k.shape[2] // 2] *= 8",
-    # every score is far below zero: if the maximum started at 0, every exp would be 0
-    "negative": "q, k = q.abs() + 3, -(k.abs() + 3) * (40 / q.shape[-1] ** 0.5)",
-    # every score 100 higher or 120 lower, which does not change a softmax; the last one does both,
-    # as the heads take turns
-    "up": "q[..., 0], k[..., 0] = 4, 25 * q.shape[-1] ** 0.5",
-    "down": "q[..., 0], k[..., 0] = 4, -30 * q.shape[-1] ** 0.5",
-    "up and down": "q[..., 0] = 4\nk[:, ::2, :, 0] = 25 * q.shape[-1] ** 0.5\n"
-    "k[:, 1::2, :, 0] = -30 * q.shape[-1] ** 0.5",
-    # keys repeat, so that maxima are tied within and across tiles
-    "ties": "k = k[:, :, torch.arange(k.shape[2]) % 4]",
-    "ones": "v = torch.ones_like(v)",
 }
 
 
@@ -98,8 +69,7 @@ class Case:
         k = random(self.batch, self.num_kv_heads, self.num_keys, self.head_dim)
         v = random(self.batch, self.num_kv_heads, self.num_keys, self.value_dim or self.head_dim)
         d_out, d_lse = random(*q.shape[:3], v.shape[3]), random(q.shape[:3])
-        drawn = {"torch": torch, "q": q, "k": k, "v": v}
-        exec(ADVERSARIAL[self.inputs], drawn)
+        q, k, v = ADVERSARIAL[self.inputs](q, k, v)
         arguments: dict[str, Any] = {"causal": self.causal} | self.optional
         # no powers of two, which every dtype holds exactly. Keys after a query gain weight, but no
         # exponential overflows
@@ -133,7 +103,7 @@ class Case:
         if "cu_seqlens" in arguments:
             arguments["cu_seqlens"] = self.sequences().to(device)
         return (
-            [drawn[name].to(device, dtype) for name in "qkv"],
+            [x.to(device, dtype) for x in (q, k, v)],
             arguments,
             d_out.to(device),
             d_lse.to(device),
@@ -207,10 +177,9 @@ def call(
         leaves["dsinks"] = arguments["sinks"]
     leaves = {name: x.detach().requires_grad_(backward) for name, x in leaves.items()}
     given = arguments | {name.removeprefix("d"): x for name, x in leaves.items()}
-    if backend != "naive" or "sinks" not in given:
-        return Call(attend(backend=backend, **given), leaves)
-    sinks = given.pop("sinks")
-    return Call(sunk(attend(backend=backend, **given), sinks), leaves)
+    sinks = given.pop("sinks", None) if backend == "naive" else None
+    output = attend(backend=backend, **given)
+    return Call(output if sinks is None else sunk(output, sinks), leaves)
 
 
 def sunk(output: AttentionOutput, sinks: Tensor) -> AttentionOutput:

@@ -5,7 +5,7 @@ and write.
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -40,7 +40,7 @@ def finite(x: float | None) -> float | None:
 
 
 def verify(
-    subjects: Iterable[Subject],
+    subjects: Sequence[Subject],
     properties: Mapping[str, Property] = PROPERTIES,
     *,
     seen: Callable[[Subject, Cell], Row | None] = lambda subject, cell: None,
@@ -48,19 +48,18 @@ def verify(
     """The column of a backend: its cells, and how many checks they hold. subjects: the backend in
     each dtype. seen: called after each property; what it returns is added to the cell.
     """
-    start, cells, subject = time.perf_counter(), [], None
+    start, cells, given = time.perf_counter(), [], subjects[0].given
     for subject in subjects:
         for name, check in properties.items():
             cell = examine(subject, name, check)
             figures = {key: finite(getattr(cell, key)) for key in ("worst_share", "worst_multiple")}
             row = {"dtype": SHORT[subject.dtype], **asdict(cell), "ok": cell.ok} | figures
             cells.append(row | (seen(subject, cell) or {}))
-    assert subject is not None, "a column needs a dtype"
     multiples = [cell["worst_multiple"] for cell in cells if cell["status"] == "green"]
     return {
-        "exact": subject.backend.exact,
-        "defect": subject.backend.defect,
-        "options": dict(subject.given.options),
+        "exact": given.exact,
+        "defect": given.defect,
+        "options": dict(given.options),
         "checks": sum(cell["checks"] for cell in cells),
         "worst_multiple_of_naive": max(filter(None, multiples), default=None),
         "seconds": round(time.perf_counter() - start, 1),

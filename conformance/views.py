@@ -1,6 +1,9 @@
 """Memory layouts of q, k, v and gradients: views of other tensors with NaN around them, and offsets
 past 2^31.
 
+The script of a failing call repeats the source of a layout, so these functions name nothing but
+torch and one another.
+
 Dimensions: B batch, H heads, N tokens, D head dim.
 """
 
@@ -10,39 +13,48 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-# layouts as code that the script of a failing call repeats: of one tensor x
-VIEWS = {
-    # neither the start nor the rows are aligned to 16 bytes; NaN lies between the rows
-    "misaligned": "torch.nn.functional.pad(x, (1, 2), value=torch.nan)[..., 1:-2]",
-    "transposed": "x.mT.contiguous().mT",
-    # every other row and column of a larger tensor
-    "spread out": "x.new_full((*x.shape[:2], 2 * x.shape[2], 2 * x.shape[3]), torch.nan)"
-    "[:, :, ::2, ::2].copy_(x)",
-    # the first rows of a cache whose other half is unwritten (NaN)
-    "cached": "torch.nn.functional.pad(x, (0, 0, 0, x.shape[2]), value=torch.nan)"
-    "[:, :, : x.shape[2]]",
-}
-EACH = {"q": "spread out", "k": "cached", "v": "misaligned"}
+
+def misaligned(*tensors):
+    """Neither the start nor the rows are aligned to 16 bytes; NaN lies between the rows."""
+    return [torch.nn.functional.pad(x, (1, 2), value=torch.nan)[..., 1:-2] for x in tensors]
+
+
+def transposed(*tensors):
+    return [x.mT.contiguous().mT for x in tensors]
+
+
+def spread_out(*tensors):
+    """Every other row and column of a larger tensor."""
+    return [
+        torch.full_like(x.repeat(1, 1, 2, 2), torch.nan)[:, :, ::2, ::2].copy_(x) for x in tensors
+    ]
+
+
+def cached(*tensors):
+    """The first rows of a cache whose other half is unwritten (NaN)."""
+    return [
+        torch.nn.functional.pad(x, (0, 0, 0, x.shape[2]), value=torch.nan)[:, :, : x.shape[2]]
+        for x in tensors
+    ]
+
+
+def packed(q, k, v):
+    """Views of one projection (B, N, 3, H, D), as in a model."""
+    return torch.stack((q, k, v)).permute(1, 3, 0, 2, 4).contiguous().permute(2, 0, 3, 1, 4)
+
+
+def each_another(q, k, v):
+    return *spread_out(q), *cached(k), *misaligned(v)
+
+
 # of q, k and v
 LAYOUTS = {
-    # views of one projection (B, N, 3, H, D), as in a model
-    "packed": "torch.stack((q, k, v)).permute(1, 3, 0, 2, 4).contiguous().permute(2, 0, 3, 1, 4)",
-    **{name: f"({view} for x in (q, k, v))" for name, view in VIEWS.items()},
-    "each another": ", ".join(f"(lambda x: {VIEWS[name]})({x})" for x, name in EACH.items()),
+    change.__name__.replace("_", " "): change
+    for change in (packed, misaligned, transposed, spread_out, cached, each_another)
 }
 
 
-def view(name: str, x: Tensor) -> Tensor:
-    """x in a layout of VIEWS."""
-    return eval(VIEWS[name], {"torch": torch, "x": x})
-
-
-def laid_out(layout: str, tensors: list[Tensor]) -> list[Tensor]:
-    """q, k and v in a layout of LAYOUTS."""
-    return list(eval(LAYOUTS[layout], {"torch": torch, **dict(zip("qkv", tensors, strict=True))}))
-
-
-def far_apart(tensors: list[Tensor], *, dim: int) -> list[Tensor]:
+def far_apart(*tensors: Tensor, dim: int) -> list[Tensor]:
     """Views whose stride along dim makes offsets pass 2^31 elements. All share one allocation; on a
     CPU only the pages that are written use memory.
     """

@@ -40,7 +40,8 @@ from torch import Tensor
 from attention import BACKENDS, LIMITS, Backend, attention, dtype_name, get_backend
 from attention.interface import Output
 from attention.look.trace import Trace, trace
-from conformance.cases import ADVERSARIAL, Case
+from conformance.adversarial import ADVERSARIAL
+from conformance.cases import Case
 from scripts.arguments import Count, Device, Natural, check_out, command
 from scripts.trace_page import render_page
 from training.loop.device import DTYPES, pick_device

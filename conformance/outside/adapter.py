@@ -25,10 +25,13 @@ class Adapter:
 
     def __init__(self, function: Callable[..., Any], dialect: Dialect) -> None:
         self.function, self.dialect = function, dialect
+        self.limits = Limits(dialect.multiple, dialect.lse_gradient, self.reasons)
         self.laid_out = eval(f"lambda x: {LAYOUTS[dialect.layout][0]}")
-        self.out = eval(f"lambda result, batch: {dialect.part('out', batch='batch')}")
-        if "lse" in dialect.parts:
-            self.lse = eval(f"lambda result, batch: {dialect.part('lse', batch='batch')}")
+        self.readers = {
+            name: eval(f"lambda result, batch: {dialect.part(name, batch='batch')}")
+            for name in ("out", "lse")
+            if name in dialect.parts
+        }
         # compiled calls by given arguments. Those of a plain call are compiled now, because
         # torch.compile cannot trace eval
         self.calls: dict[tuple[tuple[str, ...], str], Callable[..., Any]] = {}
@@ -73,12 +76,11 @@ class Adapter:
         """out and lse of a result. Raises TypeError if the dialect says that it holds others."""
         names, several = self.dialect.parts, isinstance(result, (tuple, list))
         parts = dict(zip(names, result if several else [result], strict=False))
-        fits = all(isinstance(parts.get(name), Tensor) for name in {"out", "lse"} & {*names})
+        fits = all(isinstance(parts.get(name), Tensor) for name in self.readers)
         if several != (len(names) > 1) or not fits:
             returns = self.dialect.returns
             raise TypeError(f"it returned {described(result)}, and the dialect says {returns=!s}")
-        lse = self.lse(result, batch) if "lse" in names else None
-        return AttentionOutput(self.out(result, batch), lse)
+        return AttentionOutput(**{name: read(result, batch) for name, read in self.readers.items()})
 
     def reasons(self, q: Tensor, k: Tensor, *, causal: bool, **optional: Any) -> list[str]:
         """Why its conventions exclude these arguments."""
@@ -93,10 +95,6 @@ class Adapter:
         if dialect.empty_rows != "zero" and bool((visible.lo >= visible.hi).any()):
             reasons.append(f"a row without a key gives {dialect.empty_rows} by its convention")
         return reasons
-
-    @property
-    def limits(self) -> Limits:
-        return Limits(self.dialect.multiple, self.dialect.lse_gradient, self.reasons)
 
     def backend(self, name: str) -> Backend:
         """The function as a Backend with the features that the dialect can express."""

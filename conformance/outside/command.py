@@ -76,8 +76,8 @@ class Options:
             if name not in DTYPES:
                 raise ValueError(f"dtype={name} is not one of: {', '.join(DTYPES)}")
         for key, least in (("cases", 0), ("calls", 1), ("seed", 0)):
-            if not least <= getattr(self, key) <= LARGEST_SEED:
-                value = getattr(self, key)
+            value = getattr(self, key)
+            if not least <= value <= LARGEST_SEED:
                 raise ValueError(f"{key}={value} must be from {least} to {LARGEST_SEED}")
         file = self.file.absolute()
         # a file of another kind is probably not to be replaced
@@ -109,8 +109,8 @@ def main() -> None:
     words = sys.argv[1:]
     try:
         if not words or {"-h", "--help"} & set(words):
-            names = {"dialects": ", ".join(DIALECTS), "dtypes": ", ".join(DTYPES)}
-            print((__doc__ or "").strip().format(**names), flush=True)
+            about = (__doc__ or "").strip()
+            print(about.format(dialects=", ".join(DIALECTS), dtypes=", ".join(DTYPES)), flush=True)
             return
         verb = words.pop(0) if words[0] in KEYS else "run"
         wrong = {"run": run, "probe": run_probe, "fuzz": run_fuzz}[verb](words)
@@ -198,7 +198,7 @@ def run(words: list[str]) -> str | None:
                 "python": platform.python_version(),
                 "device": f"{options.device} {gpu}",
             },
-            "dialect": None if dialect is None else asdict(dialect),
+            "dialect": dialect and asdict(dialect),
             "random_cases": {"number": options.cases, "seed": options.seed},
             "properties": {name: check.__doc__ for name, check in PROPERTIES.items()},
             "backends": columns,

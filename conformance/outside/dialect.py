@@ -180,8 +180,9 @@ class Dialect:
         given[self.mask] = masks[masked]
         if not masked:
             given[self.documents] = values.get("documents")
-        for name, value in (("softcap", "softcap"), ("alibi", "slopes"), ("sinks", "sinks")):
-            given[getattr(self, name)] = values.get(value)
+        given[self.softcap] = values.get("softcap")
+        given[self.alibi] = values.get("slopes")
+        given[self.sinks] = values.get("sinks")
         if values.keys() & {"softcap", "slopes"}:
             given[self.score_mod] = score_mod(values)
         if self.packed:

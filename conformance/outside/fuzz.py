@@ -16,7 +16,7 @@ from attention.interface import Refusal
 from conformance.backend_under_test import Check, Subject, expected_of, expected_of_function
 from conformance.cases import Case
 from conformance.errors import in_one_line
-from conformance.views import LAYOUTS, laid_out
+from conformance.views import LAYOUTS
 
 # calls in a row of one kind on a GPU, because each new kind compiles kernels
 CALLS_OF_A_KIND = 60
@@ -66,7 +66,7 @@ def try_out(subject: Subject, case: Case, layout: str) -> Trial:
         expected = subject.expected(case)
         views = [x.detach().clone() for x in expected.tensors]
         if layout != CONTIGUOUS:
-            views = laid_out(layout, views)
+            views = [*LAYOUTS[layout](*views)]
         results = subject.run(case, views)
         if not all(map(torch.equal, views, expected.tensors)):
             raise ValueError("it changes its inputs")

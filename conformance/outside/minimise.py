@@ -17,7 +17,6 @@ from attention import Backend
 from conformance.backend_under_test import TENSORS, Subject
 from conformance.cases import SHORT, Case, expect
 from conformance.errors import in_one_line
-from conformance.outside.adapter import dialect_of
 from conformance.outside.dialect import Dialect
 from conformance.outside.dialects import Target
 from conformance.outside.script import OPTIONAL, Call, write
@@ -111,7 +110,7 @@ def executed(text: str) -> dict[str, Any]:
 
 def with_options(target: Target, backend: Backend) -> Target:
     """The target with the backend's options in each call, such as small tiles on a CPU."""
-    if dialect_of(backend) is not None:
+    if not backend.options:
         return target
     constants = [f"{key}={x!r}" for key, x in backend.options.items() if isinstance(x, LITERAL)]
     return target._replace(dialect=replace(target.dialect, constants=", ".join(constants)))

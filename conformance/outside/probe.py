@@ -209,13 +209,13 @@ def basis(trial: Trial, dialect: Dialect) -> Fields:
         trial.dtype, (trial.length, trial.head_dim) = dtype, size
         for way in hypotheses(trial):
             first, *more = {"always": [True], "never": [False]}.get(way["causal"], [False, True])
-            given: dict[str, Any] = {"scale": 0.3} if way["scale"] else {}
-            found = trial.adopt(dialect, [way], readings, causal=first, **given)
+            scale = 0.3 if way["scale"] else None
+            found = trial.adopt(dialect, [way], readings, causal=first, scale=scale)
             outcomes.append(trial.outcome)
             if found is None:
                 continue
             as_found = replace(dialect, **found)
-            if complete and not all(trial.agrees(as_found, causal=x, **given) for x in more):
+            if complete and not all(trial.agrees(as_found, causal=x, scale=scale) for x in more):
                 continue
             if size != SIZES[0]:  # it takes no odd lengths
                 found |= {"multiple": size[0], "head_dims": str(size[1])}
@@ -233,8 +233,8 @@ def corner(trial: Trial, dialect: Dialect) -> Fields:
         return {"cross_length": False}
     if dialect.causal == "never":
         return {}
-    for value, top_left in (("bottom_right", False), ("top_left", True)):
-        if trial.agrees(dialect, causal=True, num_keys=twice, top_left=top_left):
+    for value in ("bottom_right", "top_left"):
+        if trial.agrees(dialect, causal=True, num_keys=twice, top_left=value == "top_left"):
             return {"corner": value}
     trial.remarks["corner"] = "could not tell: no causal mask in either corner where N != M"
     return {}

@@ -3,6 +3,7 @@ attention in float64.
 """
 
 from collections.abc import Iterator
+from inspect import getsource
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from attention.mask import sides
 from conformance import views
-from conformance.cases import ADVERSARIAL, SHORT, Case
+from conformance.adversarial import ADVERSARIAL
+from conformance.cases import SHORT, Case
 from conformance.outside.adapter import values_of
 from conformance.outside.dialect import LAYOUTS
 from conformance.outside.dialects import Target
@@ -37,7 +39,8 @@ def write(target: Target, call: Call, device: str, budget: float) -> str:
     lines = ["import torch"]
     if "create_block_mask" in text:
         lines.append("from torch.nn.attention.flex_attention import create_block_mask")
-    lines += [target.imports, "", *input_lines(call, device), *mask_lines(case, tensors)]
+    lines += [target.imports, "", *(f"{source}\n" for source in functions(call))]
+    lines += [*input_lines(call, device), *mask_lines(case, tensors)]
     lines.append(f"result = {text.replace('function', target.function, 1)}")
     if call.raises and device != "cpu":
         lines.append("torch.cuda.synchronize()")
@@ -51,6 +54,14 @@ def write(target: Target, call: Call, device: str, budget: float) -> str:
     ]
     named = ", ".join(filter(None, [f"{call.tensor} of {case}", call.layout, SHORT[call.dtype]]))
     return "\n".join([f'"""{named}: written by attn-conform."""', "", *lines, ""])
+
+
+def functions(call: Call) -> list[str]:
+    """The sources of the functions that change and lay out q, k and v, and of those they call."""
+    every = ADVERSARIAL | views.LAYOUTS
+    used = [every[name] for name in (call.case.inputs, call.layout) if name not in ("normal", "")]
+    called = {name for each in used for name in each.__code__.co_names}
+    return [getsource(x) for x in every.values() if x in used or x.__name__ in called]
 
 
 def told(target: Target, call: Call) -> tuple[str, dict[str, Tensor]]:
@@ -89,12 +100,13 @@ def input_lines(call: Call, device: str) -> Iterator[str]:
     yield f"torch.manual_seed({case.seed})"
     for name, shape in shapes.items():
         yield f"{name} = torch.randn({shape}, dtype=torch.float64)"
-    yield from ADVERSARIAL[case.inputs].splitlines()
+    if case.inputs != "normal":
+        yield f"q, k, v = {ADVERSARIAL[case.inputs].__name__}(q, k, v)"
     if device != "cpu":
         yield f"torch.set_default_device({device!r})"
     yield f"q, k, v = (x.to({device!r}, {call.dtype}) for x in (q, k, v))"
     if call.layout:
-        yield f"q, k, v = {views.LAYOUTS[call.layout]}"
+        yield f"q, k, v = {views.LAYOUTS[call.layout].__name__}(q, k, v)"
     if gradient:
         yield f"d_out = d_out.to({device!r})"
         yield "q, k, v = (x.requires_grad_() for x in (q, k, v))"

@@ -146,12 +146,11 @@ def examine(subject: Subject, name: str, property: Property | None = None) -> Ce
         reasons = "; ".join(dict.fromkeys(subject.refusals)) or "it takes no such lengths"
         return Cell(name, "n/a", reasons, documented)
     worst = max(checks, key=lambda check: check.share)
-    red = worst.share > 1
-    note = worst.excess if red else ""
+    status, note = ("red", worst.excess) if worst.share > 1 else ("green", "")
     multiples = [check.multiple for check in checks if check.multiple is not None]
     return Cell(
         name,
-        "red" if red else "green",
+        status,
         note,
         documented,
         len(checks),

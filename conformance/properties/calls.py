@@ -16,8 +16,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from attention import AttentionOutput
 from conformance.backend_under_test import Check, Subject
-from conformance.cases import Case, call, distance, run
+from conformance.cases import Call, Case, call, distance, run
 
 HUGE = 100.0  # factor by which the other rows are larger
 DELAY = 50_000_000  # GPU cycles, a few hundredths of a second
@@ -223,10 +224,8 @@ def compiled_equals_eager(subject: Subject) -> Iterator[Check]:
 
     def results(attend: Callable[..., Tensor]) -> dict[str, Tensor]:
         tensors = [x.detach().requires_grad_(backward) for x in expected.tensors]
-        out, gradients = attend(*tensors), ()
-        if backward:
-            gradients = torch.autograd.grad(out, tensors, expected.d_out.to(out.dtype))
-        return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients), strict=False))
+        leaves: dict[str, Tensor] = dict(zip(("dq", "dk", "dv"), tensors, strict=True))
+        return Call(AttentionOutput(attend(*tensors)), leaves).results(expected.d_out, None)
 
     # eager first: it creates the module of a backend that has one
     eager, found = results(subject.attend), results(compiled)

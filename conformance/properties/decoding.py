@@ -13,7 +13,7 @@ import torch
 
 from conformance.backend_under_test import Check, Subject
 from conformance.caches import Cache
-from conformance.views import far_apart, view
+from conformance.views import cached, far_apart, spread_out
 
 
 def prefill_equals_decode(subject: Subject) -> Iterator[Check]:
@@ -39,8 +39,7 @@ def prefill_equals_decode(subject: Subject) -> Iterator[Check]:
         # rows of few keys too: there a sink weighs most
         for last in dict.fromkeys(map(subject.rounded, (1, 3, 9, n - 7))):
             if last < n and subject.takes(subject.case(last, n, **optional)):
-                cached = (view("cached", x) for x in (k, v))
-                alone = subject.attend(q[:, :, -last:], *cached, **arguments)
+                alone = subject.attend(q[:, :, -last:], *cached(k, v), **arguments)
                 outs = {"out": alone}, {"out": together[:, :, -last:]}
                 yield from subject.same(whole, f"the last {last} queries", *outs)
 
@@ -93,7 +92,7 @@ def changed_in_place(subject: Subject, cache: Cache, other: Cache) -> Iterator[C
 def other_layouts(subject: Subject, cache: Cache, page_size: int) -> Iterator[Check]:
     """Views of larger tensors, and offsets past 2^31."""
     paged = cache.paged(page_size)
-    views = {name: view("spread out", getattr(paged, name)) for name in ("q", "k", "v")}
+    views = dict(zip("qkv", spread_out(paged.q, paged.k, paged.v), strict=True))
     for name in ("lengths", "block_table"):
         x = getattr(paged, name).long()
         views[name] = torch.stack((x, torch.zeros_like(x)), -1)[..., 0]
@@ -101,7 +100,7 @@ def other_layouts(subject: Subject, cache: Cache, page_size: int) -> Iterator[Ch
     yield from cache.checks(found, "parts of larger tensors")
     for what, each, dim in (("rows past 2^31", cache, 2), ("pages past 2^31", paged, 0)):
         try:
-            k, v = far_apart([each.k, each.v], dim=dim)
+            k, v = far_apart(each.k, each.v, dim=dim)
         except RuntimeError as error:  # PyTorch raises it if memory is too small
             subject.refusals.append(f"{what}: {str(error).splitlines()[0]}")
             continue

@@ -5,7 +5,7 @@ Dimensions: B batch, H heads, N queries, M keys.
 """
 
 from collections.abc import Iterator
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -15,12 +15,12 @@ from conformance.backend_under_test import Check, Subject
 from conformance.cases import Case, call
 from conformance.memory_growth import LINEAR, exponents
 from conformance.properties.calls import deterministic_algorithms
-from conformance.views import FAR, LAYOUTS, laid_out, view
+from conformance.views import FAR, LAYOUTS, spread_out
 
 
-def shared_keys(tensors: list[Tensor]) -> list[Tensor]:
+def shared_keys(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """All sequences share one set of keys and values, whose stride along B is 0."""
-    return [tensors[0], *(x[:1].expand_as(x) for x in tensors[1:])]
+    return [q, *(x[:1].expand_as(x) for x in (k, v))]
 
 
 def strides(subject: Subject) -> Iterator[Check]:
@@ -31,12 +31,11 @@ def strides(subject: Subject) -> Iterator[Check]:
     case = subject.case(2 * tile + 1, batch=2)  # one key in a tile of its own
     if not subject.takes(case):
         return
-    layouts = {layout: partial(laid_out, layout) for layout in LAYOUTS}
-    for layout, change in (layouts | FAR | {"shared keys": shared_keys}).items():
+    for layout, change in (LAYOUTS | FAR | {"shared keys": shared_keys}).items():
         # on a CPU a gradient of as_strided() would write to all the memory in between
         backward = layout not in FAR or subject.device != "cpu"
         try:
-            views = change(subject.expected(case).tensors)
+            views = [*change(*subject.expected(case).tensors)]
         except RuntimeError as error:  # PyTorch raises it if memory is too small
             subject.refusals.append(f"{layout}: {str(error).splitlines()[0]}")
             continue
@@ -67,7 +66,7 @@ def gradients_of_any_layout(subject: Subject, case: Case) -> Iterator[Check]:
     tensors, arguments, d_out, d_lse = subject.expected(case).inputs
     d_out, d_lse = d_out.to(subject.dtype), d_lse.to(statistics_dtype(tensors[0]))
     views = {
-        "d_out spread out": [view("spread out", d_out)],
+        "d_out spread out": spread_out(d_out),
         "d_out expanded": [d_out[:1, :1, :1].expand_as(d_out)],
     }
     if subject.lse_gradient:

@@ -16,7 +16,7 @@ from attention.kernels.select import HEAD_DIMS
 from attention.look import diagnose
 from conformance.backend_under_test import expected_of
 from conformance.cases import SHORT, Case, expect, run
-from conformance.views import LAYOUTS, laid_out
+from conformance.views import LAYOUTS
 
 # small tiles: every call crosses several, ragged at the end
 TILES = {"block_q": 32, "block_kv": 16}
@@ -43,7 +43,7 @@ class Call(Case):
         if self.layout == "expanded":
             tensors = [x[:1].expand_as(x) for x in tensors]
         elif self.layout is not None:
-            tensors = laid_out(self.layout, tensors)
+            tensors = [*LAYOUTS[self.layout](*tensors)]
         return tensors, arguments, *gradients
 
 
