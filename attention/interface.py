@@ -5,7 +5,6 @@ Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D h
 D_v head dim of the values.
 """
 
-import sys
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attention.mask import Window, sides
+from attention.mask import sides
 
 ALL_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -252,15 +251,16 @@ class Backend:
         **optional: Any,
     ) -> list[str]:
         """Why the backend refuses these inputs, one sentence each; empty if it takes them."""
-        window = plain_window(optional.pop("window", None), causal=causal)
+        left, right = sides(optional.pop("window", None), causal=causal)
+        windowed = left is not None or (right is not None and not causal)
         head_dim, value_dim = q.shape[-1], v.shape[-1]
         wanted = {
             "gqa": q.shape[1] != k.shape[1],
             "non_causal": not causal,
             "cross_length": q.shape[2] != k.shape[2],
-            "two_sided_window": isinstance(window, tuple),
+            "two_sided_window": windowed and not causal,
             "value_dim": value_dim != head_dim,
-            "window": window is not None,
+            "window": windowed,
             **{name: x is not None for name, x in optional.items()},
         }
         reasons = [
@@ -320,18 +320,6 @@ def values_can_be_read() -> bool:
     if torch.compiler.is_compiling():
         return False
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
-
-
-def plain_window(window: Window, *, causal: bool, longest: int = sys.maxsize) -> Window:
-    """A window in its simplest form: None, a number under a causal mask, (left, right) without. A
-    side beyond `longest`, which hides no more, becomes `longest`.
-    """
-    left, right = (
-        -1 if side is None else min(side, longest) for side in sides(window, causal=causal)
-    )
-    if causal:
-        return None if left == -1 else min(left + 1, longest)
-    return None if left == right == -1 else (left, right)
 
 
 def without_padding(k: Tensor, v: Tensor, key_lengths: Tensor) -> tuple[Tensor, Tensor]:

@@ -87,10 +87,8 @@ class VisibleKeys:
 
     def mask(self, rows: slice | None = None, keys: slice | None = None) -> Tensor:
         """Boolean (B or 1, 1, rows, keys), true where the query sees the key; None: all of them."""
-        rows, keys = (
-            rows or slice(None),
-            keys or slice(None),
-        )  # not as defaults: torch.compile of torch 2.11 cannot take one from there
+        # not as defaults: torch.compile of torch 2.11 cannot take one from there
+        rows, keys = rows or slice(None), keys or slice(None)
         j = torch.arange(self.num_keys, device=self.lo.device)[keys]
         return ((j >= self.lo[:, rows, None]) & (j < self.hi[:, rows, None])).unsqueeze(1)
 
@@ -118,6 +116,18 @@ def sides(window: Window, *, causal: bool) -> tuple[int | None, int | None]:
     if causal:
         right = 0
     return None if left == -1 else left, None if right == -1 else right
+
+
+def plain_window(window: Window, *, causal: bool, longest: int) -> Window:
+    """A window in its simplest form: None, a number under a causal mask, (left, right) without. A
+    side beyond `longest`, which hides no more, becomes `longest`.
+    """
+    left, right = (
+        -1 if side is None else min(side, longest) for side in sides(window, causal=causal)
+    )
+    if causal:
+        return None if left == -1 else min(left + 1, longest)
+    return None if left == right == -1 else (left, right)
 
 
 def intervals(
