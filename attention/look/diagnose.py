@@ -24,7 +24,7 @@ from attention.interface import (
 )
 from attention.mask import QueryTile, pair
 from attention.online_softmax import OnlineSoftmax
-from attention.tiled import TILED, HeadMaxima, TileLoop, grouped
+from attention.tiled import TILED, HeadMaxima, TiledAttention, grouped
 
 LIMITS = {
     dtype: math.log(torch.finfo(dtype).max)
@@ -230,7 +230,7 @@ def _exact(
     the scores of all heads may not fit into memory beside a model in training.
     """
     block = max(1, math.isqrt(REFERENCE_SCORES // (q.shape[0] * q.shape[1])))
-    loop = TileLoop.of(q, k, block_q=block, block_kv=block, **arguments)
+    loop = TiledAttention().make_loop(q, k, block_q=block, block_kv=block, **arguments)
     visible = loop.scores.visible
     visible = replace(visible, lo=visible.lo[:, first:], hi=visible.hi[:, first:])
     loop = replace(loop, scores=replace(loop.scores, visible=visible))
