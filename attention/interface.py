@@ -164,19 +164,16 @@ class Backend:
     # D_v != D; lse: fn returns it; max_score: fn takes return_max_score and returns a ScoredOutput
     # unless it is False; sinks: fn takes them, otherwise attention() merges them using lse
     features: frozenset[str] = frozenset()
-    options: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # keyword arguments of fn, with their current values
+    # keyword arguments of fn, with their current values
+    options: Mapping[str, Any] = field(default_factory=dict)
     backward: bool = True  # whether gradients flow to q, k and v
     exact: bool = True  # whether it claims to compute softmax attention
     defect: str | None = None  # for a deliberately broken backend: what is wrong, how it shows
     breaks: frozenset[str] = frozenset()  # the properties of conformance that it is known to fail
-    traceable: bool = (
-        True  # whether torch.compile may trace fn; it must not unroll a Python loop over tiles
-    )
-    observable: bool = (
-        False  # whether fn takes observer=, called after each tile; see attention.look.diagnose
-    )
+    # whether torch.compile may trace fn; it must not unroll a Python loop over tiles
+    traceable: bool = True
+    # whether fn takes observer=, called after each tile; see attention.look.diagnose
+    observable: bool = False
     # the same computation by kernels, which a run on a GPU takes; it has its own capabilities and
     # options
     on_gpu: "Backend | None" = None

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
 from attention import Backend, attention
@@ -72,16 +73,12 @@ def listen(state: OnlineSoftmax, scores: Tensor, v: Tensor) -> tuple[Tensor, Ten
     update does not rescale.
     """
     # add one masked key, so that p never has alpha's shape
-    scores, v = (
-        torch.nn.functional.pad(scores, (0, 1), value=-torch.inf),
-        torch.nn.functional.pad(v, (0, 0, 0, 1)),
-    )
+    scores, v = pad(scores, (0, 1), value=-torch.inf), pad(v, (0, 0, 0, 1))
     with Exponentials() as heard:
         state.update(scores, v)
     p = next(x for x in heard.results if x.shape == scores.shape)
-    alpha = next(
-        (x for x in heard.results if x.shape == state.row_max.shape), torch.ones_like(state.row_max)
-    )
+    not_rescaled = torch.ones_like(state.row_max)
+    alpha = next((x for x in heard.results if x.shape == not_rescaled.shape), not_rescaled)
     return p[:, :-1].to(v.dtype), alpha.squeeze(-1)
 
 
