@@ -159,10 +159,10 @@ def _breakdown(
     """The first tensor that is not finite, of a call that returned `out`."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if (at := _first(~x.isfinite())) is not None:
-            return Breakdown(name, *at[:3])
+            return Breakdown(name, at[0], at[1], at[2])
     found = in_tile
     if found is None and (at := _first(~out.isfinite())) is not None:
-        found = Breakdown("out", *at[:3])
+        found = Breakdown("out", at[0], at[1], at[2])
     return found and replace(found, fate=_fate(out[found.sequence, found.head, found.row]))
 
 
