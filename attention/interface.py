@@ -26,11 +26,18 @@ OPTIONAL_ARGUMENTS = (
     "key_lengths",
     "cu_seqlens",
 )
-# kinds of input without an argument, which not every backend takes
-INPUT_FEATURES = ("gqa", "non_causal", "cross_length", "two_sided_window", "value_dim")
-# what else a fn may do: return lse, take return_max_score, take the sinks itself
-RESULT_FEATURES = ("lse", "max_score", "sinks")
-FEATURES = frozenset((*OPTIONAL_ARGUMENTS, *INPUT_FEATURES, *RESULT_FEATURES))
+FEATURES = frozenset(OPTIONAL_ARGUMENTS) | {
+    # kinds of input without an argument, which not every backend takes
+    "gqa",
+    "non_causal",
+    "cross_length",
+    "two_sided_window",
+    "value_dim",
+    # what else a fn may do: return lse, take return_max_score, take the sinks itself
+    "lse",
+    "max_score",
+    "sinks",
+}
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 

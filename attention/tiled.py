@@ -78,7 +78,7 @@ class TileLoop:
 
     def finish(self, state: OnlineSoftmax, q_rows: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = state.finalize()
-        return out.to(q_rows.dtype), lse.to(torch.promote_types(lse.dtype, torch.float32))
+        return out.to(q_rows.dtype), lse.to(statistics_dtype(lse))
 
     def backward_from_lse(
         self,

@@ -17,7 +17,6 @@ from attention.interface import (
     OPTIONAL_ARGUMENTS,
     Backend,
     Output,
-    ScoredOutput,
     ScoreMod,
     flag,
     statistics_dtype,
@@ -48,12 +47,10 @@ def max_score(
     """
     # square tiles compute the fewest scores that a causal mask hides
     block = max(1, math.isqrt(TILE_SCORES // (q.shape[0] * q.shape[1])))
-    loop = TILED.configured(block_q=block, block_kv=block)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    settings = {"causal": causal, "scale": scale, "return_max_score": True} | optional
+    settings = {"block_q": block, "block_kv": block, "causal": causal, "scale": scale} | optional
     # the values do not matter, so they are narrow
-    output = loop.fn(q, k, k[..., :1], **settings, **loop.options)
-    assert isinstance(output, ScoredOutput) and output.max_score is not None
+    output: Any = TILED.fn(q, k, k[..., :1], return_max_score=True, **settings)
     return output.max_score
 
 
