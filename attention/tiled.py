@@ -50,8 +50,8 @@ class TileLoop:
     empty: Callable[..., OnlineSoftmax]  # makes the state before any key
     block_q: int
     block_kv: int
-    recompute: bool = False  # whether backward() reruns the tiles instead of using lse
-    observer: Observer | None = None
+    recompute: bool  # whether backward() reruns the tiles instead of using lse
+    observer: Observer | None
 
     def output_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
         """out and lse of each tile of queries."""
@@ -175,9 +175,9 @@ class TileScores:
     visible: VisibleKeys
     scale: float
     dtype: torch.dtype  # of the scores and the statistics
-    softcap: float | None = None
-    slopes: Tensor | None = None  # (H_kv, G, 1, 1), float32 or float64
-    score_mod: ScoreMod | None = None
+    softcap: float | None
+    slopes: Tensor | None  # (H_kv, G, 1, 1), float32 or float64
+    score_mod: ScoreMod | None
 
     def __call__(
         self, q_rows: Tensor, k_keys: Tensor, rows: slice, keys: slice, needs_mask: bool
