@@ -22,7 +22,7 @@ from attention.backends import (
     is_shipped,
     register,
 )
-from attention.checks import NOT_GIVEN, check_output, check_packed, checked
+from attention.checks import check_output, check_packed, checked
 from attention.decoding import check_cache
 from attention.interface import (
     AttentionOutput,
@@ -33,7 +33,6 @@ from attention.interface import (
     ScoreMod,
     dtype_name,
     needs_gradient,
-    plain_window,
     without_padding,
 )
 from attention.kernels import kernel_choice
@@ -135,15 +134,18 @@ def attention(
     overflowed to -inf. A score of inf or NaN makes its row NaN. Statistics, sums and score changes
     are float32 (float64 for float64 inputs). Autocast is off inside.
     """
-    optional = {
+    arguments = {
+        "causal": causal,
+        "scale": scale,
         "window": window,
         "softcap": softcap,
         "alibi_slopes": alibi_slopes,
         "document_ids": document_ids,
         "score_mod": score_mod,
         "key_lengths": key_lengths,
+        "sinks": sinks,
     }
-    return _answer(q, k, v, backend, causal, scale, sinks, optional, module, return_max_score)
+    return _answer(q, k, v, backend, arguments, module, return_max_score)
 
 
 def attention_varlen(
@@ -181,14 +183,17 @@ def attention_varlen(
     by_position = alibi_slopes is not None or score_mod is not None
     check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, by_position=by_position)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # (1, H, T, D)
-    optional = NOT_GIVEN | {
+    arguments = {
+        "causal": causal,
+        "scale": scale,
         "window": window,
         "softcap": softcap,
         "alibi_slopes": alibi_slopes,
         "score_mod": score_mod,
         "cu_seqlens": torch.stack((cu_seqlens_q.int(), cu_seqlens_k.int())),
+        "sinks": sinks,
     }
-    output = _answer(q, k, v, backend, causal, scale, sinks, optional)
+    output = _answer(q, k, v, backend, arguments)
     lse = None if output.lse is None else output.lse[0]
     return AttentionOutput(output.out[0].transpose(0, 1), lse)
 
@@ -235,10 +240,11 @@ def attention_with_cache(
     keys, values = k, v
     if block_table is not None:
         k, v = k.transpose(1, 2), v.transpose(1, 2)  # (P, H_kv, page_size, D)
-        # one page stands for the keys of each sequence
-        keys, values = (x[:1].expand(q.shape[0], -1, -1, -1) for x in (k, v))
-    optional = NOT_GIVEN | {"window": window, "softcap": softcap}
-    checked(q, keys, values, backend, causal, scale, sinks, optional)
+        # one row stands for all that a sequence has room for
+        room = block_table.shape[1] * k.shape[2]
+        keys, values = (x[:1, :, :1].expand(len(q), -1, room, -1) for x in (k, v))
+    function = {"causal": causal, "scale": scale, "window": window, "softcap": softcap}
+    arguments = checked(q, keys, values, backend, function | {"sinks": sinks})
     if backend.decode is None or not backend.can_decode:
         able = ", ".join(name for name, each in BACKENDS.items() if each.can_decode)
         raise Refusal(
@@ -248,18 +254,8 @@ def attention_with_cache(
     if needs_gradient(q, k, v, sinks):
         raise Refusal("attention_with_cache() has no gradient: call it under torch.no_grad()")
     with _without_autocast(q):
-        out, lse = backend.decode(
-            q,
-            k,
-            v,
-            cache_lengths,
-            block_table,
-            causal=causal,
-            scale=q.shape[-1] ** -0.5 if scale is None else scale,
-            window=plain_window(window, causal=causal),
-            softcap=softcap,
-            splits=splits,
-        )
+        function = {name: arguments[name] for name in function}
+        out, lse = backend.decode(q, k, v, cache_lengths, block_table, **function, splits=splits)
         if sinks is not None:
             assert lse is not None
             out, lse = with_sinks(out, lse, sinks)
@@ -271,41 +267,41 @@ def _answer(
     k: Tensor,
     v: Tensor,
     backend: str | Backend,
-    causal: bool,
-    scale: float | None,
-    sinks: Tensor | None,
-    optional: dict[str, Any],
+    arguments: dict[str, Any],
     module: nn.Module | None = None,
     return_max_score: bool | Tensor = False,
 ) -> Output:
     """Check the inputs, call the backend, check its output."""
     if isinstance(backend, str):
         backend = get_backend(backend)
-    optional = checked(q, k, v, backend, causal, scale, sinks, optional, module)
-    if optional["key_lengths"] is not None:
-        k, v = without_padding(k, v, optional["key_lengths"])
+    arguments = checked(q, k, v, backend, arguments, module)
+    if arguments["key_lengths"] is not None:
+        k, v = without_padding(k, v, arguments["key_lengths"])
     asked = return_max_score
     if isinstance(asked, Tensor) and not torch.compiler.is_compiling():
         asked = bool(asked)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    declared = (optional | {"sinks": sinks}).items()
-    arguments = {name: value for name, value in declared if name in backend.features}
+    given = {
+        name: value
+        for name, value in arguments.items()
+        if name in ("causal", "scale") or name in backend.features
+    }
     if asked is not False and "max_score" in backend.features:
-        arguments["return_max_score"] = asked
+        given["return_max_score"] = asked
     if module is not None:
-        arguments["module"] = module
-    function = _function_of(backend, optional["score_mod"])
+        given["module"] = module
+    function = _function_of(backend, arguments["score_mod"])
+    sinks = arguments.pop("sinks")
     with _without_autocast(q):
-        output = function(q, k, v, causal=causal, scale=scale, **arguments, **backend.options)
+        output = function(q, k, v, **given, **backend.options)
         check_output(backend, q, v, output)
-        if sinks is not None and "sinks" not in arguments:
+        if sinks is not None and "sinks" not in given:
             out, lse = with_sinks(output.out, output.lse, sinks)
             output = output._replace(out=out, lse=lse)
         if return_max_score is False:
             return output
         max_score = getattr(output, "max_score", None)
         if max_score is None and asked is not False:
-            max_score = companion_max_score(q, k, asked, causal=causal, scale=scale, **optional)
+            max_score = companion_max_score(q, k, asked, **arguments)
     return ScoredOutput(output.out, output.lse, None if max_score is None else max_score.detach())
 
 

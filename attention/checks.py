@@ -25,13 +25,13 @@ from attention.interface import (
     ScoreMod,
     dtype_name,
     needs_gradient,
-    plain_window,
     statistics_dtype,
     values_can_be_read,
 )
+from attention.mask import plain_window
 from attention.own import check_module
 
-# what `optional` holds where a caller gives nothing; attention_varlen() adds cu_seqlens
+# what a backend receives where the caller gives nothing; only attention_varlen() has cu_seqlens
 NOT_GIVEN = {name: None for name in OPTIONAL_ARGUMENTS if name != "cu_seqlens"}
 MOST_KINDS = 1024  # that a backend remembers
 
@@ -41,41 +41,41 @@ def checked(
     k: Tensor,
     v: Tensor,
     backend: Backend,
-    causal: bool,
-    scale: float | None,
-    sinks: Tensor | None,
-    optional: dict[str, Any],
+    arguments: dict[str, Any],
     module: nn.Module | None = None,
 ) -> dict[str, Any]:
-    """The optional arguments in the form that every backend takes: window in its simplest form,
-    slopes and params in the dtype of the statistics, params on the device of q. Raises ValueError
-    for inputs that no backend or this backend does not take.
+    """The arguments of a call in the form that every backend takes: scale as a number, window in
+    its simplest form, slopes and params in the dtype of the statistics, params on the device of q.
+    Raises ValueError for inputs that no backend or this backend does not take.
     """
+    arguments = NOT_GIVEN | arguments
     kind = None
-    if module is None and optional["score_mod"] is None and not torch.compiler.is_compiling():
-        inputs = (causal, scale, q, k, v, sinks, *optional.values())
-        kind = (torch.is_grad_enabled(), *map(outline, inputs))
+    if module is None and arguments["score_mod"] is None and not torch.compiler.is_compiling():
+        outlines = map(outline, (q, k, v, *arguments.values()))
+        kind = (torch.is_grad_enabled(), *arguments, *outlines)
     if kind is None or kind not in backend.passed:
-        function = {"causal": causal, "scale": scale, "sinks": sinks}
-        check_inputs(q, k, v, **function, optional=optional)
-        backend.check_supported(q, k, v, **function, **optional)
+        check_inputs(q, k, v, arguments)
+        backend.check_supported(q, k, v, **arguments)
         check_module(backend, module)
         if kind is not None:
             # such as a growing cache's, which never come again
             if len(backend.passed) >= MOST_KINDS:
                 backend.passed.clear()
             backend.passed.add(kind)
-    if optional["key_lengths"] is not None:
-        check_key_lengths_fit(k, optional["key_lengths"])
+    if arguments["key_lengths"] is not None:
+        check_key_lengths_fit(k, arguments["key_lengths"])
+    if arguments["scale"] is None:
+        arguments["scale"] = q.shape[-1] ** -0.5
+    causal, window = arguments["causal"], arguments["window"]
     longest = k.shape[2] if causal else q.shape[2] + k.shape[2]
-    optional["window"] = plain_window(optional["window"], causal=causal, longest=longest)
-    slopes, score_mod = optional["alibi_slopes"], optional["score_mod"]
+    arguments["window"] = plain_window(window, causal=causal, longest=longest)
+    slopes, score_mod = arguments["alibi_slopes"], arguments["score_mod"]
     if slopes is not None:
-        optional["alibi_slopes"] = slopes.detach().to(statistics_dtype(q))
+        arguments["alibi_slopes"] = slopes.detach().to(statistics_dtype(q))
     if score_mod is not None and score_mod.params is not None:
         params = score_mod.params.detach().to(q.device, statistics_dtype(q))
-        optional["score_mod"] = replace(score_mod, params=params)
-    return optional
+        arguments["score_mod"] = replace(score_mod, params=params)
+    return arguments
 
 
 def outline(x: Any) -> Any:
@@ -85,39 +85,30 @@ def outline(x: Any) -> Any:
     return repr(x)  # True == 1, and a list has no hash
 
 
-def check_inputs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    scale: float | None,
-    sinks: Tensor | None,
-    optional: dict[str, Any],
-) -> None:
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> None:
     """Raise ValueError, with the shapes in it, for inputs that no backend could take."""
     _check_tensors(q, k, v)
+    causal, softcap = arguments["causal"], arguments["softcap"]
     if not isinstance(causal, bool):
         raise ValueError(f"{causal=} must be True or False")
-    _check_scale_and_softcap(scale, optional["softcap"], statistics_dtype(q))
-    _check_window(optional["window"], causal=causal)
+    _check_scale_and_softcap(arguments["scale"], softcap, statistics_dtype(q))
+    _check_window(arguments["window"], causal=causal)
     batch, num_heads, num_queries, _ = q.shape
-    if optional["document_ids"] is not None and num_queries != k.shape[2]:
+    if arguments["document_ids"] is not None and num_queries != k.shape[2]:
         raise ValueError(
             f"document_ids need as many queries as keys; got N={num_queries}, M={k.shape[2]}"
         )
-    given = optional | {"sinks": sinks}
     for name, dims, shape, dtypes in (
         ("alibi_slopes", "(H,)", (num_heads,), None),
         ("sinks", "(H,)", (num_heads,), None),
         ("document_ids", "(B, N)", (batch, num_queries), INTEGERS),
         ("key_lengths", "(B,)", (batch,), INTEGERS),
     ):
-        if (x := given[name]) is not None:
+        if (x := arguments[name]) is not None:
             check_tensor(name, x, q, dtypes)
             if x.shape != shape:
                 raise ValueError(f"{name} must have shape {dims} = {shape}; got {tuple(x.shape)}")
-    _check_score_mod(optional["score_mod"], optional["softcap"], optional["alibi_slopes"])
+    _check_score_mod(arguments["score_mod"], softcap, arguments["alibi_slopes"])
 
 
 def check_tensor(name: str, x: Any, q: Tensor, dtypes: Sequence[torch.dtype] | None) -> None:

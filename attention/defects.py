@@ -1,5 +1,5 @@
-"""Deliberately broken attention: each class changes one step of the streaming softmax or of the
-mask, and nothing else.
+"""Deliberately broken attention: each changes one step of the streaming softmax, of the scores or
+of the mask, and nothing else.
 
 The defects run through the same tile loop as the exact code. Their gradient is the true gradient of
 what they compute, including the maximum. So a loss curve shows the effect of the mistake, not of a
@@ -16,7 +16,7 @@ from attention.interface import Backend
 from attention.kernels import broken_triton_backend
 from attention.mask import QueryTile, VisibleKeys, visible_keys
 from attention.online_softmax import OnlineSoftmax, finite, weighted_sum
-from attention.tiled import TileLoop, tile_loop_backend
+from attention.tiled import TileScores, tile_loop_backend
 
 
 class NoMax(OnlineSoftmax):
@@ -92,16 +92,9 @@ def relative_keys(q: Tensor, k: Tensor, *, causal: bool, **optional: Any) -> Vis
     return RelativeMask(visible.lo, visible.hi, visible.num_keys) if causal else visible
 
 
-class RelativeLoop(TileLoop):
-    visible_keys = staticmethod(relative_keys)
-
-
-class UnscaledLoop(TileLoop):
+def unscaled(visible: VisibleKeys, scale: float, *others: Any) -> TileScores:
     """The scores are not scaled, whatever scale was requested."""
-
-    @classmethod
-    def of(cls, q: Tensor, k: Tensor, *, scale: float, **settings: Any) -> Self:
-        return super().of(q, k, scale=1.0, **settings)
+    return TileScores(visible, 1.0, *others)
 
 
 # properties that compare the result with softmax attention; names from
@@ -127,7 +120,11 @@ WRONG = frozenset(
 # properties that fail if no maximum is subtracted
 DIES_OF_LOGITS = frozenset(
     {
-        *("large logits", "logits + 100", "logits - 120", "float32 statistics", "every length"),
+        "large logits",
+        "logits + 100",
+        "logits - 120",
+        "float32 statistics",
+        "every length",
         "rows of one key",
     }
 )
@@ -189,7 +186,7 @@ DEFECTS = (
     ),
     tile_loop_backend(
         "relative_mask",
-        loop=RelativeLoop,
+        visible_keys=relative_keys,
         without=("window", "document_ids", "two_sided_window", "key_lengths", "cu_seqlens"),
         defect="the causal mask uses positions inside the tile: tiles of the future leak in, tiles "
         "of the past are half hidden",
@@ -197,7 +194,7 @@ DEFECTS = (
     ),
     tile_loop_backend(
         "no_scale",
-        loop=UnscaledLoop,
+        scores=unscaled,
         defect="scores are not divided by sqrt(head_dim): sqrt(head_dim) times too large, the "
         "stress under which no_max dies first",
         breaks=WRONG,

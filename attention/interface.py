@@ -5,7 +5,6 @@ Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D h
 D_v head dim of the values.
 """
 
-import sys
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attention.mask import Window, sides
+from attention.mask import sides
 
 ALL_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -27,11 +26,18 @@ OPTIONAL_ARGUMENTS = (
     "key_lengths",
     "cu_seqlens",
 )
-# kinds of input without an argument, which not every backend takes
-INPUT_FEATURES = ("gqa", "non_causal", "cross_length", "two_sided_window", "value_dim")
-# what else a fn may do: return lse, take return_max_score, take the sinks itself
-RESULT_FEATURES = ("lse", "max_score", "sinks")
-FEATURES = frozenset((*OPTIONAL_ARGUMENTS, *INPUT_FEATURES, *RESULT_FEATURES))
+FEATURES = frozenset(OPTIONAL_ARGUMENTS) | {
+    # kinds of input without an argument, which not every backend takes
+    "gqa",
+    "non_causal",
+    "cross_length",
+    "two_sided_window",
+    "value_dim",
+    # what else a fn may do: return lse, take return_max_score, take the sinks itself
+    "lse",
+    "max_score",
+    "sinks",
+}
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -165,19 +171,16 @@ class Backend:
     # D_v != D; lse: fn returns it; max_score: fn takes return_max_score and returns a ScoredOutput
     # unless it is False; sinks: fn takes them, otherwise attention() merges them using lse
     features: frozenset[str] = frozenset()
-    options: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # keyword arguments of fn, with their current values
+    # keyword arguments of fn, with their current values
+    options: Mapping[str, Any] = field(default_factory=dict)
     backward: bool = True  # whether gradients flow to q, k and v
     exact: bool = True  # whether it claims to compute softmax attention
     defect: str | None = None  # for a deliberately broken backend: what is wrong, how it shows
     breaks: frozenset[str] = frozenset()  # the properties of conformance that it is known to fail
-    traceable: bool = (
-        True  # whether torch.compile may trace fn; it must not unroll a Python loop over tiles
-    )
-    observable: bool = (
-        False  # whether fn takes observer=, called after each tile; see attention.look.diagnose
-    )
+    # whether torch.compile may trace fn; it must not unroll a Python loop over tiles
+    traceable: bool = True
+    # whether fn takes observer=, called after each tile; see attention.look.diagnose
+    observable: bool = False
     # the same computation by kernels, which a run on a GPU takes; it has its own capabilities and
     # options
     on_gpu: "Backend | None" = None
@@ -252,15 +255,16 @@ class Backend:
         **optional: Any,
     ) -> list[str]:
         """Why the backend refuses these inputs, one sentence each; empty if it takes them."""
-        window = plain_window(optional.pop("window", None), causal=causal)
+        left, right = sides(optional.pop("window", None), causal=causal)
+        windowed = left is not None or (right is not None and not causal)
         head_dim, value_dim = q.shape[-1], v.shape[-1]
         wanted = {
             "gqa": q.shape[1] != k.shape[1],
             "non_causal": not causal,
             "cross_length": q.shape[2] != k.shape[2],
-            "two_sided_window": isinstance(window, tuple),
+            "two_sided_window": windowed and not causal,
             "value_dim": value_dim != head_dim,
-            "window": window is not None,
+            "window": windowed,
             **{name: x is not None for name, x in optional.items()},
         }
         reasons = [
@@ -320,18 +324,6 @@ def values_can_be_read() -> bool:
     if torch.compiler.is_compiling():
         return False
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
-
-
-def plain_window(window: Window, *, causal: bool, longest: int = sys.maxsize) -> Window:
-    """A window in its simplest form: None, a number under a causal mask, (left, right) without. A
-    side beyond `longest`, which hides no more, becomes `longest`.
-    """
-    left, right = (
-        -1 if side is None else min(side, longest) for side in sides(window, causal=causal)
-    )
-    if causal:
-        return None if left == -1 else min(left + 1, longest)
-    return None if left == right == -1 else (left, right)
 
 
 def without_padding(k: Tensor, v: Tensor, key_lengths: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ neither.
        . . 1 1               . . 1 .               . . . . 1
 """
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -87,10 +88,8 @@ class VisibleKeys:
 
     def mask(self, rows: slice | None = None, keys: slice | None = None) -> Tensor:
         """Boolean (B or 1, 1, rows, keys), true where the query sees the key; None: all of them."""
-        rows, keys = (
-            rows or slice(None),
-            keys or slice(None),
-        )  # not as defaults: torch.compile of torch 2.11 cannot take one from there
+        # not as defaults: torch.compile of torch 2.11 cannot take one from there
+        rows, keys = rows or slice(None), keys or slice(None)
         j = torch.arange(self.num_keys, device=self.lo.device)[keys]
         return ((j >= self.lo[:, rows, None]) & (j < self.hi[:, rows, None])).unsqueeze(1)
 
@@ -112,12 +111,29 @@ def pair(window: Window) -> tuple[int, int]:
     return window if isinstance(window, tuple) else (window - 1, 0)
 
 
-def sides(window: Window, *, causal: bool) -> tuple[int | None, int | None]:
-    """How many keys a query sees before and after its own position; None is all of them."""
+def sides(
+    window: Window, *, causal: bool, longest: int = sys.maxsize
+) -> tuple[int | None, int | None]:
+    """How many keys a query sees before and after its own position; None is all of them. A side
+    beyond `longest`, which hides no more, becomes `longest`.
+    """
     left, right = pair(window)
     if causal:
         right = 0
-    return None if left == -1 else left, None if right == -1 else right
+    return (
+        None if left == -1 else min(left, longest),
+        None if right == -1 else min(right, longest),
+    )
+
+
+def plain_window(window: Window, *, causal: bool, longest: int) -> Window:
+    """A window in its simplest form: None, a number under a causal mask, (left, right) without."""
+    left, right = sides(window, causal=causal, longest=longest)
+    if causal:
+        return None if left is None else min(left + 1, longest)
+    if left is None and right is None:
+        return None
+    return -1 if left is None else left, -1 if right is None else right
 
 
 def intervals(
@@ -153,7 +169,8 @@ def intervals(
     if cache_lengths is not None:
         last = cache_lengths.int()[:, None].expand(-1, num_queries)  # (B, N)
         position = i + last - num_queries
-    left, right = sides(window, causal=causal)
+    # a longer side may not fit into 32 bits
+    left, right = sides(window, causal=causal, longest=num_queries + num_keys)
     lo = first if left is None else (position - left).clamp(first, last)
     hi = last if right is None else (position + right + 1).clamp(first, last)
     if document_ids is not None:

@@ -43,10 +43,8 @@ def naive_attention(
     scores = q.to(dtype) @ k.to(dtype).mT * scale  # (B, H, N, M)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    i, j = (
-        torch.arange(q.shape[2], device=q.device)[:, None] + k.shape[2] - q.shape[2],
-        torch.arange(k.shape[2], device=q.device),
-    )
+    i = torch.arange(q.shape[2], device=q.device)[:, None] + k.shape[2] - q.shape[2]
+    j = torch.arange(k.shape[2], device=q.device)
     if alibi_slopes is not None:
         scores = scores - alibi_slopes.to(dtype)[:, None, None] * (i - j)
     if score_mod is not None:

@@ -50,7 +50,7 @@ def operator_attention(
 
 
 def settings_of(tensors: tuple[Any, ...], plain: dict[str, Any]) -> dict[str, Any]:
-    """The settings in the form that TileLoop.of() takes."""
+    """The settings in the form that TiledAttention.make_loop() takes."""
     return plain | dict(zip(TENSORS, tensors, strict=True)) | {"window": tuple(plain["window"])}
 
 

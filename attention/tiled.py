@@ -19,7 +19,7 @@ k is (B, H_kv, 1, M, D) and v is (B, H_kv, 1, M, D_v).
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,8 +50,8 @@ class TileLoop:
     empty: Callable[..., OnlineSoftmax]  # makes the state before any key
     block_q: int
     block_kv: int
-    recompute: bool = False  # whether backward() reruns the tiles instead of using lse
-    observer: Observer | None = None
+    recompute: bool  # whether backward() reruns the tiles instead of using lse
+    observer: Observer | None
 
     def output_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
         """out and lse of each tile of queries."""
@@ -78,7 +78,7 @@ class TileLoop:
 
     def finish(self, state: OnlineSoftmax, q_rows: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = state.finalize()
-        return out.to(q_rows.dtype), lse.to(torch.promote_types(lse.dtype, torch.float32))
+        return out.to(q_rows.dtype), lse.to(statistics_dtype(lse))
 
     def backward_from_lse(
         self,
@@ -167,49 +167,6 @@ class TileLoop:
             dv += found[2]
         return torch.cat(dq_tiles, -2), dk.to(k.dtype), dv.to(v.dtype)
 
-    # which keys a query sees
-    visible_keys = staticmethod(visible_keys)
-
-    @classmethod
-    def of(
-        cls,
-        q: Tensor,
-        k: Tensor,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        alibi_slopes: Tensor | None = None,
-        score_mod: ScoreMod | None = None,
-        block_q: int,
-        block_kv: int,
-        softmax_dtype: str = "float32",
-        softmax: type[OnlineSoftmax] = OnlineSoftmax,
-        exact: bool = True,
-        observer: Observer | None = None,
-        **mask: Any,
-    ) -> Self:
-        """The loop for q (B, H, N, D) and k (B, H_kv, M, D), with the arguments of attention();
-        `mask` is what attention.mask.intervals() takes.
-
-        softmax_dtype: "float32" keeps scores and statistics in float32 (float64 for float64
-        inputs), "input" keeps them in q's dtype. exact=False uses the gradient of what `softmax`
-        computes, not that of softmax attention. It includes the gradient of the maximum.
-        """
-        visible = cls.visible_keys(q, k, **mask)
-        dtype = q.dtype if softmax_dtype == "input" else statistics_dtype(q)
-        slopes = None
-        if alibi_slopes is not None:
-            slopes = alibi_slopes.detach().to(statistics_dtype(q)).view(k.shape[1], -1, 1, 1)
-        return cls(
-            TileScores(visible, scale, dtype, softcap, slopes, score_mod),
-            partial(softmax.empty, dtype=dtype),
-            block_q,
-            block_kv,
-            # an lse in low precision is too coarse for rebuilding p
-            recompute=not exact or softmax_dtype == "input",
-            observer=observer,
-        )
-
 
 @dataclass(frozen=True)
 class TileScores:
@@ -218,9 +175,9 @@ class TileScores:
     visible: VisibleKeys
     scale: float
     dtype: torch.dtype  # of the scores and the statistics
-    softcap: float | None = None
-    slopes: Tensor | None = None  # (H_kv, G, 1, 1), float32 or float64
-    score_mod: ScoreMod | None = None
+    softcap: float | None
+    slopes: Tensor | None  # (H_kv, G, 1, 1), float32 or float64
+    score_mod: ScoreMod | None
 
     def __call__(
         self, q_rows: Tensor, k_keys: Tensor, rows: slice, keys: slice, needs_mask: bool
@@ -290,14 +247,51 @@ class LoopFunction(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class TiledAttention:
-    """Attention by a tile loop, as a Backend calls it. `settings` are those of TileLoop.of()."""
+    """Attention by a tile loop, as a Backend calls it: the parts that a variant changes."""
 
     loop: type[TileLoop] = TileLoop
     softmax: type[OnlineSoftmax] = OnlineSoftmax
+    scores: Callable[..., TileScores] = TileScores
+    visible_keys: Callable[..., VisibleKeys] = visible_keys
+    # False takes the gradient of what `softmax` computes, not that of softmax attention. It
+    # includes the gradient of the maximum
     exact: bool = True
 
-    def make_loop(self, q: Tensor, k: Tensor, **settings: Any) -> TileLoop:
-        return self.loop.of(q, k, softmax=self.softmax, exact=self.exact, **settings)
+    def make_loop(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        alibi_slopes: Tensor | None = None,
+        score_mod: ScoreMod | None = None,
+        block_q: int,
+        block_kv: int,
+        softmax_dtype: str = "float32",
+        observer: Observer | None = None,
+        **mask: Any,
+    ) -> TileLoop:
+        """The loop for q (B, H, N, D) and k (B, H_kv, M, D), with the arguments of attention();
+        `mask` is what attention.mask.intervals() takes.
+
+        softmax_dtype: "float32" keeps scores and statistics in float32 (float64 for float64
+        inputs), "input" keeps them in q's dtype.
+        """
+        visible = self.visible_keys(q, k, **mask)
+        dtype = q.dtype if softmax_dtype == "input" else statistics_dtype(q)
+        slopes = None
+        if alibi_slopes is not None:
+            slopes = alibi_slopes.detach().to(statistics_dtype(q)).view(k.shape[1], -1, 1, 1)
+        return self.loop(
+            self.scores(visible, scale, dtype, softcap, slopes, score_mod),
+            partial(self.softmax.empty, dtype=dtype),
+            block_q,
+            block_kv,
+            # an lse in low precision is too coarse for rebuilding p
+            recompute=not self.exact or softmax_dtype == "input",
+            observer=observer,
+        )
 
     def __call__(
         self,
@@ -325,7 +319,7 @@ def tile_loop_backend(
     without: tuple[str, ...] = (),
     **variant: Any,
 ) -> Backend:
-    """A Backend that runs a tile loop; `variant` is loop= or softmax= of TiledAttention."""
+    """A Backend that runs a tile loop; `variant` is what differs in its TiledAttention."""
     exact = defect is None
     return Backend(
         name,

@@ -54,13 +54,12 @@ class Prefetcher:
         self.rows, self.columns = rows, columns
         self.batch_size = batch_size
         self.device = device
-        self.on_gpu = device.type == "cuda"
-        self.ahead = (AHEAD if self.on_gpu else 0) if ahead is None else ahead
+        # on a stream of their own, copies do not queue behind the step that is being computed
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.ahead = (0 if self.stream is None else AHEAD) if ahead is None else ahead
         self.pending: dict[int, Future[list[Pass]]] = {}  # by step
         # the thread starts with its first batch
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
-        # on a stream of their own, copies do not queue behind the step that is being computed
-        self.stream = torch.cuda.Stream(device) if self.on_gpu else None
 
     def __enter__(self) -> "Prefetcher":
         return self
@@ -81,7 +80,7 @@ class Prefetcher:
             for number in range(step, step + 1 + self.ahead)
         }
         passes = self.pending.pop(step).result()
-        if self.on_gpu:
+        if self.stream is not None:
             for x in itertools.chain(*(tensors for tensors, _ in passes)):
                 # the copy stream owns this memory, and must not reuse it before this stream is done
                 x.record_stream(torch.cuda.current_stream(self.device))
@@ -97,11 +96,14 @@ class Prefetcher:
         for tensors in parts:
             own = int((tensors[1] != IGNORED).sum())
             passes.append(Pass(tensors, counted / own if own else inf))
-        if self.on_gpu:
-            with torch.cuda.stream(self.stream):
-                passes = [Pass(tuple(map(self._on_gpu, x)), divisor) for x, divisor in passes]
-            self.stream.synchronize()  # only the prefetch thread waits here
+        if self.stream is None:
+            return passes
+        with torch.cuda.stream(self.stream):
+            passes = [
+                Pass(
+                    tuple(x.pin_memory().to(self.device, non_blocking=True) for x in each), divisor
+                )
+                for each, divisor in passes
+            ]
+        self.stream.synchronize()  # only the prefetch thread waits here
         return passes
-
-    def _on_gpu(self, x: Tensor) -> Tensor:
-        return x.pin_memory().to(self.device, non_blocking=True)

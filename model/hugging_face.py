@@ -248,7 +248,7 @@ def load_hugging_face(
     (embedding,) = architecture.their_names("token_embedding.weight")
     # a tied matrix may be in the file under either name, or twice
     ends = [theirs[name] for name in (embedding, OUTPUT_LAYER) if name in theirs]
-    one = len(ends) < 2 or (ends[0].shape == ends[1].shape and bool((ends[0] == ends[1]).all()))
+    one = len(ends) < 2 or torch.equal(*ends)
     try:
         required = required_settings(model, architecture, settings)
     except TypeError as error:

@@ -33,11 +33,9 @@ def layer_functions(chosen: AttentionConfig, model: ModelConfig) -> list[dict[st
         "score_mod": None if chosen.score_mod is None else get_score_mod(chosen.score_mod),
         "sinks": chosen.sinks,  # the layer has the tensor
     }
-    return [
-        {name: value for name, value in arguments.items() if value is not None}
-        for window in chosen.layer_windows(model.num_layers)
-        for arguments in [{"window": window} | everywhere]
-    ]
+    given = {name: value for name, value in everywhere.items() if value is not None}
+    windows = chosen.layer_windows(model.num_layers)
+    return [given if each is None else {"window": each} | given for each in windows]
 
 
 class LayerFunction(nn.Module):

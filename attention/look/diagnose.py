@@ -17,14 +17,13 @@ from attention.interface import (
     OPTIONAL_ARGUMENTS,
     Backend,
     Output,
-    ScoredOutput,
     ScoreMod,
     flag,
     statistics_dtype,
 )
 from attention.mask import QueryTile, pair
 from attention.online_softmax import OnlineSoftmax
-from attention.tiled import TILED, HeadMaxima, TileLoop, grouped
+from attention.tiled import TILED, HeadMaxima, TiledAttention, grouped
 
 LIMITS = {
     dtype: math.log(torch.finfo(dtype).max)
@@ -48,12 +47,10 @@ def max_score(
     """
     # square tiles compute the fewest scores that a causal mask hides
     block = max(1, math.isqrt(TILE_SCORES // (q.shape[0] * q.shape[1])))
-    loop = TILED.configured(block_q=block, block_kv=block)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    settings = {"causal": causal, "scale": scale, "return_max_score": True} | optional
+    settings = {"block_q": block, "block_kv": block, "causal": causal, "scale": scale} | optional
     # the values do not matter, so they are narrow
-    output = loop.fn(q, k, k[..., :1], **settings, **loop.options)
-    assert isinstance(output, ScoredOutput) and output.max_score is not None
+    output: Any = TILED.fn(q, k, k[..., :1], return_max_score=True, **settings)
     return output.max_score
 
 
@@ -230,7 +227,7 @@ def _exact(
     the scores of all heads may not fit into memory beside a model in training.
     """
     block = max(1, math.isqrt(REFERENCE_SCORES // (q.shape[0] * q.shape[1])))
-    loop = TileLoop.of(q, k, block_q=block, block_kv=block, **arguments)
+    loop = TiledAttention().make_loop(q, k, block_q=block, block_kv=block, **arguments)
     visible = loop.scores.visible
     visible = replace(visible, lo=visible.lo[:, first:], hi=visible.hi[:, first:])
     loop = replace(loop, scores=replace(loop.scores, visible=visible))

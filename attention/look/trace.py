@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
 from attention import Backend, attention
@@ -72,16 +73,12 @@ def listen(state: OnlineSoftmax, scores: Tensor, v: Tensor) -> tuple[Tensor, Ten
     update does not rescale.
     """
     # add one masked key, so that p never has alpha's shape
-    scores, v = (
-        torch.nn.functional.pad(scores, (0, 1), value=-torch.inf),
-        torch.nn.functional.pad(v, (0, 0, 0, 1)),
-    )
+    scores, v = pad(scores, (0, 1), value=-torch.inf), pad(v, (0, 0, 0, 1))
     with Exponentials() as heard:
         state.update(scores, v)
     p = next(x for x in heard.results if x.shape == scores.shape)
-    alpha = next(
-        (x for x in heard.results if x.shape == state.row_max.shape), torch.ones_like(state.row_max)
-    )
+    not_rescaled = torch.ones_like(state.row_max)
+    alpha = next((x for x in heard.results if x.shape == not_rescaled.shape), not_rescaled)
     return p[:, :-1].to(v.dtype), alpha.squeeze(-1)
 
 
@@ -189,9 +186,7 @@ def trace(
     """Trace `backend` beside `exact`, which must have the same tiles. `arguments` are those of
     attention().
 
-    row: the query to follow. None takes the last tile of queries in which a row leaves the finite
-    range, and there the row that leaves it first. If all rows stay finite, it takes the last wrong
-    row; if none is wrong, the last.
+    row: the query to follow; None takes row_to_follow().
     """
     call, wide = (q, k, v), [x.double() for x in (q, k, v)]
     found_out, breaks = survey(*call, backend=backend, **arguments)
@@ -200,11 +195,7 @@ def trace(
     )
     fates, budget = judge(found_out, exact_out, reference_out)
     broken = {i: at for i, at in breaks.items() if fates[i] != "right"}
-    if row is None:
-        wrong = [i for i, fate in enumerate(fates) if fate != "right"]
-        row = max(wrong, default=len(fates) - 1)
-        if broken:
-            row = max(broken, key=lambda i: (broken[i].queries.start, -broken[i].keys[0], i))
+    row = row_to_follow(fates, broken) if row is None else row
     rows, steps = steps_of(row, *call, backend=backend, **arguments)
     tiles = [step.keys for step in steps]
     _, exact_steps = steps_of(row, *call, backend=exact, **arguments)
@@ -234,6 +225,16 @@ def trace(
             for i, count in zip(rows, bad_to_the_end, strict=True)
         ],
     )
+
+
+def row_to_follow(fates: list[str], broken: dict[int, Break]) -> int:
+    """In the last tile of queries in which a row leaves the finite range, the row that leaves it
+    first. If all rows stay finite, the last wrong row; if none is wrong, the last.
+    """
+    if broken:
+        return max(broken, key=lambda i: (broken[i].queries.start, -broken[i].keys[0], i))
+    wrong = [i for i, fate in enumerate(fates) if fate != "right"]
+    return max(wrong, default=len(fates) - 1)
 
 
 def judge(out: Tensor, exact: Tensor, reference: Tensor) -> tuple[list[str], float]:

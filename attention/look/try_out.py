@@ -5,6 +5,8 @@ Dimensions: B batch, H query heads, H_kv key/value heads, N tokens, D head dim.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -79,20 +81,24 @@ class Trial:
     def wrong(self, what: str) -> ValueError:
         return ValueError(f"attention={self.backend.name} {what}")
 
-    def run(self) -> None:
+    @contextmanager
+    def inputs_stay(self) -> Iterator[None]:
+        """Inside, the backend may not write into its inputs."""
         copies = {name: x.detach().clone() for name, x in self.tensors.items()}
         try:
+            yield
+        finally:  # what was overwritten may explain an error
+            for name, x in copies.items():
+                if not torch.equal(x, self.tensors[name]):
+                    raise self.wrong(f"writes into {name}, which others still read: copy it first")
+
+    def run(self) -> None:
+        try:
             with torch.random.fork_rng(devices=[]):
-                try:
+                with self.inputs_stay():
                     results = self.out_and_gradients()
                     if self.backend.defect is None:
                         self.check_hidden_keys()
-                finally:  # what was overwritten may explain an error
-                    for name, x in copies.items():
-                        if not torch.equal(x, self.tensors[name]):
-                            raise self.wrong(
-                                f"writes into {name}, which others still read: copy it first"
-                            )
                 self.check_values(results)
         except (Exception, SystemExit) as error:  # the user's function may raise anything
             if isinstance(error, ValueError) and not is_foreign(error):

@@ -182,3 +182,9 @@ def test_values_of_another_width_than_the_keys():
     q, k, v = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 20, 8), torch.randn(2, 2, 20, 1)
     out = attention_with_cache(q, k, v, torch.tensor([20, 20]), backend="tiled").out
     torch.testing.assert_close(out, attention(q, k, v, backend="naive").out)  # shapes too
+
+
+def test_a_window_of_more_than_32_bits_hides_no_key():
+    """A regression test: it was cut to 32 bits, and hid every key."""
+    cache = cache_of([20, 5], Case(num_queries=1, optional={"window": 2**32}))
+    assert all(share(x, x.call("tiled")) <= 1 for x in (cache, cache.paged(8)))

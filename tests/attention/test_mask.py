@@ -40,6 +40,8 @@ GRIDS = {
     "window2-N2-M4": (CAUSAL | {"window": 2}, ".11.", "..11"),
     "window2-N4-M3": (CAUSAL | {"window": 2}, "...", "1..", "11.", ".11"),
     "window9-wider-than-the-keys": (CAUSAL | {"window": 9}, "1.", "11"),
+    "window-of-33-bits": (CAUSAL | {"window": 2**32}, "1.", "11"),
+    "window-of-34-bits,1": (FULL | {"window": (2**33, 1)}, "11.", "111", "111"),
     "window1,2": (FULL | {"window": (1, 2)}, "111.", "1111", ".111", "..11"),
     "window0,unlimited": (FULL | {"window": (0, -1)}, "..11", "...1"),
     "window1,1-N4-M2-a-row-before-all-keys": (FULL | {"window": (1, 1)}, "..", "1.", "11", "11"),
