@@ -44,15 +44,16 @@ def render(runs: list[Run], rankings: list[Ranking], *, left_out: int, folder: s
     """
     looks = looks_of(runs)
     several = len({ranking.seq_len for ranking in rankings}) > 1
-    verdicts = [verdict(ranking, at_length=several) for ranking in rankings]
-    verdicts = verdicts or [("No result", "No completed run was evaluated.")]
-    here = Path(__file__).parent
-    script = (here / "page.js").read_text(encoding="utf-8")
+    verdicts = [verdict(ranking, at_length=several) for ranking in rankings] or [
+        ("No result", "No completed run was evaluated.")
+    ]
+    names = ("page.html", "page.css", "page.js")
+    template, css, script = (Path(__file__).with_name(name).read_text("utf-8") for name in names)
     vega = _vega()
-    return Template((here / "page.html").read_text(encoding="utf-8")).substitute(
+    return Template(template).substitute(
         policy=" ".join(map(_checksum, (script, vega))),
         title=escape(f"{verdicts[0][0]}: {folder}"),
-        css=(here / "page.css").read_text(encoding="utf-8"),
+        css=css,
         summary=escape(_summary(runs, folder)),
         verdicts="".join(
             f"<h1>{escape(head)}</h1><p class=lead>{escape(text)}</p>" for head, text in verdicts
