@@ -115,7 +115,7 @@ class Call(NamedTuple):
     k: Tensor  # (1, 1, M, D)
     v: Tensor
     source: str  # the origin of q, k and v, in words
-    arguments: dict[str, Any]  # of attention(): causal and scale, and the function of a run's layer
+    arguments: dict[str, Any]  # of attention(): causal, and the function of a run's layer
     # the defaults of the keys with these names
     attention: str = "no_rescale"
     block_q: int = 16
@@ -144,13 +144,13 @@ def made_call(options: Options) -> Call:
     device, dtype = pick_device(options.device), DTYPES[options.dtype or "fp32"]
     if options.inputs in (None, "worked"):
         q, k, v = (x.to(device, dtype) for x in worked_example())
-        how = {"causal": bool(options.causal), "scale": 0.5}
+        how = {"causal": bool(options.causal)}
         tiles = {"block_q": 4, "block_kv": 4}
         return Call(q, k, v, "the worked example", how, **tiles, row=0, columns=WORKED_COLUMNS)
     length, head_dim = options.seq_len or 128, options.head_dim or 16
     case = Case(1, 1, 1, length, length, head_dim, inputs=options.inputs, seed=options.seed or 0)
     (q, k, v), *_ = case.make(dtype, str(device))
-    how = {"causal": options.causal is not False, "scale": head_dim**-0.5}
+    how = {"causal": options.causal is not False}
     return Call(q, k, v, f"inputs={options.inputs} seed={case.seed}", how)
 
 
@@ -179,7 +179,7 @@ def captured_call(options: Options, run: Path) -> Call:
     source = f"layer {layer}, head {head} of {run} after {trained.step} steps"
     tile = trained.model.backend.options.get("block_kv")
     defaults = {"attention": chosen.name, "block_kv": tile or BACKENDS["tiled"].options["block_kv"]}
-    how = {"causal": True, "scale": model.head_dim**-0.5} | function
+    how = {"causal": True} | function
     return Call(q, k, v, f"{source}, the first held-out sequence", how, **defaults)
 
 
@@ -223,16 +223,15 @@ def look(options: Options) -> tuple[Call, Backend, Trace]:
         raise ValueError(f"seq_len={queries}: a replay takes at most {MOST_TOKENS} tokens")
     if row is not None and not 0 <= row < queries:
         raise ValueError(f"row={row} is not one of the {queries} queries")
-    function = {name: value for name, value in call.arguments.items() if name != "scale"}
-    backend.check_supported(*call[:3], **function)
+    backend.check_supported(*call[:3], **call.arguments)
     two = {"backend": backend, "exact": get_backend("tiled", **shared)}
-    return call, backend, trace(*call[:3], **two, row=row, **call.arguments)
+    how = call.arguments | {"scale": call.q.shape[3] ** -0.5}
+    return call, backend, trace(*call[:3], **two, row=row, **how)
 
 
 def headline(call: Call, backend: Backend) -> str:
     options, arguments = backend.options, dict(call.arguments)
     causal = ", causal" if arguments.pop("causal") else ""
-    del arguments["scale"]
     changes = "".join(
         f", {name.removesuffix('_slopes')}={float(x):g}" for name, x in arguments.items()
     )
@@ -274,9 +273,17 @@ def table(found: Trace) -> str:
         f"{'keys':>11} " + " ".join(f"{x:>10}" for x in (*heads, "error", "of tiled")),
     ]
     for n, (keys, step) in enumerate(zip(found.tiles, found.found, strict=True)):
-        figures = (step.scores[i].amax(), step.p[i].amax())
-        figures += (step.row_max[i], step.row_sum[i], step.alpha[i], step.acc[i].abs().amax())
-        figures += (step.out[i].abs().amax(), found.error[n][i], found.exact_error[n][i])
+        figures = (
+            step.scores[i].amax(),
+            step.p[i].amax(),
+            step.row_max[i],
+            step.row_sum[i],
+            step.alpha[i],
+            step.acc[i].abs().amax(),
+            step.out[i].abs().amax(),
+            found.error[n][i],
+            found.exact_error[n][i],
+        )
         mark = "  <- breaks" if n == found.breaks[i] else ""
         lines.append(
             f"{keys[0]:>5}:{keys[1]:<5} " + " ".join(f"{x.item():>10.4g}" for x in figures) + mark

@@ -27,7 +27,7 @@ def render_page(found: Trace, about: dict[str, Any]) -> str:
     steps = [
         {
             "keys": keys,
-            "reference": numbers(found.reference[n][kept]),
+            "reference": numbers(found.reference[n][kept].tolist()),
             "exact": lane(found.exact[n], found.exact_error[n], kept),
             "found": lane(found.found[n], found.error[n], kept),
         }
@@ -62,7 +62,7 @@ def lane(step: Step | None, error: Tensor, kept: slice) -> dict[str, Any] | None
         return None
     figures = {name: getattr(step, name) for name in FIGURES}
     figures |= {"acc": step.acc.abs().amax(-1), "error": error}
-    shown: dict[str, Any] = {name: numbers(x[kept]) for name, x in figures.items()}
+    shown: dict[str, Any] = {name: numbers(x[kept].tolist()) for name, x in figures.items()}
     # the mask's -inf becomes null
     shown["scores"] = [[None if x == "-inf" else x for x in row] for row in shown["scores"]]
     # the rows in which each quantity breaks
@@ -71,13 +71,9 @@ def lane(step: Step | None, error: Tensor, kept: slice) -> dict[str, Any] | None
     return shown
 
 
-def numbers(x: Tensor) -> list[Any]:
+def numbers(x: Any) -> Any:
     """Nested lists of four digits; NaN and infinity, which JSON lacks, as strings."""
-
-    def brief(value: Any) -> Any:
-        if isinstance(value, list):
-            return [brief(item) for item in value]
-        text = f"{value:.4g}"
-        return text if text in ("nan", "inf", "-inf") else float(text)
-
-    return brief(x.double().tolist())
+    if isinstance(x, list):
+        return list(map(numbers, x))
+    text = f"{x:.4g}"
+    return text if text in ("nan", "inf", "-inf") else float(text)
