@@ -42,7 +42,8 @@ class Options:
     cache: bool | None = None
 
 
-def sample(options: Options) -> str:
+@command
+def main(options: Options) -> None:
     config = replace(read_run_config(options.run), device=options.device)
     if config.data.source in SYNTHETIC_SOURCES:
         raise ValueError(
@@ -61,7 +62,7 @@ def sample(options: Options) -> str:
     trained = load_trained(options.run, config, backend)
 
     with trained.autocast:
-        return sample_text(
+        text = sample_text(
             trained.model,
             tokenizer,
             options.prompt,
@@ -71,11 +72,7 @@ def sample(options: Options) -> str:
             seed=options.seed,
             use_cache=options.cache,
         )
-
-
-@command
-def main(options: Options) -> None:
-    print(printable(sample(options)))
+    print(printable(text))
 
 
 if __name__ == "__main__":
