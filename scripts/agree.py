@@ -102,8 +102,8 @@ def read(model: GPT, inputs: Tensor, targets: Tensor, tokens: int) -> Reading:
     log_p = -torch.cat(losses)[targets.flatten() != IGNORED]
     prompts = inputs[:, : inputs.shape[1] // 2]
     cached = "cross_length" in model.backend.features
-    how = {"max_new_tokens": tokens, "temperature": 0, "use_cache": cached}
-    return Reading(log_p, generate(model, prompts, **how)[:, -tokens:])
+    written = generate(model, prompts, max_new_tokens=tokens, temperature=0, use_cache=cached)
+    return Reading(log_p, written[:, -tokens:])
 
 
 def compare(a: Reading, b: Reading) -> Row:

@@ -190,7 +190,7 @@ class Measurement:
     @property
     def row(self) -> Row:
         """The measured fields of a benchmark's row, after all turns."""
-        row: Row = dict(self.bytes)
+        row = dict(self.bytes)
         for name, times in self.times.items():
             # between the times: few of them have no 20th percentile outside
             p20, *_, p80 = quantiles(times, n=5, method="inclusive")
@@ -264,7 +264,7 @@ def longest(trial: Callable[[int], Row], *, start: int, device: torch.device) ->
     length, best, failed = start, 0, None
     found: Row = {"limited_by": "memory", "oom": None}
     while length > best and length != failed:
-        outcome = attempt(partial(trial, length), device) or {}
+        outcome = attempt(partial(trial, length), device)
         found |= outcome
         if "refused" in outcome:
             return outcome

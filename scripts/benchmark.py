@@ -212,8 +212,7 @@ def draw(data: Row, path: Path) -> None:
     rows = [row for row in data["rows"] if "seq_len" in row and "refused" not in row]
     if all("oom" in row for row in rows):
         return
-    names = (row["attention"] for row in rows)
-    colors = variant_colors({name: name.partition(":")[0] for name in names})
+    colors = variant_colors({row["attention"]: row["attention"].partition(":")[0] for row in rows})
     lengths = sorted({row["seq_len"] for row in rows})
     x = alt.X("seq_len:Q", title="sequence length, tokens").scale(type="log", nice=False)
     color = alt.Color("attention:N", title=None).legend(labelLimit=400)

@@ -50,14 +50,10 @@ def main(options: Options) -> None:
             f"{options.run} was trained on {config.data.source}, whose tokens are not text: there "
             "is nothing to write"
         )
-    trained_with, wanted = config.attention, options.attention
-    backend = None
-    if wanted not in (None, trained_with.name):
+    own, wanted, backend = config.attention.name, options.attention, None
+    if wanted not in (None, own):
         backend = get_backend(wanted)
-        print(
-            f"attention={wanted}; the run was trained with attention={trained_with.name}",
-            file=sys.stderr,
-        )
+        print(f"attention={wanted}; the run was trained with attention={own}", file=sys.stderr)
     tokenizer = trained_tokenizer(options.run, config)
     trained = load_trained(options.run, config, backend)
 

@@ -144,14 +144,13 @@ def made_call(options: Options) -> Call:
     device, dtype = pick_device(options.device), DTYPES[options.dtype or "fp32"]
     if options.inputs in (None, "worked"):
         q, k, v = (x.to(device, dtype) for x in worked_example())
-        how = {"causal": bool(options.causal)}
-        tiles = {"block_q": 4, "block_kv": 4}
-        return Call(q, k, v, "the worked example", how, **tiles, row=0, columns=WORKED_COLUMNS)
+        source, how = "the worked example", {"causal": bool(options.causal)}
+        return Call(q, k, v, source, how, block_q=4, block_kv=4, row=0, columns=WORKED_COLUMNS)
     length, head_dim = options.seq_len or 128, options.head_dim or 16
     case = Case(1, 1, 1, length, length, head_dim, inputs=options.inputs, seed=options.seed or 0)
     (q, k, v), *_ = case.make(dtype, str(device))
-    how = {"causal": options.causal is not False}
-    return Call(q, k, v, f"inputs={options.inputs} seed={case.seed}", how)
+    source = f"inputs={options.inputs} seed={case.seed}"
+    return Call(q, k, v, source, {"causal": options.causal is not False})
 
 
 def captured_call(options: Options, run: Path) -> Call:
@@ -177,10 +176,11 @@ def captured_call(options: Options, run: Path) -> Call:
     if "alibi_slopes" in function:
         function["alibi_slopes"] = function["alibi_slopes"][head : head + 1]
     source = f"layer {layer}, head {head} of {run} after {trained.step} steps"
-    tile = trained.model.backend.options.get("block_kv")
-    defaults = {"attention": chosen.name, "block_kv": tile or BACKENDS["tiled"].options["block_kv"]}
+    source += ", the first held-out sequence"
+    usual = BACKENDS["tiled"].options["block_kv"]
+    tile = trained.model.backend.options.get("block_kv") or usual
     how = {"causal": True} | function
-    return Call(q, k, v, f"{source}, the first held-out sequence", how, **defaults)
+    return Call(q, k, v, source, how, attention=chosen.name, block_kv=tile)
 
 
 @torch.no_grad()
@@ -212,7 +212,7 @@ def pick_backend(name: str) -> Backend:
 def look(options: Options) -> tuple[Call, Backend, Trace]:
     """Make or capture the inputs, and trace the backend beside `tiled` with the same tiles."""
     call = captured_call(options, options.run) if options.run else made_call(options)
-    shared: dict[str, Any] = {
+    shared = {
         "block_q": options.block_q or call.block_q,
         "block_kv": options.block_kv or call.block_kv,
         "softmax_dtype": options.softmax_dtype,
@@ -224,9 +224,9 @@ def look(options: Options) -> tuple[Call, Backend, Trace]:
     if row is not None and not 0 <= row < queries:
         raise ValueError(f"row={row} is not one of the {queries} queries")
     backend.check_supported(*call[:3], **call.arguments)
-    two = {"backend": backend, "exact": get_backend("tiled", **shared)}
-    how = call.arguments | {"scale": call.q.shape[3] ** -0.5}
-    return call, backend, trace(*call[:3], **two, row=row, **how)
+    exact, scale = get_backend("tiled", **shared), call.q.shape[3] ** -0.5
+    found = trace(*call[:3], backend=backend, exact=exact, row=row, scale=scale, **call.arguments)
+    return call, backend, found
 
 
 def headline(call: Call, backend: Backend) -> str:

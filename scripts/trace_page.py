@@ -11,7 +11,6 @@ from torch import Tensor
 from attention.look.trace import Step, Trace
 
 MAX_NUMBERS = 200_000  # about 1.5 MB of page
-FIGURES = ("scores", "p", "alpha", "row_max", "row_sum", "out")  # of a step
 
 TEMPLATE = Path(__file__).with_name("trace.html")
 SCRIPT = TEMPLATE.with_name("trace.js")
@@ -60,9 +59,8 @@ def lane(step: Step | None, error: Tensor, kept: slice) -> dict[str, Any] | None
     """One backend's numbers for one tile; None if it skips the tile."""
     if step is None:
         return None
-    figures = {name: getattr(step, name) for name in FIGURES}
-    figures |= {"acc": step.acc.abs().amax(-1), "error": error}
-    shown: dict[str, Any] = {name: numbers(x[kept].tolist()) for name, x in figures.items()}
+    figures = vars(step) | {"acc": step.acc.abs().amax(-1), "error": error}
+    shown = {name: numbers(x[kept].tolist()) for name, x in figures.items() if name != "keys"}
     # the mask's -inf becomes null
     shown["scores"] = [[None if x == "-inf" else x for x in row] for row in shown["scores"]]
     # the rows in which each quantity breaks

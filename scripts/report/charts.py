@@ -19,8 +19,7 @@ from scripts.tables import Row, grouped
 from training.record.palette import HUES, variant_places
 from training.record.runs import in_order
 
-OWN, EXACT, TRAIN, SCORE = "val/loss", "val/loss_exact", "train/loss", "attention/max_score"
-ACCURACY, PEAK, SPEED = "val/accuracy", "memory/peak_gib", "step_tokens_per_sec"
+PEAK, SPEED = "memory/peak_gib", "step_tokens_per_sec"
 COSTS = {PEAK: "Peak memory, GiB", SPEED: "Tokens per second, the steps alone"}
 OVERFLOWS = [
     {"name": "exp overflows float16", "value": min(LIMITS.values())},
@@ -90,7 +89,8 @@ def looks_of(runs: list[Run]) -> Looks:
 def loss_charts(runs: list[Run], looks: Looks) -> tuple[list[dict], str]:
     """Of the runs of one length, and a word on what the charts leave out."""
     own, exact, train, accuracy = (
-        {run: run.curve(name) for run in runs} for name in (OWN, EXACT, TRAIN, ACCURACY)
+        {run: run.curve(name) for run in runs}
+        for name in ("val/loss", "val/loss_exact", "train/loss", "val/accuracy")
     )
     domain, note = _losses(own, exact, train)
     charts = curve_chart(own, looks, "Loss under its own attention", domain)
@@ -106,7 +106,9 @@ def loss_charts(runs: list[Run], looks: Looks) -> tuple[list[dict], str]:
 
 def score_chart(runs: list[Run], looks: Looks, title: str) -> list[dict]:
     """The largest scores of the runs of one length, on a logarithmic axis."""
-    curves = {run: {x: y for x, y in run.curve(SCORE).items() if y > 0} for run in runs}
+    curves = {
+        run: {x: y for x, y in run.curve("attention/max_score").items() if y > 0} for run in runs
+    }
     found = _values(curves) or [1]
     # far above the limits, how far is of no interest
     top = min(1000, 1.7 * max(*found, *LIMITS.values()))

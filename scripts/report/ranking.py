@@ -94,7 +94,9 @@ def _ranking(runs: list[Run], baseline: str | None) -> Ranking:
     ranked = dict(sorted(ranked.items(), key=lambda item: (fmean(item[1].values()), item[0])))
     if baseline not in ranked:
         exact = [run for run in runs if run.is_softmax and not run.is_defect]
-        usual = sorted((run for run in exact if run.variant in ranked), key=_usual_first)
+        usual = [run for run in exact if run.variant in ranked]
+        others = len(BASELINES)
+        usual.sort(key=lambda run: (BASELINES.get(run.attention, others), in_order(run.variant)))
         baseline = usual[0].variant if usual else None
     return Ranking(
         runs[0].seq_len,
@@ -116,10 +118,6 @@ def common_seeds(losses: Losses) -> set[str]:
         return bool(seeds) and variants > 1, variants * len(seeds)
 
     return max(candidates, key=worth)
-
-
-def _usual_first(run: Run) -> tuple:
-    return BASELINES.get(run.attention, len(BASELINES)), in_order(run.variant)
 
 
 def verdict(ranking: Ranking, *, at_length: bool) -> tuple[str, str]:

@@ -94,9 +94,8 @@ def completed(runs: Iterable[Run]) -> list[Run]:
 
 
 def measured(runs: Iterable[Run], name: str) -> list[float]:
-    """The figure `name` of each run that has it. A loss of a run that broke is no result."""
-    runs = completed(runs) if name.startswith("val/") else runs
-    return [value for run in runs if (value := run.figure(name)) is not None]
+    """The figure `name` of each completed run that has it. A run that broke has no result."""
+    return [value for run in completed(runs) if (value := run.figure(name)) is not None]
 
 
 def load_runs(dirs: Sequence[Path]) -> list[Run]:
