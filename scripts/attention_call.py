@@ -263,7 +263,7 @@ def longest(trial: Callable[[int], Row], *, start: int, device: torch.device) ->
     """
     length, best, failed = start, 0, None
     found: Row = {"limited_by": "memory", "oom": None}
-    while length > best and length != failed:
+    while length > best:
         outcome = attempt(partial(trial, length), device)
         found |= outcome
         if "refused" in outcome:

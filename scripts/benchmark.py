@@ -239,9 +239,9 @@ def draw(data: Row, path: Path) -> None:
 def heading(row: Row, environment: Row) -> list[str]:
     """What all rows share with this one, and the machine."""
     shared = [f"{key}={row[key]}" for key in SHARED if key in row]
-    hardware, torch_version = environment["hardware"], environment["versions"].get("torch")
+    hardware, torch_version = environment["hardware"], environment["versions"]["torch"]
     machine = hardware.get("gpu") or f"{hardware['cpu']}, {hardware['torch_threads']} threads"
-    commit = (environment.get("commit") or "unknown")[:7]
+    commit = (environment["commit"] or "unknown")[:7]
     return [", ".join(shared), f"{machine}, torch {torch_version}, commit {commit}"]
 
 

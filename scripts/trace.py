@@ -268,9 +268,10 @@ def table(found: Trace) -> str:
     """The followed row, tile by tile."""
     i = found.row - found.rows.start
     heads = ("max score", "largest p", "row_max", "row_sum", "correction", "|acc|", "|output|")
+    heads += ("error", "of tiled")
     lines = [
         f"query {found.row}, of the tile of queries {found.rows.start}:{found.rows.stop}",
-        f"{'keys':>11} " + " ".join(f"{x:>10}" for x in (*heads, "error", "of tiled")),
+        f"{'keys':>11} " + " ".join(f"{x:>10}" for x in heads),
     ]
     for n, (keys, step) in enumerate(zip(found.tiles, found.found, strict=True)):
         figures = (

@@ -164,7 +164,7 @@ def _curve_data(curves: Curves, looks: Looks, highest: float) -> dict[str, list[
         row = {"variant": variant} | _columns({x: fmean(ys) for x, ys in values.items()})
         row |= {"low": [*map(min, values.values())], "high": [*map(max, values.values())]}
         # curves that coincide have their markers at different places
-        every = ceil(len(common) / MARKERS) or 1
+        every = ceil(len(common) / MARKERS)
         marked = [(i + number % 2) % every == 0 for i in range(len(common))]
         means.append(row | {"marked": marked})
     return {"points": points, "means": means, "ends": ends}
@@ -241,8 +241,11 @@ def cost_charts(runs: list[Run], looks: Looks) -> list[dict]:
         dots, ends = [], []
         for (variant, seq_len), own in grouped(runs, lambda x: (x.variant, x.seq_len)).items():
             row = {"variant": variant, "seq_len": seq_len}
-            figures = [(run.seed, run.figure(metric)) for run in own]
-            found = [row | {"seed": seed, "value": x} for seed, x in figures if x is not None]
+            found = [
+                row | {"seed": run.seed, "value": value}
+                for run in own
+                if (value := run.figure(metric)) is not None
+            ]
             dots += found
             if not found and metric == PEAK:
                 statuses = dict.fromkeys(run.status for run in own)
