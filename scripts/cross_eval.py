@@ -229,12 +229,10 @@ def outcome(trained: Trained, backend: Backend, batch: Batch, config: RunConfig)
         )
     except Exception as error:
         if is_foreign(error):  # the user looks for its line
-            why = with_place(error)
-        elif isinstance(error, ValueError) or is_out_of_memory(error):
-            why = first_line(error)
-        else:
-            raise
-        return nothing | {"status": f"refused: {why}"}
+            return nothing | {"status": f"refused: {with_place(error)}"}
+        if isinstance(error, ValueError) or is_out_of_memory(error):
+            return nothing | {"status": f"refused: {first_line(error)}"}
+        raise
     if not math.isfinite(loss):
         return nothing | {"status": "non-finite"}
     return {"loss": loss, "accuracy": accuracy, "status": "ok"}
