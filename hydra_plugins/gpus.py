@@ -78,9 +78,11 @@ class GpusLauncher(Launcher):
         print(f"job {folder.name} on {place}: {' '.join(written['task'])}", flush=True)
         options, _ = options_first(sys.argv[1:])
         command = [
-            *(sys.executable, sys.argv[0]),
+            sys.executable,
+            sys.argv[0],
             *(option for option in options if option not in ("-m", "--multirun")),
-            *(written["hydra"] + written["task"]),
+            *written["hydra"],
+            *written["task"],
             "hydra.mode=RUN",
             f"hydra.run.dir={quoted(str(folder))}",
             f"hydra.job.num={number}",

@@ -130,8 +130,7 @@ class CheckedSweeper(BasicSweeper):
             kept = tuple(each for each in job if not asked_keys([each]) & unread.keys())
             composed[job] = cfg, config, kept
             read_by_some.update(kept)
-        plan: dict[Job, dict[str, Any]] = {}
-        lines: dict[str, None] = {}
+        plan, lines = {}, {}
         for job, (cfg, config, kept) in composed.items():
             left_out = settle(config, asked=set(job) - read_by_some)
             self.check(config)
@@ -158,9 +157,9 @@ class CheckedSweeper(BasicSweeper):
         # process must not take memory of it
         if isinstance(self.launcher, BasicLauncher):
             device = pick_device(config.device)
-            where = {"dtype": pick_dtype(config.dtype, device), "device": device}
+            dtype = pick_dtype(config.dtype, device)
             for backend in schedule.values():
-                check_model(config, backend, **where)
+                check_model(config, backend, dtype=dtype, device=device)
 
 
 def as_overrides(settings: Mapping[str, Any]) -> list[str]:

@@ -39,11 +39,8 @@ from data.interface import IGNORED, TrainingData
 from model import GPT, generate
 from scripts.arguments import Count, command, default, parse_backend
 from scripts.cross_eval import Evaluation, evaluate_runs, trained_runs
-from scripts.tables import Row, by, most, spread, table
+from scripts.tables import Row, by, spread, table
 from training.loop.trained import Trained
-
-# columns of a table: the difference of log p, in nats
-DIFFERENCE = {"mean |d log p|": spread("mean", "{:.1e}"), "largest": most("largest")}
 
 
 @dataclass
@@ -105,8 +102,8 @@ def read(model: GPT, inputs: Tensor, targets: Tensor, tokens: int) -> Reading:
     log_p = -torch.cat(losses)[targets.flatten() != IGNORED]
     prompts = inputs[:, : inputs.shape[1] // 2]
     cached = "cross_length" in model.backend.features
-    how = {"max_new_tokens": tokens, "temperature": 0, "use_cache": cached}
-    return Reading(log_p, generate(model, prompts, **how)[:, -tokens:])
+    written = generate(model, prompts, max_new_tokens=tokens, temperature=0, use_cache=cached)
+    return Reading(log_p, written[:, -tokens:])
 
 
 def compare(a: Reading, b: Reading) -> Row:
@@ -125,8 +122,13 @@ def in_text(rows: Sequence[Row]) -> str:
         return f"{median(counts):g} (least {min(counts)})"
 
     tokens = " or ".join(map(str, sorted({row["tokens"] for row in rows})))
+    columns = {
+        "mean |d log p|": spread("mean", "{:.1e}"),  # in nats
+        "largest": lambda pairs: f"{max(pair['largest'] for pair in pairs):.1e}",
+        f"equal greedy tokens of {tokens}": equal,
+    }
     lines = {f"{a} and {b}": own for (a, b), own in by(rows, "a", "b").items()}
-    return table("", lines, DIFFERENCE | {f"equal greedy tokens of {tokens}": equal})
+    return table("", lines, columns)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from conformance.backend_under_test import standalone
 from conformance.errors import in_one_line
 from conformance.memory_growth import LiveTensors
 from scripts.tables import Row
+from scripts.traffic import pairs
 from training.record.memory import (
     GIB,
     cpu_memory_limit,
@@ -29,11 +30,13 @@ from training.record.memory import (
     is_out_of_memory,
     release_memory,
 )
+from training.record.speed import seconds_between, stamp
 
 FLUSH_BYTES = 256 * 2**20  # several times the L2 cache of any GPU
 SHORTEST_WAIT, LONGEST_WAIT = 0.5e-3, 16e-3  # seconds
 CYCLES_PER_SECOND = 2.5e9  # of a fast GPU: on others the wait is longer than requested
 ROUNDS = 4
+PRODUCTS = {"forward": 2, "backward": 5}  # of matrices
 # of the longest length: its relative precision, and the number that it is a multiple of
 PRECISION, MULTIPLE = 0.12, 64
 LONGEST_TRIAL = 20.0  # seconds
@@ -53,34 +56,20 @@ def seconds(function: Callable[[], Any], *, repeats: int, device: torch.device) 
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
     torch.cuda.synchronize(device)
     wait = min(max(2 * timed_on_host(function), SHORTEST_WAIT), LONGEST_WAIT)
-    events = []
+    stretches = []
     for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         flush.zero_()
         torch.cuda._sleep(int(wait * CYCLES_PER_SECOND))
-        start.record()
+        start = stamp(device)
         function()
-        end.record()
-        events.append((start, end))
-    torch.cuda.synchronize(device)
-    return [start.elapsed_time(end) / 1000 for start, end in events]
+        stretches.append((start, stamp(device)))
+    return [seconds_between(*each) for each in stretches]
 
 
 def timed_on_host(function: Callable[[], Any]) -> float:
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
-
-
-def pairs(shape: Row) -> float:
-    """The number of visible scores of one head. A causal mask leaves half of the square, as is
-    customary; a window leaves fewer.
-    """
-    # length of what attends to itself
-    length = min(shape.get("documents") or shape["seq_len"], shape["seq_len"])
-    window = min(shape.get("window") or length, length)
-    per_document = (window * length - window**2 / 2) if shape["causal"] else length**2
-    return per_document * shape["seq_len"] / length
 
 
 class Call:
@@ -94,8 +83,9 @@ class Call:
         self.backend, self.device = standalone(backend), device
         batch, heads, length = shape["batch"], shape["heads"], shape["seq_len"]
         kv_heads = heads // shape.get("groups", 1)
+        made = {"device": device, "dtype": dtype, "requires_grad": backend.backward}
         self.inputs = [
-            torch.randn(batch, n, length, shape["head_dim"], device=device, dtype=dtype)
+            torch.randn(batch, n, length, shape["head_dim"], **made)
             for n in (heads, kv_heads, kv_heads)
         ]
         names = ("causal", "window", "softcap")
@@ -105,8 +95,6 @@ class Call:
             self.mask["document_ids"] = documents.expand(batch, -1)
         self.flops = 4 * batch * heads * shape["head_dim"] * pairs(shape)  # of the forward pass
         self.trainable = backend.backward
-        for x in self.inputs:
-            x.requires_grad_(self.trainable)
 
     def forward(self) -> Tensor:
         return attention(*self.inputs, backend=self.backend, **self.mask).out
@@ -129,7 +117,7 @@ class Call:
         """What can be timed many times: forward without gradients, and backward over a kept graph
         if the backend has one.
         """
-        functions: dict[str, Callable[[], Any]] = {"forward": self.forward_only}
+        functions = {"forward": self.forward_only}
         if self.trainable:
             out, d_out = self.forward(), torch.randn_like(self.inputs[0])
             functions["backward"] = lambda: self.backward(out, d_out, keep=True)
@@ -202,7 +190,7 @@ class Measurement:
     @property
     def row(self) -> Row:
         """The measured fields of a benchmark's row, after all turns."""
-        row: Row = dict(self.bytes)
+        row = dict(self.bytes)
         for name, times in self.times.items():
             # between the times: few of them have no 20th percentile outside
             p20, *_, p80 = quantiles(times, n=5, method="inclusive")
@@ -211,12 +199,10 @@ class Measurement:
                 f"{name}_p20": p20,
                 f"{name}_p80": p80,
                 f"{name}_repeats": len(times),
+                f"{name}_tflops": PRODUCTS[name] / 2 * self.flops / median(times) / 1e12,
             }
-        row["forward_tflops"] = self.flops / row["forward_seconds"] / 1e12
         if "backward" in self.times:
             row["training_seconds"] = row["forward_seconds"] + row["backward_seconds"]
-            # the backward pass has five products, the forward pass two
-            row["backward_tflops"] = 2.5 * self.flops / row["backward_seconds"] / 1e12
         return row
 
 
@@ -277,8 +263,8 @@ def longest(trial: Callable[[int], Row], *, start: int, device: torch.device) ->
     """
     length, best, failed = start, 0, None
     found: Row = {"limited_by": "memory", "oom": None}
-    while length > best and length != failed:
-        outcome = attempt(partial(trial, length), device) or {}
+    while length > best:
+        outcome = attempt(partial(trial, length), device)
         found |= outcome
         if "refused" in outcome:
             return outcome

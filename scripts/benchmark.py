@@ -96,19 +96,17 @@ def main(options: Options) -> None:
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, device)
     backends = {text: parse_backend(text) for text in options.attention}
-    wrong = {}
-    if options.check:
-        wrong = {text: complaint(text, each, device, dtype) for text, each in backends.items()}
-    # the others are measured all the same
-    right = {text: backend for text, backend in backends.items() if not wrong.get(text)}
+    makes, complaints = {}, []
+    for text, backend in backends.items():
+        if options.check and (wrong := complaint(text, backend, device, dtype)):
+            complaints.append(wrong)  # the others are measured all the same
+        else:
+            makes[text] = partial(Call, backend, device=device, dtype=dtype)
     lengths = options.seq_len[:1] if options.max_length else options.seq_len
     settings = vars(options) | {"unchecked": not options.check or None, "dtype": dtype_name(dtype)}
     shared = {name: settings[name] for name in SHARED if settings[name] is not None}
-    makes: dict[str, Make] = {
-        text: partial(Call, backend, device=device, dtype=dtype) for text, backend in right.items()
-    }
-    rows: list[Row] = []
-    for length in lengths if right else []:
+    rows = []
+    for length in lengths if makes else []:
         shape = {"seq_len": length} | shared
         if options.max_length:
             for text, make in makes.items():
@@ -119,7 +117,7 @@ def main(options: Options) -> None:
             data = {"environment": measured_on(device), "rows": rows}
             write_json(options.out, data)
             draw(data, options.out.with_suffix(".png"))
-    if complaints := list(filter(None, wrong.values())):
+    if complaints:
         raise ValueError("; ".join(complaints))
     if all("refused" in row for row in rows):
         raise ValueError(f"nothing was measured: {rows[0]['refused']}")
@@ -214,8 +212,7 @@ def draw(data: Row, path: Path) -> None:
     rows = [row for row in data["rows"] if "seq_len" in row and "refused" not in row]
     if all("oom" in row for row in rows):
         return
-    names = (row["attention"] for row in rows)
-    colors = variant_colors({name: name.partition(":")[0] for name in names})
+    colors = variant_colors({row["attention"]: row["attention"].partition(":")[0] for row in rows})
     lengths = sorted({row["seq_len"] for row in rows})
     x = alt.X("seq_len:Q", title="sequence length, tokens").scale(type="log", nice=False)
     color = alt.Color("attention:N", title=None).legend(labelLimit=400)
@@ -242,9 +239,9 @@ def draw(data: Row, path: Path) -> None:
 def heading(row: Row, environment: Row) -> list[str]:
     """What all rows share with this one, and the machine."""
     shared = [f"{key}={row[key]}" for key in SHARED if key in row]
-    hardware, torch_version = environment["hardware"], environment["versions"].get("torch")
+    hardware, torch_version = environment["hardware"], environment["versions"]["torch"]
     machine = hardware.get("gpu") or f"{hardware['cpu']}, {hardware['torch_threads']} threads"
-    commit = (environment.get("commit") or "unknown")[:7]
+    commit = (environment["commit"] or "unknown")[:7]
     return [", ".join(shared), f"{machine}, torch {torch_version}, commit {commit}"]
 
 

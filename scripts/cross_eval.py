@@ -42,7 +42,7 @@ from training.loop.trained import Trained, load_trained, read_run_config, traine
 from training.record.environment import measured_on
 from training.record.files import read_meta, write_json
 from training.record.memory import is_out_of_memory, release_memory
-from training.record.names import attention_name, differing_settings, name_runs
+from training.record.names import attention_name, name_runs
 from training.record.runs import remark
 from training.record.text_table import first_line, printable
 
@@ -111,10 +111,9 @@ def trained_runs(options: Evaluation) -> list[TrainedRun]:
     if not configs:
         paths = ", ".join(map(str, options.paths))
         raise ValueError(f"no run below {paths} can be evaluated: {why}")
-    runs = []
-    names, settings = name_runs(summaries), differing_settings(summaries)
-    for config, summary, name, setting in zip(configs, summaries, names, settings, strict=True):
-        length = f" seq_len={setting['seq_len']}" if "seq_len" in setting else ""
+    runs, lengths = [], {config.seq_len for config in configs}
+    for config, summary, name in zip(configs, summaries, name_runs(summaries), strict=True):
+        length = f" seq_len={config.seq_len}" if len(lengths) > 1 else ""
         folder = Path(summary["dir"])
         runs.append(TrainedRun(folder, config, summary["status"], name.variant + length))
     return runs

@@ -94,8 +94,6 @@ def build_workspace(project: str, group: str | None) -> "Workspace":
     from wandb_workspaces.reports.v2 import Config, LinePlot, ScatterPlot, SummaryMetric
     from wandb_workspaces.workspaces import RunsetSettings, Section, Workspace, WorkspaceSettings
 
-    # a curve is a variant and its seq_len
-    seeds = {"groupby": Config("curve"), "groupby_aggfunc": "mean", "groupby_rangefunc": "minmax"}
     sections = []
     for name, metrics in SECTIONS.items():
         panels = [
@@ -105,7 +103,9 @@ def build_workspace(project: str, group: str | None) -> "Workspace":
                 y=[metric],
                 log_y=metric in LOG_SCALE,
                 aggregate=True,
-                **seeds,
+                groupby=Config("curve"),  # a variant and its seq_len
+                groupby_aggfunc="mean",
+                groupby_rangefunc="minmax",
             )
             for metric, title in metrics.items()
         ]

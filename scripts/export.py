@@ -35,8 +35,8 @@ class Options:
     out: Path
 
 
-def export(options: Options) -> list[Path]:
-    """Write the folder; return its files."""
+@command
+def main(options: Options) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -68,12 +68,7 @@ def export(options: Options) -> list[Path]:
             "attention: val/loss_exact of the run is what the weights are worth there",
             file=sys.stderr,
         )
-    return sorted(out.iterdir())
-
-
-@command
-def main(options: Options) -> None:
-    print("\n".join(map(str, export(options))))
+    print(*sorted(out.iterdir()), sep="\n")
 
 
 if __name__ == "__main__":

@@ -102,9 +102,8 @@ def vocab_size_of(config: RunConfig) -> int:
 
 def plan_all(options: Options) -> dict[str, Planned]:
     planned = {}
-    needed = needed_features(compose(*options.overrides))
-    names = ["naive", "sdpa", "triton"]
-    names = options.attention or [name for name in names if name in able(needed)]
+    fit = able(needed_features(compose(*options.overrides)))
+    names = options.attention or [name for name in ("naive", "sdpa", "triton") if name in fit]
     # as in a sweep, one of several attentions may lack an option
     kept = ("attention.",) if len(names) > 1 else ()
     asked = [each for each in options.overrides if not each.startswith(kept)]
@@ -135,9 +134,13 @@ def on_a_gpu(config: RunConfig, backend: Backend, dtype: torch.dtype) -> Backend
 
 
 def model_without_values(planned: Planned) -> GPT:
-    config = planned.config
-    made = {"vocab_size": planned.vocab_size, "backend": planned.backend}
-    return FastGPT(GPT(config.model, **made, attention=config.attention))
+    gpt = GPT(
+        planned.config.model,
+        vocab_size=planned.vocab_size,
+        backend=planned.backend,
+        attention=planned.config.attention,
+    )
+    return FastGPT(gpt)
 
 
 def step_bytes(planned: Planned, batch_size: int) -> dict[str, int]:
@@ -238,8 +241,8 @@ def traffic_table(planned: dict[str, Planned], card: Card) -> list[list[str]]:
 
 def tile_table(call: traffic.Call, shared_kib: int) -> list[list[str]]:
     """Tiles of a flash kernel beside what a block may have."""
-    shared, registers = f"KiB shared of {shared_kib}", f"KiB in registers of {REGISTERS_KIB}"
-    rows = [["tile (queries x keys)", shared, registers, "fits"]]
+    heads = ["tile (queries x keys)", f"KiB shared of {shared_kib}"]
+    rows = [[*heads, f"KiB in registers of {REGISTERS_KIB}", "fits"]]
     for block_q, block_kv in TILES:
         sizes = traffic.tile_bytes(block_q, block_kv, call.head_dim, call.element)
         shared, registers = (size / 1024 for size in sizes)

@@ -33,7 +33,6 @@ from training import build_run
 from training.loop.optimizer import set_learning_rate
 from training.loop.ranks import leave, of_environment
 from training.loop.step import Figures, Stepper, gradients, update
-from training.record.files import Row
 
 ROWS = 25
 
@@ -50,7 +49,7 @@ def record(config: RunConfig, steps: int, warmup: int) -> profile:
     """The profiler after `steps` steps of a run, without looks, evaluation or saves."""
     # otherwise code compiled for a CPU would not appear in the trace
     torch._inductor.config.cpp.enable_kernel_profile = True
-    facts: Row = {}
+    facts = {}
     run = build_run(replace(config, cuda_graph="false"), facts)
     activities = [ProfilerActivity.CPU]
     if run.device.type == "cuda":

@@ -27,7 +27,7 @@ from data.interface import TrainingData
 from data.synthetic import SyntheticData
 from scripts.arguments import Count, command, default
 from scripts.cross_eval import Evaluation, evaluate_runs, trained_runs
-from scripts.tables import Row, by, spread, table, values
+from scripts.tables import Row, by, spread, table
 from training.loop.evaluate import evaluate_under
 from training.loop.trained import Trained
 
@@ -77,7 +77,7 @@ def in_text(rows: Sequence[Row]) -> str:
 def lost_at(rows: Sequence[Row]) -> str:
     """The first length at which the mean over seeds is below one half."""
     for length, own in sorted(by(rows, "length").items()):
-        if fmean(values(own, "accuracy")) < 0.5:
+        if fmean(row["accuracy"] for row in own) < 0.5:
             return str(length)
     return "none of them"
 

@@ -42,26 +42,23 @@ class Options:
     cache: bool | None = None
 
 
-def sample(options: Options) -> str:
+@command
+def main(options: Options) -> None:
     config = replace(read_run_config(options.run), device=options.device)
     if config.data.source in SYNTHETIC_SOURCES:
         raise ValueError(
             f"{options.run} was trained on {config.data.source}, whose tokens are not text: there "
             "is nothing to write"
         )
-    trained_with, wanted = config.attention, options.attention
-    backend = None
-    if wanted not in (None, trained_with.name):
+    own, wanted, backend = config.attention.name, options.attention, None
+    if wanted not in (None, own):
         backend = get_backend(wanted)
-        print(
-            f"attention={wanted}; the run was trained with attention={trained_with.name}",
-            file=sys.stderr,
-        )
+        print(f"attention={wanted}; the run was trained with attention={own}", file=sys.stderr)
     tokenizer = trained_tokenizer(options.run, config)
     trained = load_trained(options.run, config, backend)
 
     with trained.autocast:
-        return sample_text(
+        text = sample_text(
             trained.model,
             tokenizer,
             options.prompt,
@@ -71,11 +68,7 @@ def sample(options: Options) -> str:
             seed=options.seed,
             use_cache=options.cache,
         )
-
-
-@command
-def main(options: Options) -> None:
-    print(printable(sample(options)))
+    print(printable(text))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def mean_and_deviation(values: Sequence[float], form: str) -> str:
     mean = form.format(fmean(values))
     if len(values) == 1:
         return mean
-    return f"{mean} ± {form.replace('+', '').format(stdev(values))}"
+    return f"{mean} ± {form.format(stdev(values))}"
 
 
 def by(rows: Iterable[Row], *names: str) -> dict[Any, list[Row]]:
@@ -34,24 +34,12 @@ def by(rows: Iterable[Row], *names: str) -> dict[Any, list[Row]]:
     return grouped(rows, itemgetter(*names))
 
 
-def table(title: str, groups: Mapping[Any, list[Row]], columns: Mapping[str, Cell]) -> str:
-    """A table with one line per group; the column `title` has the group's name or names."""
-    lines = [[title, *columns]]
-    for group, rows in groups.items():
-        names = group if isinstance(group, tuple) else (group,)
-        lines.append([", ".join(map(str, names)), *(cell(rows) for cell in columns.values())])
-    return text_table(lines)
-
-
-def values(rows: Iterable[Row], name: str) -> list[Any]:
-    """The values of `name` in the rows that have it."""
-    return [row[name] for row in rows if name in row]
+def table(title: str, groups: Mapping[str, list[Row]], columns: Mapping[str, Cell]) -> str:
+    """A table with one line per group; the column `title` has the group's name."""
+    lines = [[name, *(cell(rows) for cell in columns.values())] for name, rows in groups.items()]
+    return text_table([[title, *columns], *lines])
 
 
 def spread(name: str, form: str) -> Cell:
-    """A table column with mean and standard deviation."""
-    return lambda rows: mean_and_deviation(values(rows, name), form)
-
-
-def most(name: str) -> Cell:
-    return lambda rows: f"{max(values(rows, name)):.1e}"
+    """A table column with mean and standard deviation of `name`, over the rows that have it."""
+    return lambda rows: mean_and_deviation([row[name] for row in rows if name in row], form)

@@ -116,7 +116,7 @@ class Call(NamedTuple):
     k: Tensor  # (1, 1, M, D)
     v: Tensor
     source: str  # the origin of q, k and v, in words
-    arguments: dict[str, Any]  # of attention(): causal and scale, and the function of a run's layer
+    arguments: dict[str, Any]  # of attention(): causal, and the function of a run's layer
     # the defaults of the keys with these names
     attention: str = "no_rescale"
     block_q: int = 16
@@ -145,14 +145,13 @@ def made_call(options: Options) -> Call:
     device, dtype = pick_device(options.device), DTYPES[options.dtype or "fp32"]
     if options.inputs in (None, "worked"):
         q, k, v = (x.to(device, dtype) for x in worked_example())
-        how = {"causal": bool(options.causal), "scale": 0.5}
-        tiles = {"block_q": 4, "block_kv": 4}
-        return Call(q, k, v, "the worked example", how, **tiles, row=0, columns=WORKED_COLUMNS)
+        source, how = "the worked example", {"causal": bool(options.causal)}
+        return Call(q, k, v, source, how, block_q=4, block_kv=4, row=0, columns=WORKED_COLUMNS)
     length, head_dim = options.seq_len or 128, options.head_dim or 16
     case = Case(1, 1, 1, length, length, head_dim, inputs=options.inputs, seed=options.seed or 0)
     (q, k, v), *_ = case.make(dtype, str(device))
-    how = {"causal": options.causal is not False, "scale": head_dim**-0.5}
-    return Call(q, k, v, f"inputs={options.inputs} seed={case.seed}", how)
+    source = f"inputs={options.inputs} seed={case.seed}"
+    return Call(q, k, v, source, {"causal": options.causal is not False})
 
 
 def captured_call(options: Options, run: Path) -> Call:
@@ -178,10 +177,11 @@ def captured_call(options: Options, run: Path) -> Call:
     if "alibi_slopes" in function:
         function["alibi_slopes"] = function["alibi_slopes"][head : head + 1]
     source = f"layer {layer}, head {head} of {run} after {trained.step} steps"
-    tile = trained.model.backend.options.get("block_kv")
-    defaults = {"attention": chosen.name, "block_kv": tile or BACKENDS["tiled"].options["block_kv"]}
-    how = {"causal": True, "scale": model.head_dim**-0.5} | function
-    return Call(q, k, v, f"{source}, the first held-out sequence", how, **defaults)
+    source += ", the first held-out sequence"
+    usual = BACKENDS["tiled"].options["block_kv"]
+    tile = trained.model.backend.options.get("block_kv") or usual
+    how = {"causal": True} | function
+    return Call(q, k, v, source, how, attention=chosen.name, block_kv=tile)
 
 
 @torch.no_grad()
@@ -213,7 +213,7 @@ def pick_backend(name: str) -> Backend:
 def look(options: Options) -> tuple[Call, Backend, Trace]:
     """Make or capture the inputs, and trace the backend beside `tiled` with the same tiles."""
     call = captured_call(options, options.run) if options.run else made_call(options)
-    shared: dict[str, Any] = {
+    shared = {
         "block_q": options.block_q or call.block_q,
         "block_kv": options.block_kv or call.block_kv,
         "softmax_dtype": options.softmax_dtype,
@@ -224,16 +224,15 @@ def look(options: Options) -> tuple[Call, Backend, Trace]:
         raise ValueError(f"seq_len={queries}: a replay takes at most {MOST_TOKENS} tokens")
     if row is not None and not 0 <= row < queries:
         raise ValueError(f"row={row} is not one of the {queries} queries")
-    function = {name: value for name, value in call.arguments.items() if name != "scale"}
-    backend.check_supported(*call[:3], **function)
-    two = {"backend": backend, "exact": get_backend("tiled", **shared)}
-    return call, backend, trace(*call[:3], **two, row=row, **call.arguments)
+    backend.check_supported(*call[:3], **call.arguments)
+    exact, scale = get_backend("tiled", **shared), call.q.shape[3] ** -0.5
+    found = trace(*call[:3], backend=backend, exact=exact, row=row, scale=scale, **call.arguments)
+    return call, backend, found
 
 
 def headline(call: Call, backend: Backend) -> str:
     options, arguments = backend.options, dict(call.arguments)
     causal = ", causal" if arguments.pop("causal") else ""
-    del arguments["scale"]
     changes = "".join(
         f", {name.removesuffix('_slopes')}={float(x):g}" for name, x in arguments.items()
     )
@@ -270,14 +269,23 @@ def table(found: Trace) -> str:
     """The followed row, tile by tile."""
     i = found.row - found.rows.start
     heads = ("max score", "largest p", "row_max", "row_sum", "correction", "|acc|", "|output|")
+    heads += ("error", "of tiled")
     lines = [
         f"query {found.row}, of the tile of queries {found.rows.start}:{found.rows.stop}",
-        f"{'keys':>11} " + " ".join(f"{x:>10}" for x in (*heads, "error", "of tiled")),
+        f"{'keys':>11} " + " ".join(f"{x:>10}" for x in heads),
     ]
     for n, (keys, step) in enumerate(zip(found.tiles, found.found, strict=True)):
-        figures = (step.scores[i].amax(), step.p[i].amax())
-        figures += (step.row_max[i], step.row_sum[i], step.alpha[i], step.acc[i].abs().amax())
-        figures += (step.out[i].abs().amax(), found.error[n][i], found.exact_error[n][i])
+        figures = (
+            step.scores[i].amax(),
+            step.p[i].amax(),
+            step.row_max[i],
+            step.row_sum[i],
+            step.alpha[i],
+            step.acc[i].abs().amax(),
+            step.out[i].abs().amax(),
+            found.error[n][i],
+            found.exact_error[n][i],
+        )
         mark = "  <- breaks" if n == found.breaks[i] else ""
         lines.append(
             f"{keys[0]:>5}:{keys[1]:<5} " + " ".join(f"{x.item():>10.4g}" for x in figures) + mark

@@ -11,7 +11,6 @@ from torch import Tensor
 from attention.look.trace import Step, Trace
 
 MAX_NUMBERS = 200_000  # about 1.5 MB of page
-FIGURES = ("scores", "p", "alpha", "row_max", "row_sum", "out")  # of a step
 
 TEMPLATE = Path(__file__).with_name("trace.html")
 SCRIPT = TEMPLATE.with_name("trace.js")
@@ -27,7 +26,7 @@ def render_page(found: Trace, about: dict[str, Any]) -> str:
     steps = [
         {
             "keys": keys,
-            "reference": numbers(found.reference[n][kept]),
+            "reference": numbers(found.reference[n][kept].tolist()),
             "exact": lane(found.exact[n], found.exact_error[n], kept),
             "found": lane(found.found[n], found.error[n], kept),
         }
@@ -60,9 +59,8 @@ def lane(step: Step | None, error: Tensor, kept: slice) -> dict[str, Any] | None
     """One backend's numbers for one tile; None if it skips the tile."""
     if step is None:
         return None
-    figures = {name: getattr(step, name) for name in FIGURES}
-    figures |= {"acc": step.acc.abs().amax(-1), "error": error}
-    shown: dict[str, Any] = {name: numbers(x[kept]) for name, x in figures.items()}
+    figures = vars(step) | {"acc": step.acc.abs().amax(-1), "error": error}
+    shown = {name: numbers(x[kept].tolist()) for name, x in figures.items() if name != "keys"}
     # the mask's -inf becomes null
     shown["scores"] = [[None if x == "-inf" else x for x in row] for row in shown["scores"]]
     # the rows in which each quantity breaks
@@ -71,13 +69,9 @@ def lane(step: Step | None, error: Tensor, kept: slice) -> dict[str, Any] | None
     return shown
 
 
-def numbers(x: Tensor) -> list[Any]:
+def numbers(x: Any) -> Any:
     """Nested lists of four digits; NaN and infinity, which JSON lacks, as strings."""
-
-    def brief(value: Any) -> Any:
-        if isinstance(value, list):
-            return [brief(item) for item in value]
-        text = f"{value:.4g}"
-        return text if text in ("nan", "inf", "-inf") else float(text)
-
-    return brief(x.double().tolist())
+    if isinstance(x, list):
+        return list(map(numbers, x))
+    text = f"{x:.4g}"
+    return text if text in ("nan", "inf", "-inf") else float(text)

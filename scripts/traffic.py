@@ -8,6 +8,19 @@ counts all requests.
 """
 
 from dataclasses import dataclass
+from typing import Any
+
+
+def pairs(shape: dict[str, Any]) -> float:
+    """The number of visible scores of one head. A causal mask leaves half of the square, as is
+    customary; a window leaves fewer. shape: seq_len, causal; optionally window, and documents
+    (tokens of each document packed into a sequence).
+    """
+    # length of what attends to itself
+    length = min(shape.get("documents") or shape["seq_len"], shape["seq_len"])
+    window = min(shape.get("window") or length, length)
+    per_document = (window * length - window**2 / 2) if shape["causal"] else length**2
+    return per_document * shape["seq_len"] / length
 
 
 @dataclass(frozen=True)
@@ -27,15 +40,9 @@ class Call:
         return self.batch * self.heads * self.seq_len * self.head_dim * self.element
 
     @property
-    def scores(self) -> int:
-        """Number of scores, including hidden ones."""
-        return self.batch * self.heads * self.seq_len**2
-
-    @property
     def flops(self) -> float:
-        """FLOPs of the two products. A causal mask leaves half of them, a window fewer still."""
-        hidden = self.seq_len - min(self.window or self.seq_len, self.seq_len)
-        return 2 * (self.scores - self.batch * self.heads * hidden**2) * self.head_dim
+        """FLOPs of the two products over the visible scores."""
+        return 4 * self.batch * self.heads * self.head_dim * pairs(vars(self) | {"causal": True})
 
 
 def naive(call: Call) -> int:
@@ -49,7 +56,8 @@ def naive(call: Call) -> int:
     # times
     of_a_score = 15 * 4 + 1 + 4 + 2 * cast
     wide = 16 * call.query_bytes // call.element  # float32 q and k, written and read
-    return call.scores * of_a_score + 4 * call.query_bytes + wide
+    scores = call.batch * call.heads * call.seq_len**2  # including hidden ones
+    return scores * of_a_score + 4 * call.query_bytes + wide
 
 
 def visited_keys(call: Call, block_q: int, block_kv: int) -> int:

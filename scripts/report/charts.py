@@ -14,13 +14,12 @@ from typing import Any
 import altair as alt
 
 from attention import LIMITS
-from scripts.report.runs import Curve, Run, measured
+from scripts.report.runs import Curve, Run
 from scripts.tables import Row, grouped
 from training.record.palette import HUES, variant_places
 from training.record.runs import in_order
 
-OWN, EXACT, TRAIN, SCORE = "val/loss", "val/loss_exact", "train/loss", "attention/max_score"
-ACCURACY, PEAK, SPEED = "val/accuracy", "memory/peak_gib", "step_tokens_per_sec"
+PEAK, SPEED = "memory/peak_gib", "step_tokens_per_sec"
 COSTS = {PEAK: "Peak memory, GiB", SPEED: "Tokens per second, the steps alone"}
 OVERFLOWS = [
     {"name": "exp overflows float16", "value": min(LIMITS.values())},
@@ -89,7 +88,10 @@ def looks_of(runs: list[Run]) -> Looks:
 
 def loss_charts(runs: list[Run], looks: Looks) -> tuple[list[dict], str]:
     """Of the runs of one length, and a word on what the charts leave out."""
-    own, exact, train = ({run: run.curve(name) for run in runs} for name in (OWN, EXACT, TRAIN))
+    own, exact, train, accuracy = (
+        {run: run.curve(name) for run in runs}
+        for name in ("val/loss", "val/loss_exact", "train/loss", "val/accuracy")
+    )
     domain, note = _losses(own, exact, train)
     charts = curve_chart(own, looks, "Loss under its own attention", domain)
     apart = [abs(y - exact[run][x]) for run in runs for x, y in own[run].items() if x in exact[run]]
@@ -98,14 +100,15 @@ def loss_charts(runs: list[Run], looks: Looks) -> tuple[list[dict], str]:
     else:
         charts += curve_chart(exact, looks, "Loss under exact attention", domain)
     charts += curve_chart(_thinned(train, fmean), looks, "Training loss", domain)
-    accuracy = {run: run.curve(ACCURACY) for run in runs}
     charts += curve_chart(accuracy, looks, "Accuracy", [-0.02, 1.02], "accuracy")
     return charts, note
 
 
 def score_chart(runs: list[Run], looks: Looks, title: str) -> list[dict]:
     """The largest scores of the runs of one length, on a logarithmic axis."""
-    curves = {run: {x: y for x, y in run.curve(SCORE).items() if y > 0} for run in runs}
+    curves = {
+        run: {x: y for x, y in run.curve("attention/max_score").items() if y > 0} for run in runs
+    }
     found = _values(curves) or [1]
     # far above the limits, how far is of no interest
     top = min(1000, 1.7 * max(*found, *LIMITS.values()))
@@ -135,13 +138,9 @@ def _losses(own: Curves, *others: Curves) -> tuple[list[float], str]:
     first = [next(iter(curve.values())) for curve in own.values() if curve]
     most, usual = max(losses), 1.2 * median(first or losses)
     note = f"Losses above {usual:.1f} lie outside, up to {most:.3g}." if most > usual else ""
-    return _with_margin([min(losses), min(most, usual)]), note
-
-
-def _with_margin(values: list[float]) -> list[float]:
-    low, high = min(values), max(values)
+    low, high = min(losses), min(most, usual)
     margin = 0.04 * (high - low) or 0.1
-    return [low - margin, high + margin]
+    return [low - margin, high + margin], note
 
 
 def _curve_data(curves: Curves, looks: Looks, highest: float) -> dict[str, list[Row]]:
@@ -165,7 +164,7 @@ def _curve_data(curves: Curves, looks: Looks, highest: float) -> dict[str, list[
         row = {"variant": variant} | _columns({x: fmean(ys) for x, ys in values.items()})
         row |= {"low": [*map(min, values.values())], "high": [*map(max, values.values())]}
         # curves that coincide have their markers at different places
-        every = ceil(len(common) / MARKERS) or 1
+        every = ceil(len(common) / MARKERS)
         marked = [(i + number % 2) % every == 0 for i in range(len(common))]
         means.append(row | {"marked": marked})
     return {"points": points, "means": means, "ends": ends}
@@ -186,12 +185,11 @@ def curve_chart(
     if not data["points"]:
         return []
     last = max(row["tokens"][-1] for row in data["points"]) or 1
-    x_scale = alt.Scale(domain=[-0.02 * last, 1.02 * last], nice=False)
-    x = alt.X("tokens:Q", title="tokens", scale=x_scale, axis=alt.Axis(format=".3~s"))
+    x = alt.X("tokens:Q", title="tokens").axis(format=".3~s")
+    x = x.scale(domain=[-0.02 * last, 1.02 * last], nice=False)
+    y = alt.Y("value:Q").axis(format="%" if kind == "accuracy" else "~r", grid=not is_log)
     # without clamp: a clamped axis prints the names of ticks that lie beyond it at its edge
-    y_scale = alt.Scale(domain=domain, nice=False, **{"type": "log"} if is_log else {"zero": False})
-    y_axis = alt.Axis(format="%" if kind == "accuracy" else "~r", grid=not is_log)
-    y = alt.Y("value:Q", scale=y_scale, axis=y_axis)
+    y = y.scale(domain=domain, nice=False, **{"type": "log"} if is_log else {"zero": False})
     near = alt.selection_point(
         name="near", on="pointerover", clear="pointerout", nearest=True, empty=False
     )
@@ -236,25 +234,30 @@ def cost_charts(runs: list[Run], looks: Looks) -> list[dict]:
     if len(lengths) < 2:
         return []
     scale = alt.Scale(type="log", padding=20, nice=False)
-    x = alt.X("seq_len:Q", scale=scale, axis=alt.Axis(values=lengths, format=","))
+    x = alt.X("seq_len:Q", scale=scale).axis(values=lengths, format=",")
     dash, shape = _dash_and_shape(looks)
     charts = []
     for metric, title in COSTS.items():
         dots, ends = [], []
         for (variant, seq_len), own in grouped(runs, lambda x: (x.variant, x.seq_len)).items():
             row = {"variant": variant, "seq_len": seq_len}
-            values = [(run.seed, value) for run in own for value in measured([run], metric)]
-            dots += [row | {"seed": seed, "value": value} for seed, value in values]
-            if not values and metric == PEAK:
+            found = [
+                row | {"seed": run.seed, "value": value}
+                for run in own
+                if (value := run.figure(metric)) is not None
+            ]
+            dots += found
+            if not found and metric == PEAK:
                 statuses = dict.fromkeys(run.status for run in own)
                 ends.append(row | {"ended": ", ".join(statuses)})
-        axis = alt.Axis(format=".3~s" if metric == SPEED else "~r", tickCount=4)
+        y = alt.Y("value:Q", scale=scale)
+        y = y.axis(format=".3~s" if metric == SPEED else "~r", tickCount=4)
         shown = _shown("dots", looks).encode(x)
         points = shown.mark_point(size=60, filled=True, fillOpacity=0.8)
         tooltip = ["variant:N", "seq_len:Q", "seed:N", VALUE]
         layers = [
             shown.mark_line(strokeWidth=2.2).encode(dash, y="mean(value):Q"),
-            points.encode(alt.Y("value:Q", axis=axis, scale=scale), shape, tooltip=tooltip),
+            points.encode(y, shape, tooltip=tooltip),
         ]
         if ends:  # without rows, their layer has no axis
             crosses = _shown("ends", looks).mark_point(shape=CROSS, size=200, filled=True)
@@ -281,8 +284,7 @@ def _dash_and_shape(looks: Looks) -> tuple[alt.StrokeDash, alt.Shape]:
 
 def _look(channel: type, looks: Looks, values: Any) -> Any:
     """A channel with a value for each variant, in their order."""
-    scale = alt.Scale(domain=list(looks), range=values)
-    return channel("variant:N", scale=scale, legend=None)
+    return channel("variant:N", legend=None).scale(domain=list(looks), range=values)
 
 
 def _spec(layers: list[alt.Chart], data: dict[str, list], title: str, **meta: Any) -> dict:

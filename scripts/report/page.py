@@ -19,7 +19,7 @@ import vl_convert
 from scripts.report.charts import Look, Looks, cost_charts, looks_of, loss_charts, score_chart
 from scripts.report.doubts import doubts
 from scripts.report.ranking import Ranking, verdict
-from scripts.report.runs import Run, completed, measured
+from scripts.report.runs import Run, measured
 from scripts.tables import grouped, mean_and_deviation
 from training.record.palette import HUES
 from training.record.runs import remark
@@ -44,15 +44,16 @@ def render(runs: list[Run], rankings: list[Ranking], *, left_out: int, folder: s
     """
     looks = looks_of(runs)
     several = len({ranking.seq_len for ranking in rankings}) > 1
-    verdicts = [verdict(ranking, at_length=several) for ranking in rankings]
-    verdicts = verdicts or [("No result", "No completed run was evaluated.")]
-    here = Path(__file__).parent
-    script = (here / "page.js").read_text(encoding="utf-8")
+    verdicts = [verdict(ranking, at_length=several) for ranking in rankings] or [
+        ("No result", "No completed run was evaluated.")
+    ]
+    names = ("page.html", "page.css", "page.js")
+    template, css, script = (Path(__file__).with_name(name).read_text("utf-8") for name in names)
     vega = _vega()
-    return Template((here / "page.html").read_text(encoding="utf-8")).substitute(
+    return Template(template).substitute(
         policy=" ".join(map(_checksum, (script, vega))),
         title=escape(f"{verdicts[0][0]}: {folder}"),
-        css=(here / "page.css").read_text(encoding="utf-8"),
+        css=css,
         summary=escape(_summary(runs, folder)),
         verdicts="".join(
             f"<h1>{escape(head)}</h1><p class=lead>{escape(text)}</p>" for head, text in verdicts
@@ -108,7 +109,7 @@ def _variants(runs: list[Run], rankings: list[Ranking], looks: Looks) -> str:
     """A row for each variant and length, best first: means over its completed runs with the
     standard deviation over seeds, and the difference to the baseline.
     """
-    columns = {name: each for name, each in COLUMNS.items() if measured(completed(runs), name)}
+    columns = {name: each for name, each in COLUMNS.items() if measured(runs, name)}
     if len({run.data for run in runs}) == 1:  # bits per byte are the loss times a constant
         columns = {name: each for name, each in columns.items() if "bpb" not in name}
     several = len({run.seq_len for run in runs}) > 1
@@ -119,7 +120,7 @@ def _variants(runs: list[Run], rankings: list[Ranking], looks: Looks) -> str:
         if len(looks) > 1:
             cells["beside baseline"] = _beside(rankings, own[0])
         for name, (head, form) in columns.items():
-            cells[head] = mean_and_deviation(measured(completed(own), name), form)
+            cells[head] = mean_and_deviation(measured(own, name), form)
         note = "<small>broken on purpose</small>" if looks[variant].is_defect else ""
         row = f"<th>{_button(variant, looks[variant])}{note}</th>"
         for head, cell in cells.items():

@@ -44,14 +44,6 @@ class Ranking:
     baseline: str | None
     unranked: list[str]  # variants that lack some of the seeds
 
-    @property
-    def best(self) -> str:
-        return next(iter(self.losses))
-
-    @property
-    def seeds(self) -> int:
-        return len(self.losses[self.best])
-
     def difference(self, variant: str, other: str) -> Difference:
         """How much higher the loss of `variant` is than that of `other`."""
         seeds = self.losses[other]
@@ -71,8 +63,9 @@ def rank(runs: list[Run], baseline: str | None = None) -> list[Ranking]:
     if baseline is not None and baseline not in variants:
         raise ValueError(f"baseline={baseline} is none of the variants: {', '.join(variants)}")
     judged = [run for run in completed(runs) if run.figure(run.judged_by) is not None]
-    groups = sorted(grouped(judged, lambda run: run.compares_by).items())
-    return [_ranking(group, baseline) for _, group in groups]
+    # the seeds follow: see common_seeds()
+    alike = grouped(judged, lambda run: (run.seq_len, run.tokens, run.eval_sequences, run.data))
+    return [_ranking(group, baseline) for _, group in sorted(alike.items())]
 
 
 def best_first(runs: list[Run], rankings: list[Ranking]) -> list[Run]:
@@ -93,19 +86,24 @@ def _ranking(runs: list[Run], baseline: str | None) -> Ranking:
         metric, by_seed = judged_by[variant], grouped(own, lambda run: run.seed)
         losses[variant] = {seed: fmean(measured(each, metric)) for seed, each in by_seed.items()}
     seeds = common_seeds(losses)
-    ranked = [
-        (variant, {seed: own[seed] for seed in seeds})
+    ranked = {
+        variant: {seed: own[seed] for seed in seeds}
         for variant, own in losses.items()
         if seeds <= own.keys()
-    ]
-    ranked = dict(sorted(ranked, key=lambda item: (fmean(item[1].values()), item[0])))
-    exact = [run for run in runs if run.is_softmax and not run.is_defect and run.variant in ranked]
+    }
+    ranked = dict(sorted(ranked.items(), key=lambda item: (fmean(item[1].values()), item[0])))
+    if baseline not in ranked:
+        exact = [run for run in runs if run.is_softmax and not run.is_defect]
+        usual = [run for run in exact if run.variant in ranked]
+        others = len(BASELINES)
+        usual.sort(key=lambda run: (BASELINES.get(run.attention, others), in_order(run.variant)))
+        baseline = usual[0].variant if usual else None
     return Ranking(
         runs[0].seq_len,
         runs[0].tokens,
         ranked,
         judged_by,
-        baseline if baseline in ranked else pick_baseline(exact),
+        baseline,
         [variant for variant in losses if variant not in ranked],
     )
 
@@ -122,41 +120,38 @@ def common_seeds(losses: Losses) -> set[str]:
     return max(candidates, key=worth)
 
 
-def pick_baseline(exact: list[Run]) -> str | None:
-    def place(run: Run) -> tuple:
-        return BASELINES.get(run.attention, len(BASELINES)), in_order(run.variant)
-
-    return min(exact, key=place).variant if exact else None
-
-
 def verdict(ranking: Ranking, *, at_length: bool) -> tuple[str, str]:
     """The result as a headline and a sentence. at_length: whether to name the length."""
-    losses, best = ranking.losses, ranking.best
-    means = {
-        name: f"{ranking.judged_by[name]} {fmean(own.values()):.3f}" for name, own in losses.items()
-    }
+    head, text = _result(ranking)
     where = f" at {ranking.seq_len:,} tokens of context" if at_length else ""
     after = f"After {ranking.tokens:,.0f} tokens, " if ranking.tokens else ""
     lacking = ", ".join(ranking.unranked)
     unranked = f" Not ranked, for want of the same seeds: {lacking}." if lacking else ""
-    if ranking.seeds == 1:
-        head = f"One seed: no winner{where}" if len(losses) > 1 else f"{best}{where}"
+    return head + where, f"{after}{text}.{unranked}"
+
+
+def _result(ranking: Ranking) -> tuple[str, str]:
+    """Who is best, and by how much."""
+    losses = ranking.losses
+    best, *others = losses
+    seeds = len(losses[best])
+    means = {
+        name: f"{ranking.judged_by[name]} {fmean(own.values()):.3f}" for name, own in losses.items()
+    }
+    if seeds == 1:
         order = ", ".join(f"{mean} of {name}" for name, mean in means.items())
-        return head, f"{after}one seed has {order}.{unranked}"
+        return "One seed: no winner" if others else best, f"one seed has {order}"
     spread = f"{means[best]} ± {stdev(losses[best].values()):.3f}"
-    text = f"{after}{ranking.seeds} seeds of {best} have {spread}"
-    if len(losses) == 1:
-        return f"{best}{where}", f"{text}.{unranked}"
-    head = f"{best} is best{where}"
-    others = list(losses)[1:]
+    text = f"{seeds} seeds of {best} have {spread}"
+    if not others:
+        return best, text
+    head = f"{best} is best"
     if level := [name for name in others if not ranking.difference(name, best).is_clear]:
-        head = f"No winner{where}"
-        text = f"{after}{ranking.seeds} seeds do not tell {best} from {', '.join(level)}."
-        text += f" {best} has {spread}"
+        head, names = "No winner", ", ".join(level)
+        text = f"{seeds} seeds do not tell {best} from {names}. {best} has {spread}"
     whose, other = "the baseline", ranking.baseline
     if other in (None, best):
         whose, other = "the next", others[0]
     mean, half = ranking.difference(other, best)
     interval = f"{mean - half:+z.3f} to {mean + half:+z.3f}"
-    text += f", {mean:.3f} below {whose}, {other} (paired by seed, 95%: {interval})"
-    return head, f"{text}.{unranked}"
+    return head, f"{text}, {mean:.3f} below {whose}, {other} (paired by seed, 95%: {interval})"

@@ -1,7 +1,7 @@
 """Read the runs of a report from their files: complete, interrupted, damaged, or never started."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,12 @@ class Run:
     """One training run."""
 
     summary: Row
-    metrics: list[Row] = field(default_factory=list)
-    env: Row = field(default_factory=dict)
-    eval_sequences: int = 0  # held-out sequences behind its losses; 0 is unknown
-    place: str = ""  # its folder, relative to the report's folder
-    variant: str = ""  # the variant's name; see training.record.names
-    name: str = ""  # variant, seq_len and seed; unique in a report
+    metrics: list[Row]
+    env: Row
+    eval_sequences: float  # held-out sequences behind its losses; 0 is unknown
+    place: str  # its folder, relative to the report's folder
+    variant: str  # the variant's name; see training.record.names
+    name: str  # variant, seq_len and seed; unique in a report
 
     @property
     def status(self) -> str:
@@ -62,11 +62,6 @@ class Run:
         return self.figure("tokens") or 0
 
     @property
-    def compares_by(self) -> tuple[Any, ...]:
-        """Runs with equal values here and equal seeds are comparable."""
-        return self.seq_len, self.tokens, self.eval_sequences, self.data
-
-    @property
     def seq_len(self) -> int:
         return int(self.figure("seq_len") or 0)
 
@@ -99,9 +94,8 @@ def completed(runs: Iterable[Run]) -> list[Run]:
 
 
 def measured(runs: Iterable[Run], name: str) -> list[float]:
-    """The figure `name` of each run that has it. A loss of a run that broke is no result."""
-    runs = completed(runs) if name.startswith("val/") else runs
-    return [value for run in runs if (value := run.figure(name)) is not None]
+    """The figure `name` of each completed run that has it. A run that broke has no result."""
+    return [value for run in completed(runs) if (value := run.figure(name)) is not None]
 
 
 def load_runs(dirs: Sequence[Path]) -> list[Run]:
@@ -112,17 +106,16 @@ def load_runs(dirs: Sequence[Path]) -> list[Run]:
             f"no runs below {', '.join(map(str, dirs))}: a run is a folder with a summary.json or "
             "a metrics.jsonl"
         )
-    runs = [_load(path, row) for path, row in summaries.items()]
-    top = dirs[0].resolve()
-    names = name_runs([run.summary for run in runs])
-    for run, path, own in zip(runs, summaries, names, strict=True):
-        run.variant, run.name = own
+    runs, top = [], dirs[0].resolve()
+    for path, names in zip(summaries, name_runs(list(summaries.values())), strict=True):
         # no path of this machine, because reports are passed on
-        run.place = str(path.relative_to(top)) if len(dirs) == 1 and path != top else path.name
+        place = str(path.relative_to(top)) if len(dirs) == 1 and path != top else path.name
+        runs.append(Run(*_read(path, summaries[path]), place, *names))
     return runs
 
 
-def _load(path: Path, summary: Row) -> Run:
+def _read(path: Path, summary: Row) -> tuple[Row, list[Row], Row, float]:
+    """What a run's files hold, without the figures that are no result: the first fields of Run."""
     # only a completed run has evaluated its last step
     if summary["status"] != "completed" and is_stale(summary):
         summary = {key: value for key, value in summary.items() if not key.startswith("val/")}
@@ -130,7 +123,7 @@ def _load(path: Path, summary: Row) -> Run:
         # the peak is from before the memory ran out
         summary.pop("memory/peak_gib", None)
     if summary["status"] == "damaged":
-        return Run(summary)
+        return summary, [], {}, 0
     config, env = read_mapping(path / "config.yaml"), read_mapping(path / "env.json")
     sequences = _number(config.get("eval_sequences")) or 0
-    return Run(summary, read_metrics(path / "metrics.jsonl"), env, sequences)
+    return summary, read_metrics(path / "metrics.jsonl"), env, sequences

@@ -78,7 +78,8 @@ def test_each_length_has_its_winner(tmp_path):
         write_seeds(tmp_path, "naive", 2.0, 2.5, seq_len=seq_len)
         write_seeds(tmp_path, "tiled", 1.0, 1.5, seq_len=seq_len)
     rankings = rank(load_runs([tmp_path]))
-    assert [(each.seq_len, each.best) for each in rankings] == [(512, "tiled"), (1024, "tiled")]
+    found = [(each.seq_len, *each.losses) for each in rankings]
+    assert found == [(512, "tiled", "naive"), (1024, "tiled", "naive")]
     assert "1,024" in verdict(rankings[1], at_length=True)[0]
 
 

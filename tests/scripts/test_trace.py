@@ -128,7 +128,7 @@ def test_fates_and_the_first_tile(arguments, fates):
         assert (queries, keys) == (range(16), (0, 16)) and score < -104
         return
     recorder = Recorder(backend)
-    recorder.backend.fn(*call[:3], **call.arguments, **backend.options)
+    recorder.backend.fn(*call[:3], **call.arguments, scale=0.25, **backend.options)
     other = recorder.breakdowns[0]
     assert (other.queries, other.keys) == ((queries.start, queries.stop), keys)
     assert other.max_score == pytest.approx(score) or cause == "row_sum"
@@ -185,7 +185,7 @@ def test_takes_q_k_v_of_a_run(tmp_path):
         qkv = block.attention.qkv(block.attention_norm(x))  # (1, 48, 4 * 8 + 2 * 8 + 2 * 8)
     for x, start in ((call.q, 16), (call.k, 40), (call.v, 56)):
         assert torch.allclose(x[0, 0], qkv[0, :, start : start + 8], atol=1e-5)
-    assert call.arguments == {"causal": True, "scale": 8**-0.5} and call.attention == "tiled"
+    assert call.arguments == {"causal": True} and call.attention == "tiled"
     assert found.tiles[0] == (0, 8) and set(found.fates) == {"right"}
     for word in ("layer 1", "head 2", f"{tmp_path}/run", "3 steps"):
         assert word in call.source
