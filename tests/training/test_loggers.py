@@ -74,8 +74,9 @@ def log_rows(name: str, folder: str, first: str = "0", last: str = "40") -> None
         logger.log(row)
     assert logger.active
     if end == 40:
-        row = {"step": 99, "tokens": 10_000, "train/loss": float("nan"), "grad_norm": float("inf")}
-        logger.log(row | {"tokens_per_sec": 2.0})
+        nan = float("nan")
+        row = {"step": 99, "tokens": 10_000, "train/loss": nan, "grad_norm": float("inf")}
+        logger.log(row | {"val/loss": nan, "tokens_per_sec": 2.0})
         logger.finish({"status": "diverged", "val/loss": 1.5, "tokens_per_sec": 7.0})
         assert logger.active
     elif name == "wandb":
@@ -128,6 +129,7 @@ def test_a_killed_and_resumed_run_read_back_by_wandb_equals_the_metrics(tmp_path
     assert logged[:-1] == [
         {key: x for key, x in row.items() if x is not None and key != "step"} for row in rows
     ]
+    # without val/loss: NaN would be its lowest value
     last = {"train/loss": "NaN", "grad_norm": "Infinity", "tokens": 10_000, "tokens_per_sec": 2}
     assert logged[-1] == last
 

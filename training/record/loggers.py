@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
+from math import isnan
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,7 +146,7 @@ class Logger:
 
 
 # metrics whose lowest value wandb's summary keeps beside the last
-BEST = ("val/loss", "val/loss_exact")
+BEST = {"val/loss", "val/loss_exact"}
 
 
 class WandbLogger(Logger):
@@ -203,6 +204,9 @@ class WandbLogger(Logger):
     def log(self, row: Row) -> None:
         values = numbers(row)
         step = values.pop("step")
+        for name in BEST & values.keys():
+            if isnan(values[name]):  # which wandb would take for the lowest
+                del values[name]
         self._run.log(values, step=step, commit=True)  # at once, so before the summary
 
     @quietly
