@@ -4,6 +4,7 @@ scripts.benchmark and lab.peers.
 Dimensions: q, k, v (B, H, N, D).
 """
 
+import ctypes
 import gc
 import math
 import time
@@ -25,6 +26,7 @@ from scripts.tables import Row
 from scripts.traffic import pairs
 from training.record.memory import (
     GIB,
+    LINUX,
     cpu_memory_limit,
     describe_out_of_memory,
     is_out_of_memory,
@@ -32,6 +34,7 @@ from training.record.memory import (
 )
 from training.record.speed import seconds_between, stamp
 
+M_MMAP_THRESHOLD = -3  # of malloc.h
 FLUSH_BYTES = 256 * 2**20  # several times the L2 cache of any GPU
 SHORTEST_WAIT, LONGEST_WAIT = 0.5e-3, 16e-3  # seconds
 CYCLES_PER_SECOND = 2.5e9  # of a fast GPU: on others the wait is longer than requested
@@ -288,6 +291,9 @@ def memory_cap(gib: float | None, device: torch.device) -> Iterator[None]:
     """
     release_memory(device)
     if device.type == "cpu":
+        if LINUX:
+            # else glibc would keep what is freed, and give it out again beside the limit
+            ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
         with cpu_memory_limit(math.inf if gib is None else gib * GIB):
             yield
         return

@@ -42,7 +42,15 @@ from pydantic import Field
 
 from attention import Backend, dtype_name
 from scripts.arguments import Count, Device, Dtype, Json, check_out, command, default, parse_backend
-from scripts.attention_call import Call, Measurement, longest, memory_cap, take_turns, trial
+from scripts.attention_call import (
+    Call,
+    Measurement,
+    attempt,
+    longest,
+    memory_cap,
+    take_turns,
+    trial,
+)
 from scripts.tables import Row
 from training.loop.device import pick_device, pick_dtype
 from training.record.environment import measured_on
@@ -158,12 +166,14 @@ def searched(
     text: str, make: Make, shape: Row, gib: float | None, device: torch.device
 ) -> list[Row]:
     """The longest sequence that ran in `gib` GiB of memory, a row for each pass."""
+    # outside the limit: threads and libraries take memory of their own in their first call
+    attempt(partial(trial, make, shape, True, shape["seq_len"]), device)
     rows = []
     for name in ("forward", "training"):
         row = {"attention": text} | shape | {"pass": name, "memory_gib": gib}
         start, run = row.pop("seq_len"), partial(trial, make, shape, name == "training")
-        with memory_cap(gib, device):
-            row |= longest(run, start=start, device=device)
+        # around each trial: what an error allocates stays, and is no part of the next trial
+        row |= longest(memory_cap(gib, device)(run), start=start, device=device)
         print(describe_longest(row), flush=True)
         rows.append(row)
     return rows
