@@ -4,6 +4,7 @@
     verification.py         backends held to the properties, as the table that both commands print
     backend_under_test.py   the attention under test, and the cases that it takes
     cases.py                random and adversarial inputs; the budget, relative to naive's own error
+    adversarial.py          how inputs differ from normal numbers
     other_functions.py      the same for an attention that is not softmax
     caches.py               sequences in a cache of fixed shape, in one piece or in pages
     views.py                memory layouts
