@@ -219,13 +219,19 @@ def take_turns(measurements: list[Measurement], device: torch.device) -> list[Ro
 
 
 def attempt(
-    step: Callable[[], Row | None], device: torch.device, *, tolerant: bool = False
+    step: Callable[[], Row | None],
+    device: torch.device,
+    *,
+    tolerant: bool = False,
+    at_most: float = math.inf,
 ) -> Row | None:
     """What step() returns, or why it failed: `refused` (ValueError), `oom`, or with `tolerant` any
     other error as `failed`.
+
+    at_most: bytes that it may take on a CPU, beside what the process has by then.
     """
     try:
-        with cpu_memory_limit():
+        with cpu_memory_limit(at_most):
             return step()
     except ValueError as error:
         failure = {"refused": str(error)}
@@ -256,7 +262,9 @@ def trial(make: Callable[[Row], Call], shape: Row, train: bool, length: int) -> 
     return {"seconds": timed_on_host(run) if took > 1 else took}
 
 
-def longest(trial: Callable[[int], Row], *, start: int, device: torch.device) -> Row:
+def longest(
+    trial: Callable[[int], Row], *, start: int, device: torch.device, at_most: float = math.inf
+) -> Row:
     """Find the longest length that fits: double from `start`, then halve the gap until it is below
     PRECISION.
 
@@ -267,7 +275,7 @@ def longest(trial: Callable[[int], Row], *, start: int, device: torch.device) ->
     length, best, failed = start, 0, None
     found: Row = {"limited_by": "memory", "oom": None}
     while length > best:
-        outcome = attempt(partial(trial, length), device)
+        outcome = attempt(partial(trial, length), device, at_most=at_most)
         found |= outcome
         if "refused" in outcome:
             return outcome
@@ -286,16 +294,15 @@ def longest(trial: Callable[[int], Row], *, start: int, device: torch.device) ->
 
 @contextmanager
 def memory_cap(gib: float | None, device: torch.device) -> Iterator[None]:
-    """Limit this process to `gib` GiB of memory, as if the card were smaller. None allows all free
-    memory.
+    """Limit this process to `gib` GiB of a GPU, as if the card were smaller. None allows all free
+    memory. On a CPU attempt() limits each trial; this lets what one has freed not help the next.
     """
     release_memory(device)
     if device.type == "cpu":
         if LINUX:
             # else glibc would keep what is freed, and give it out again beside the limit
             ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
-        with cpu_memory_limit(math.inf if gib is None else gib * GIB):
-            yield
+        yield
         return
     total = torch.cuda.get_device_properties(device).total_memory
     share = 1.0 if gib is None else gib * GIB / total

@@ -29,6 +29,7 @@ for two in a forward pass. A backend with wrong results is not timed; the check 
 GPU. In the search no trial takes longer than 20 seconds.
 """
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -166,16 +167,16 @@ def searched(
     text: str, make: Make, shape: Row, gib: float | None, device: torch.device
 ) -> list[Row]:
     """The longest sequence that ran in `gib` GiB of memory, a row for each pass."""
-    # outside the limit: threads and libraries take memory of their own in their first call
-    attempt(partial(trial, make, shape, True, shape["seq_len"]), device)
-    rows = []
-    for name in ("forward", "training"):
-        row = {"attention": text} | shape | {"pass": name, "memory_gib": gib}
-        start, run = row.pop("seq_len"), partial(trial, make, shape, name == "training")
-        # around each trial: what an error allocates stays, and is no part of the next trial
-        row |= longest(memory_cap(gib, device)(run), start=start, device=device)
-        print(describe_longest(row), flush=True)
-        rows.append(row)
+    rows, at_most = [], math.inf if gib is None else gib * GIB
+    with memory_cap(gib, device):
+        # not limited on a CPU: threads and libraries take memory of their own in their first call
+        attempt(partial(trial, make, shape, True, shape["seq_len"]), device)
+        for name in ("forward", "training"):
+            row = {"attention": text} | shape | {"pass": name, "memory_gib": gib}
+            start, run = row.pop("seq_len"), partial(trial, make, shape, name == "training")
+            row |= longest(run, start=start, device=device, at_most=at_most)
+            print(describe_longest(row), flush=True)
+            rows.append(row)
     return rows
 
 

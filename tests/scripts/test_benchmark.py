@@ -210,8 +210,8 @@ def test_the_search_finds_the_limit_within_its_precision():
 
 
 def test_longest_sequence_in_little_memory(run_benchmark):
-    """Real allocations under a real limit: naive's N x N ends it, of forward alone at a length that
-    is no shorter. A regression test: memory that an error had taken counted in one of the two.
+    """Real allocations under a real limit, which ends naive's N x N. A regression test: training
+    fitted longer sequences than the forward pass, for which memory of an error had counted.
     """
     asked = ("attention=naive", "max_length=true", "memory_gib=0.25", "device=cpu")
     rows, output = run_benchmark(*asked, "heads=8", "seq_len=256", "head_dim=16")
