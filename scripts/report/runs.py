@@ -8,7 +8,7 @@ from typing import Any
 from scripts.runs import runs_below
 from scripts.tables import Row
 from training.record.files import read_mapping, read_metrics
-from training.record.names import name_runs
+from training.record.names import Names, name_runs
 from training.record.runs import is_stale
 
 Curve = dict[float, float]  # values by tokens
@@ -110,12 +110,12 @@ def load_runs(dirs: Sequence[Path]) -> list[Run]:
     for path, names in zip(summaries, name_runs(list(summaries.values())), strict=True):
         # no path of this machine, because reports are passed on
         place = str(path.relative_to(top)) if len(dirs) == 1 and path != top else path.name
-        runs.append(Run(*_read(path, summaries[path]), place, *names))
+        runs.append(_load(path, summaries[path], place, names))
     return runs
 
 
-def _read(path: Path, summary: Row) -> tuple[Row, list[Row], Row, float]:
-    """What a run's files hold, without the figures that are no result: the first fields of Run."""
+def _load(path: Path, summary: Row, place: str, names: Names) -> Run:
+    """A run without the figures that are no result."""
     # only a completed run has evaluated its last step
     if summary["status"] != "completed" and is_stale(summary):
         summary = {key: value for key, value in summary.items() if not key.startswith("val/")}
@@ -123,7 +123,7 @@ def _read(path: Path, summary: Row) -> tuple[Row, list[Row], Row, float]:
         # the peak is from before the memory ran out
         summary.pop("memory/peak_gib", None)
     if summary["status"] == "damaged":
-        return summary, [], {}, 0
+        return Run(summary, [], {}, 0, place, *names)
     config, env = read_mapping(path / "config.yaml"), read_mapping(path / "env.json")
     sequences = _number(config.get("eval_sequences")) or 0
-    return summary, read_metrics(path / "metrics.jsonl"), env, sequences
+    return Run(summary, read_metrics(path / "metrics.jsonl"), env, sequences, place, *names)
