@@ -44,9 +44,9 @@ def checked(
     arguments: dict[str, Any],
     module: nn.Module | None = None,
 ) -> dict[str, Any]:
-    """The arguments of a call in the form that every backend takes: scale as a number, window in
-    its simplest form, slopes and params in the dtype of the statistics, params on the device of q.
-    Raises ValueError for inputs that no backend or this backend does not take.
+    """The arguments of a call in the form that every backend takes. scale is a number, and window
+    has its simplest form. Slopes and params have the dtype of the statistics, and params are on the
+    device of q. Raises ValueError for inputs that no backend or this backend does not take.
     """
     arguments = NOT_GIVEN | arguments
     kind = None

@@ -253,8 +253,8 @@ class TiledAttention:
     softmax: type[OnlineSoftmax] = OnlineSoftmax
     scores: Callable[..., TileScores] = TileScores
     visible_keys: Callable[..., VisibleKeys] = visible_keys
-    # False takes the gradient of what `softmax` computes, not that of softmax attention. It
-    # includes the gradient of the maximum
+    # whether the gradient is that of softmax attention. Otherwise it is that of what `softmax`
+    # computes, the maximum included
     exact: bool = True
 
     def make_loop(
